@@ -1,0 +1,226 @@
+"""Every environment variable of tunedcomm: one table, and one function for each entry that reads it.
+
+A leaf. A variable is read when its function is called and never stored, so that a test or a launcher may set it at any
+time before the group is made. `docs/environment.md` is this table in words; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tunedcomm.errors import SettingError
+
+__all__ = [
+    "LOG_LEVELS",
+    "MODES",
+    "SETTINGS",
+    "Setting",
+    "db_path",
+    "db_url",
+    "forced",
+    "log_level",
+    "mode",
+    "peer_timeout_s",
+    "render_markdown",
+    "unknown_variables",
+    "workspace_bytes",
+]
+
+PREFIX = "TUNEDCOMM_"
+FORCE_PREFIX = "TUNEDCOMM_FORCE_"
+MODES = ("cached", "off", "force")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One environment variable.
+
+    Attributes:
+        name: the variable; `<OP>` in it stands for an op's name in capitals.
+        default: what holds where the variable is unset or empty, in words.
+        allowed: the values it takes, in words; part of the error text.
+        meaning: what it does, one sentence or two.
+    """
+
+    name: str
+    default: str
+    allowed: str
+    meaning: str
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        name="TUNEDCOMM_DB",
+        default="`tunedcomm/tuned.db` in the user's data directory",
+        allowed="a file path or a SQLAlchemy URL such as `postgresql+psycopg://host/name`",
+        meaning="The user database: what `tunedcomm tune` writes and dispatch reads first.",
+    ),
+    Setting(
+        name="TUNEDCOMM_DB_PATH",
+        default="none",
+        allowed="file paths separated by `:`, or paths and SQLAlchemy URLs separated by `;`",
+        meaning="Site databases, nearest first: read after the user database and before the packaged ones.",
+    ),
+    Setting(
+        name="TUNEDCOMM_FORCE_<OP>",
+        default="none",
+        allowed="the name of a variant of the op",
+        meaning="Runs this variant for every problem of the op, whatever the databases say; the group raises an error "
+        "where it cannot run. Example: `TUNEDCOMM_FORCE_ALL_REDUCE=lamport`.",
+    ),
+    Setting(
+        name="TUNEDCOMM_LOG",
+        default="warning",
+        allowed=", ".join(f"`{level}`" for level in LOG_LEVELS),
+        meaning="Least severe message that the logger `tunedcomm` prints.",
+    ),
+    Setting(
+        name="TUNEDCOMM_MODE",
+        default="cached",
+        allowed=", ".join(f"`{mode}`" for mode in MODES),
+        meaning="`cached` dispatches from the databases. `off` always runs the library. `force` is `cached`, but a "
+        "problem for which no database has an answer is an error instead of a call of the library.",
+    ),
+    Setting(
+        name="TUNEDCOMM_PEER_TIMEOUT_S",
+        default="60",
+        allowed="a number of seconds > 0",
+        meaning="How long a kernel waits for a peer before the group raises `PeerTimeoutError`.",
+    ),
+    Setting(
+        name="TUNEDCOMM_WORKSPACE_MIB",
+        default="64",
+        allowed="a whole number of MiB from 1 to 65536",
+        meaning="Largest message that two-shot staging holds. A group's symmetric memory grows with it; larger "
+        "messages run through variants that need no staging. All ranks of a group must agree on it.",
+    ),
+)
+
+
+def _setting(name: str) -> Setting:
+    return next(setting for setting in SETTINGS if setting.name == name)
+
+
+def _raw(name: str) -> str | None:
+    """The variable's text without surrounding blanks; None where it is unset or empty."""
+    return os.environ.get(name, "").strip() or None
+
+
+def _refuse(name: str, value: str) -> SettingError:
+    return SettingError(
+        f"environment variable {name}={value!r} is not usable: allowed is {_setting(name).allowed}; "
+        f"unset it for the default ({_setting(name).default})"
+    )
+
+
+def _one_of(name: str, values: tuple[str, ...], default: str) -> str:
+    raw = _raw(name)
+    if raw is None:
+        return default
+    if raw.lower() not in values:
+        raise _refuse(name, raw)
+    return raw.lower()
+
+
+def db_url() -> str | None:
+    """TUNEDCOMM_DB: path or URL of the user database, or None for the default place."""
+    return _raw("TUNEDCOMM_DB")
+
+
+def db_path() -> list[str]:
+    """TUNEDCOMM_DB_PATH: site databases, nearest first."""
+    raw = _raw("TUNEDCOMM_DB_PATH") or ""
+    # A URL holds colons of its own (scheme, port), so a list with a URL in it needs another separator.
+    separator = ";" if ";" in raw or "://" in raw else os.pathsep
+    return [part.strip() for part in raw.split(separator) if part.strip()]
+
+
+def forced(op: str) -> str | None:
+    """TUNEDCOMM_FORCE_<OP>: name of the variant to run for every problem of `op`, or None."""
+    return _raw(FORCE_PREFIX + op.upper())
+
+
+def log_level() -> str:
+    """TUNEDCOMM_LOG: one of `LOG_LEVELS`.
+
+    Raises:
+        SettingError: another value.
+    """
+    return _one_of("TUNEDCOMM_LOG", LOG_LEVELS, "warning")
+
+
+def mode() -> str:
+    """TUNEDCOMM_MODE: one of `MODES`.
+
+    Raises:
+        SettingError: another value.
+    """
+    return _one_of("TUNEDCOMM_MODE", MODES, "cached")
+
+
+def peer_timeout_s() -> float:
+    """TUNEDCOMM_PEER_TIMEOUT_S: seconds that a kernel waits for a peer.
+
+    Raises:
+        SettingError: not a finite number > 0.
+    """
+    name = "TUNEDCOMM_PEER_TIMEOUT_S"
+    raw = _raw(name)
+    if raw is None:
+        return 60.0
+    try:
+        seconds = float(raw)
+    except ValueError:
+        raise _refuse(name, raw) from None
+    if not 0 < seconds < float("inf"):
+        raise _refuse(name, raw)
+    return seconds
+
+
+def workspace_bytes() -> int:
+    """TUNEDCOMM_WORKSPACE_MIB, in bytes: the largest message that two-shot staging holds.
+
+    Raises:
+        SettingError: not a whole number of MiB from 1 to 65536.
+    """
+    name = "TUNEDCOMM_WORKSPACE_MIB"
+    raw = _raw(name)
+    if raw is None:
+        return 64 << 20
+    if not raw.isascii() or not raw.isdigit() or not 1 <= int(raw) <= 65536:
+        raise _refuse(name, raw)
+    return int(raw) << 20
+
+
+def unknown_variables(known_ops: tuple[str, ...]) -> list[str]:
+    """Variables in the environment that begin with `TUNEDCOMM_` and mean nothing: most likely misspelt.
+
+    Args:
+        known_ops: names for which `TUNEDCOMM_FORCE_<OP>` has a meaning.
+    """
+    known = {setting.name for setting in SETTINGS} | {FORCE_PREFIX + op.upper() for op in known_ops}
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+
+
+def render_markdown() -> str:
+    """The text of `docs/environment.md`."""
+    lines = [
+        "# Environment variables",
+        "",
+        "The table is `tunedcomm/settings.py` in words. A variable is read when a group or a database is opened, not at",
+        "import. A value that a variable does not take raises `SettingError`. All ranks of a group should see the same",
+        "values; `tunedcomm doctor` prints those that are set and names the ones that it does not know.",
+    ]
+    for setting in SETTINGS:
+        lines += [
+            "",
+            f"## `{setting.name}`",
+            "",
+            setting.meaning,
+            "",
+            f"- Allowed: {setting.allowed}",
+            f"- Default: {setting.default}",
+        ]
+    return "\n".join(lines) + "\n"
