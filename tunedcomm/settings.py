@@ -209,9 +209,9 @@ def render_markdown() -> str:
     lines = [
         "# Environment variables",
         "",
-        "The table is `tunedcomm/settings.py` in words. A variable is read when a group or a database is opened, not at",
-        "import. A value that a variable does not take raises `SettingError`. All ranks of a group should see the same",
-        "values; `tunedcomm doctor` prints those that are set and names the ones that it does not know.",
+        "This page is the table in `tunedcomm/settings.py`. A variable is read when a group or a database is opened, not",
+        "at import. A value that a variable does not take raises `SettingError`. All ranks of a group should see the",
+        "same values; `tunedcomm doctor` prints those that are set and names the ones that it does not know.",
     ]
     for setting in SETTINGS:
         lines += [

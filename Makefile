@@ -1,0 +1,59 @@
+# Everything runs in .venv, which the targets make themselves: a Linux machine with Python >= 3.10 is enough.
+# Variables: PYTHON (interpreter that makes .venv), JOBS (parallel test processes), PYTEST_ARGS.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo $$python; break; fi; done)
+JOBS ?= 2
+PYTEST_ARGS ?=
+DEMO_DB ?= demo.db
+# Without a GPU the host backend interprets the kernels, which needs Triton >= 3.9; and a torch that is already there
+# keeps pip from fetching one built for a newer CUDA.
+CPU_ONLY := $(shell if ! command -v nvidia-smi >/dev/null 2>&1 && ! test -e /dev/nvidia0; then echo yes; fi)
+CPU_PACKAGES := "torch==2.13.0" "triton>=3.9"
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help demo test lint build clean
+
+help:
+	@echo "make demo   install, tune all_reduce on this machine, explain the choice, run it and check the sum"
+	@echo "make test   run the tests (PYTEST_ARGS='-k name' for some of them)"
+	@echo "make lint   ruff, mypy, import contracts, spelling"
+	@echo "make build  wheel and source distribution in dist/"
+	@echo "make clean  remove .venv, caches and what the demo wrote"
+
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.10 found; install one or run make PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "cannot make a virtual environment; install python3-venv or run make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(if $(CPU_ONLY),$(PIP) install --quiet $(CPU_PACKAGES))
+	$(PIP) install --quiet --editable ".[test]"
+	@touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(PIP) install --quiet --editable ".[test,lint]"
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/tunedcomm demo --db $(DEMO_DB)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/unit -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/multirank $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell .
+
+build: $(VENV)/.installed-lint
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(DEMO_DB)*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
