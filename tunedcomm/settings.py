@@ -209,7 +209,7 @@ def render_markdown() -> str:
     lines = [
         "# Environment variables",
         "",
-        "This page is the table in `tunedcomm/settings.py`. A variable is read when a group or a database is opened, not",
+        "This page is the table in `tunedcomm/settings.py`. A variable is read when a group or database is opened, not",
         "at import. A value that a variable does not take raises `SettingError`. All ranks of a group should see the",
         "same values; `tunedcomm doctor` prints those that are set and names the ones that it does not know.",
     ]
