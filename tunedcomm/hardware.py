@@ -1,0 +1,221 @@
+"""The environment fingerprint: which hardware, fabric and software a number belongs to.
+
+Hard fields (GPU model, SM count, compute capability, fabric class, multicast, nodes) must match for a stored trial to
+be used at all; soft fields (driver and library versions) only rank older rows lower. Torch and NVML are imported when
+something is detected, so that stored environments can be read and compared without either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["HARD_FIELDS", "SOFT_FIELDS", "Environment", "detect"]
+
+HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "nodes")
+SOFT_FIELDS = ("driver", "cuda", "torch", "triton", "nccl", "tunedcomm")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Hardware, fabric and software under which a number was measured.
+
+    Attributes:
+        gpu: product name, e.g. `NVIDIA H200`, or `host-x86_64` for the host backend.
+        num_sms: streaming multiprocessors; 1 on the host backend.
+        compute_capability: major × 10 + minor, e.g. 90; 0 on the host backend.
+        memory_gib: device memory in GiB, rounded.
+        fabric: link class, e.g. `nvswitch-18`, `nvlink-4`, `pcie`, `host`.
+        num_links: active NVLinks a GPU; 0 without NVLink.
+        multicast: NVLink multicast (NVLS) is there and not switched off.
+        nodes: number of hosts the group spans.
+        driver, cuda, torch, triton, nccl, tunedcomm: versions; "" where there is none.
+    """
+
+    gpu: str
+    num_sms: int
+    compute_capability: int
+    memory_gib: int
+    fabric: str
+    num_links: int
+    multicast: bool
+    nodes: int
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    nccl: str
+    tunedcomm: str
+
+    @property
+    def is_host(self) -> bool:
+        """True for the host backend, whose timings say nothing about GPUs."""
+        return self.fabric == "host"
+
+    @property
+    def hard_key(self) -> tuple[Any, ...]:
+        """The fields that must be equal for a row to be used."""
+        return tuple(getattr(self, name) for name in HARD_FIELDS)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Environment:
+        """Inverse of `to_dict`; raises ValueError if a field is missing."""
+        missing = [f.name for f in fields(cls) if f.name not in data]
+        if missing:
+            raise ValueError(f"not an environment: field {missing[0]!r} is missing in {dict(data)!r}")
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over every field, first 32 hex digits."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def mismatches(self, other: Environment) -> list[str]:
+        """Hard fields in which `other` differs, in words; empty if its rows may be used here."""
+        return [
+            f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} there"
+            for name in HARD_FIELDS
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+    def drift(self, other: Environment) -> list[str]:
+        """Soft fields in which `other` differs, in words."""
+        return [
+            f"{name} {getattr(other, name) or '(none)'} → {getattr(self, name) or '(none)'}"
+            for name in SOFT_FIELDS
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+    def __str__(self) -> str:
+        if self.is_host:
+            return f"{self.gpu} (host backend)"
+        return f"{self.gpu}, {self.num_sms} SMs, {self.fabric}{', multicast' if self.multicast else ''}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _truthy(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def multicast_disabled() -> bool:
+    """True if the user switched NVLink multicast off for PyTorch or NCCL."""
+    return _truthy("TORCH_SYMM_MEM_DISABLE_MULTICAST") or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
+
+
+def _nvml_links(index: int) -> tuple[str, int, str]:
+    """(fabric class, active links, driver version) of the GPU at `index`; `pcie` where NVML cannot tell."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return "pcie", 0, ""
+    try:
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        active, switched = 0, False
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                if pynvml.nvmlDeviceGetNvLinkState(handle, link) != pynvml.NVML_FEATURE_ENABLED:
+                    continue
+            except pynvml.NVMLError:
+                continue
+            active += 1
+            try:
+                remote = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
+                switched |= remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+            except (pynvml.NVMLError, AttributeError):
+                switched |= active > 4
+        if not active:
+            return "pcie", 0, driver
+        return f"{'nvswitch' if switched else 'nvlink'}-{active}", active, driver
+    except pynvml.NVMLError:
+        return "pcie", 0, ""
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _physical_index(device: int) -> int:
+    """NVML's index of a CUDA device, which counts from `CUDA_VISIBLE_DEVICES`."""
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if device < len(visible) and visible[device].isdigit():
+        return int(visible[device])
+    return device
+
+
+def _cuda(device: int, nodes: int) -> Environment:
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    fabric, num_links, driver = _nvml_links(_physical_index(device))
+    nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return Environment(
+        gpu=properties.name,
+        num_sms=properties.multi_processor_count,
+        compute_capability=properties.major * 10 + properties.minor,
+        memory_gib=round(properties.total_memory / 2**30),
+        fabric=fabric,
+        num_links=num_links,
+        multicast=_has_multicast(device),
+        nodes=nodes,
+        driver=driver,
+        cuda=torch.version.cuda or "",
+        torch=torch.__version__,
+        triton=_version("triton"),
+        nccl=".".join(str(part) for part in nccl),
+        tunedcomm=_version("tunedcomm"),
+    )
+
+
+def _has_multicast(device: int) -> bool:
+    """Asks the driver, through torch, unless the user switched multicast off; creates no multicast object."""
+    if multicast_disabled():
+        return False
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._autograd import DeviceType
+
+    return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, device))
+
+
+def _host(nodes: int) -> Environment:
+    import torch
+
+    return Environment(
+        gpu=f"host-{platform.machine()}",
+        num_sms=1,
+        compute_capability=0,
+        memory_gib=0,
+        fabric="host",
+        num_links=0,
+        multicast=False,
+        nodes=nodes,
+        driver="",
+        cuda="",
+        torch=torch.__version__,
+        triton=_version("triton"),
+        nccl="",
+        tunedcomm=_version("tunedcomm"),
+    )
+
+
+@lru_cache(maxsize=16)
+def detect(device: int | None = None, *, nodes: int = 1) -> Environment:
+    """The environment of CUDA device `device`, or of the host backend where `device` is None."""
+    return _host(nodes) if device is None else _cuda(device, nodes)

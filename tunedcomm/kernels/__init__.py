@@ -1,0 +1,94 @@
+"""Kernels by op: `kernels/<op>/op.py` says what the op is, every other file there is one variant.
+
+`discover()` imports them all, which fills the registries of `tunedcomm.spec`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import pkgutil
+import textwrap
+from typing import Any
+
+from tunedcomm.spec import Variant
+
+__all__ = ["discover", "source_hash"]
+
+
+def _choose_interpreter() -> None:
+    """Kernels are decorated when their module is imported: choose GPU or interpreter before the first one is."""
+    import torch
+    import triton
+
+    if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+        triton.knobs.runtime.interpret = True
+
+
+@functools.cache
+def discover() -> None:
+    """Import every op and variant once. Runs interpreted where there is no GPU, unless TRITON_INTERPRET says otherwise."""
+    _choose_interpreter()
+    for package in pkgutil.iter_modules(__path__, f"{__name__}."):
+        if package.ispkg:
+            module = importlib.import_module(package.name)
+            for member in sorted(info.name for info in pkgutil.iter_modules(module.__path__, f"{package.name}.")):
+                importlib.import_module(member)
+
+
+def _normalised(function: Any) -> str:
+    """Source of a function without comments, docstring and formatting."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    if ast.get_docstring(definition) is not None:
+        definition.body = definition.body[1:] or [ast.Pass()]
+    definition.decorator_list = []
+    return ast.unparse(definition)
+
+
+def _plain(function: Any) -> Any:
+    """The Python function inside a Triton function or constexpr function; None for anything else."""
+    inner = getattr(function, "fn", None)
+    if inner is None and inspect.isfunction(function):
+        inner = function
+    module = getattr(inner, "__module__", "") or ""
+    return inner if inspect.isfunction(inner) and not module.startswith("triton.") else None
+
+
+def _collect(function: Any, seen: dict[str, str]) -> None:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name in seen:
+        return
+    seen[name] = text = _normalised(function)
+    used = sorted({node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)})
+    for global_name in used:
+        value = function.__globals__.get(global_name)
+        inner = _plain(value)
+        if inner is not None:
+            _collect(inner, seen)
+        elif isinstance(value, (int, str)) or hasattr(value, "value"):
+            constant = getattr(value, "value", value)
+            if isinstance(constant, (int, str)) and global_name != "INTERPRET":
+                seen[f"{function.__module__}:{global_name}"] = repr(constant)
+
+
+@functools.cache
+def source_hash(variant: Variant) -> str:
+    """SHA-256 over the sources of the variant's kernels and all they call, first 16 hex digits.
+
+    Comments, docstrings and formatting do not count, so that only a change of code retires stored rows. Variants
+    without kernels hash to their version alone.
+    """
+    seen: dict[str, str] = {}
+    for kernel in variant.kernels:
+        inner = _plain(kernel)
+        if inner is None:
+            raise TypeError(f"{variant.op}.{variant.name}: {kernel!r} is not a Triton function")
+        _collect(inner, seen)
+    text = "\n".join([f"version {variant.version}", *(f"{name}\n{seen[name]}" for name in sorted(seen))])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

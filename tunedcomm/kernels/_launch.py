@@ -1,0 +1,177 @@
+"""From a Triton function and its constants to something that launches in a few microseconds.
+
+Kernels take their addresses and sizes as 64-bit integers, so that one binary serves every rank, every tensor and every
+size. A binary is named by a `CompileRequest`, which pickles: the compile pool builds it on a CPU into Triton's cache,
+and `bind` finds it there. On the host backend the same function runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.kernels import _sync
+from tunedcomm.space import Value
+
+__all__ = ["BoundKernel", "CompileRequest", "bind_kernel", "compile_request", "current_target"]
+
+_MAX_THREADS_PER_SM = 2048
+_MAX_BLOCKS_PER_SM = 32
+_REGISTERS_PER_SM = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class CompileRequest:
+    """Names one binary.
+
+    Attributes:
+        module, function: where the Triton function is.
+        constants: its constexpr arguments, sorted by name.
+        num_warps: warps a block.
+        launch_pdl: built for programmatic dependent launch.
+    """
+
+    module: str
+    function: str
+    constants: tuple[tuple[str, Value], ...]
+    num_warps: int
+    launch_pdl: bool = False
+
+    @classmethod
+    def of(cls, kernel: Any, constants: dict[str, Value], *, num_warps: int, launch_pdl: bool = False) -> CompileRequest:
+        """Name a Triton function by where it was defined."""
+        return cls(kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items())), num_warps, launch_pdl)
+
+    def resolve(self) -> Any:
+        """The Triton function."""
+        return getattr(importlib.import_module(self.module), self.function)
+
+
+def current_target() -> Any:
+    """Triton's target of the current CUDA device."""
+    import triton
+
+    return triton.runtime.driver.active.get_current_target()
+
+
+@functools.lru_cache(maxsize=4096)
+def _compile(request: CompileRequest, target: Any) -> Any:
+    import triton
+    from triton.compiler import ASTSource
+
+    kernel = request.resolve()
+    constants = dict(request.constants)
+    signature = {name: "constexpr" if name in constants else "i64" for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
+    options = {
+        "num_warps": request.num_warps,
+        "num_stages": 1,
+        "enable_fp_fusion": False,  # bits are promised: no contraction behind our back
+        "launch_pdl": request.launch_pdl,
+    }
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_request(request: CompileRequest, target: Any = None) -> Any:
+    """Compile into Triton's cache, or find it there; needs no GPU if `target` is given.
+
+    Returns:
+        Triton's compiled kernel.
+
+    Raises:
+        Exception: whatever Triton raises; the tuner records it as `compile_error`.
+    """
+    return _compile(request, current_target() if target is None else target)
+
+
+def resident_blocks(num_registers: int, shared_bytes: int, threads: int, num_sms: int) -> int:
+    """Blocks of a kernel that fit on the GPU at once, from below: registers are allotted in steps of 8 a thread."""
+    registers = max(-(-max(num_registers, 1) // 8) * 8, 8)
+    by_registers = _REGISTERS_PER_SM // (registers * threads)
+    by_threads = _MAX_THREADS_PER_SM // threads
+    by_shared = (200 * 1024) // max(shared_bytes + 1024, 1024)
+    return max(num_sms * min(by_registers, by_threads, by_shared, _MAX_BLOCKS_PER_SM), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundKernel:
+    """A kernel ready to launch: `launch(stream, *runtime arguments)`."""
+
+    launch: Callable[..., None]
+    num_registers: int
+    num_spills: int
+
+
+def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
+    kernel, constants = request.resolve(), dict(request.constants)
+
+    def launch(stream: int, *args: int) -> None:
+        del stream
+        kernel[(grid,)](*args, **constants)
+
+    return BoundKernel(launch, 0, 0)
+
+
+def _fast_launcher(compiled: Any, grid: int, tail: tuple[Any, ...]) -> Callable[..., None]:
+    """The least Python above the driver's launch that this Triton allows.
+
+    `CompiledKernel.run` is a Python object around Triton's C function; where its layout is one of the known two, the C
+    function is called directly, else `run` is.
+    """
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if scratch or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
+
+        def launch(stream: int, *args: int) -> None:
+            run(grid, 1, 1, stream, function, packed, None, None, None, *args, *tail)
+
+        return launch
+    entry, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
+    if hasattr(run, "kernel_signature"):  # Triton that shares one C launcher between kernels
+        annotations, signature = run.arg_annotations, run.kernel_signature
+
+        def launch_shared(stream: int, *args: int) -> None:
+            entry(
+                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None,
+                annotations, signature, (*args, *tail),
+            )  # fmt: skip
+
+        return launch_shared
+
+    def launch_own(stream: int, *args: int) -> None:
+        entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args, *tail)
+
+    return launch_own
+
+
+def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> BoundKernel:
+    """Compile (or find) the binary, load it on `device` and fix its grid.
+
+    Runtime arguments are all of the kernel's arguments that are not constants, in order; constants must come last in
+    the kernel's argument list.
+
+    Raises:
+        InfeasibleError: not all blocks of the grid fit on the GPU at once, which kernels that wait for peers need.
+        Exception: whatever Triton raises while compiling.
+    """
+    if _sync.INTERPRET:
+        return _interpreted(request, grid)
+    with torch.cuda.device(device):
+        compiled = compile_request(request)
+        compiled._init_handles()
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    fits = resident_blocks(compiled.n_regs, compiled.metadata.shared, request.num_warps * 32, num_sms)
+    if grid > fits:
+        raise InfeasibleError(
+            f"{grid} blocks of {request.num_warps} warps with {compiled.n_regs} registers a thread do not fit on "
+            f"{num_sms} SMs at once (at most {fits} do); blocks that wait for peers must all be resident"
+        )
+    constants = dict(request.constants)
+    tail = tuple(constants[name] for name in request.resolve().arg_names if name in constants)
+    return BoundKernel(_fast_launcher(compiled, grid, tail), compiled.n_regs, compiled.n_spills)

@@ -1,0 +1,314 @@
+"""Device-side building blocks: 16-byte packets, polling, flags. The only file with inline PTX besides `_multimem.py`.
+
+Every function has two bodies behind one signature. Compiled for a GPU it is PTX; under Triton's interpreter (host
+backend) it is plain loads, stores and atomics, so that the very same kernels run across processes on a CPU.
+
+**Packets.** Kernels move data as packets of 16 bytes, four 32-bit words held in four int32 tensors of equal shape: one
+element is one packet, and with `BLOCK` a multiple of 32 × num_warps each thread owns whole packets. Addresses are
+int64, not pointers, so that one binary serves every rank and every allocation.
+
+**Waiting is bounded.** Every wait gives up `timeout_ns` after it first found itself waiting for long, writes
+`1 + rank it missed` to the status word (pinned host memory) and lets the kernel run to its end. The clock is read only
+once in 1024 failed polls, so that the bound costs nothing on the path that matters.
+
+**What orders what.** Packets of the Lamport protocol carry their own arrival (no word equals the sentinel once it is
+there), so they need no fence. Flags order other data: `signal` releases at system scope after a block barrier, `wait`
+acquires at system scope before one; PTX's release and acquire are cumulative over the block barrier.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+
+__all__ = ["INTERPRET", "SENTINEL"]
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+SENTINEL = tl.constexpr(-0x80000000)  # as int32: −0.0 in fp32, (−0.0, +0.0) in two 16-bit halves
+
+_SPIN_CHECK = 1023  # polls between looks at the clock, a power of two minus one
+
+
+class _clock_ns:  # noqa: N801
+    """Interpreter only: `_clock_ns()` is the monotonic clock in ns.
+
+    A class and not a function, because Triton refuses kernels that so much as mention a plain Python function.
+    """
+
+    def __new__(cls) -> int:  # type: ignore[misc]
+        return time.monotonic_ns()
+
+
+class _yield_cpu:  # noqa: N801
+    """Interpreter only: `_yield_cpu()` lets another process run, since the peer may need this very core."""
+
+    def __new__(cls) -> None:  # type: ignore[misc]
+        time.sleep(0)
+
+
+@triton.constexpr_function
+def _u32s(count):
+    return (tl.int32,) * count
+
+
+@triton.constexpr_function
+def _outs(count, inputs):
+    return "=&r," * count + inputs
+
+
+@triton.constexpr_function
+def _give_up_or_loop(label, timeout, status, code):
+    """PTX for the end of a failed poll: go on at `label`, or leave a code in the status word and fall through.
+
+    Uses the registers `again`, `spins`, `tmp`, `now`, `since` of the block around it; `code` are the instructions that
+    put 1 + the missing rank into `tmp`. A status word that is set already (an earlier launch gave up) ends the wait at
+    once, so that a graph of many launches does not wait its bound many times.
+    """
+    lines = [
+        "add.u32 spins, spins, 1;",
+        f"and.b32 tmp, spins, {_SPIN_CHECK};",
+        "setp.ne.u32 again, tmp, 0;",
+        f"@again bra {label};",
+        "mov.u64 now, %globaltimer;",
+        "setp.ne.u64 again, since, 0;",
+        "@!again mov.u64 since, now;",
+        "sub.u64 now, now, since;",
+        f"ld.volatile.global.u32 tmp, [{status}];",
+        f"setp.lt.u64 again, now, {timeout};",
+        "setp.eq.and.u32 again, tmp, 0, again;",
+        f"@again bra {label};",
+        "setp.eq.u32 again, tmp, 0;",
+        *code,
+        f"@again st.volatile.global.u32 [{status}], tmp;",
+    ]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def _poll_asm(n):
+    """PTX that loads one packet of each of `n` slots until no word of any is the sentinel.
+
+    Operands: 4n outputs, then address of the packet in slot 0, slot stride, mask, slot to skip, timeout, status.
+    """
+    words = 4 * n
+    address, stride, mask, skip, timeout, status = (f"${words + i}" for i in range(6))
+    lines = ["{", ".reg .pred active, again, bad;", ".reg .u32 spins, tmp;", ".reg .u64 now, since;"]
+    lines += [f".reg .pred use{i};" for i in range(n)] + [f".reg .u64 a{i};" for i in range(n)]
+    lines += [f"mov.u32 ${i}, 0;" for i in range(words)]
+    lines += ["mov.u32 spins, 0;", "mov.u64 since, 0;", f"setp.ne.u32 active, {mask}, 0;"]
+    lines += [f"mov.u64 a0, {address};"] + [f"add.u64 a{i}, a{i - 1}, {stride};" for i in range(1, n)]
+    lines += [f"setp.ne.and.s64 use{i}, {skip}, {i}, active;" for i in range(n)]
+    lines += ["@!active bra DONE;", "LOOP:"]
+    for i in range(n):
+        outs = ", ".join(f"${4 * i + w}" for w in range(4))
+        lines.append(f"@use{i} ld.relaxed.sys.global.v4.u32 {{{outs}}}, [a{i}];")
+    lines.append("setp.eq.u32 bad, $0, 0x80000000;")
+    lines += [f"setp.eq.or.u32 bad, ${i}, 0x80000000, bad;" for i in range(1, words)]
+    lines.append("@!bad bra DONE;")
+    code = ["mov.u32 tmp, 0;"]
+    for i in range(words):  # which slot is still empty
+        code += [f"setp.eq.u32 bad, ${i}, 0x80000000;", f"@bad mov.u32 tmp, {i // 4 + 1};"]
+    lines += [_give_up_or_loop("LOOP", timeout, status, code), "DONE:", "}"]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def _wait_asm():
+    """PTX in which threads below 32 spin until their flag is at least the epoch.
+
+    Operands: output, flag address, epoch, mask, code, timeout, status.
+    """
+    lines = ["{", ".reg .pred active, again;", ".reg .u32 spins, tmp;", ".reg .u64 now, since;", ".reg .s64 seen;"]
+    lines += ["mov.u32 $0, 0;", "mov.u32 spins, 0;", "mov.u64 since, 0;", "mov.u32 tmp, %tid.x;"]
+    lines += ["setp.lt.u32 active, tmp, 32;", "setp.ne.and.u32 active, $3, 0, active;", "@!active bra DONE;", "LOOP:"]
+    lines += ["ld.acquire.sys.global.s64 seen, [$1];", "setp.ge.s64 again, seen, $2;", "@again bra DONE;"]
+    lines += [_give_up_or_loop("LOOP", "$5", "$6", ["mov.u32 tmp, $4;"]), "DONE:", "}"]
+    return "\n".join(lines)
+
+
+@triton.jit
+def load_packets(address, mask):
+    """Four words of the packet at each `address` (16-byte aligned); 0 where `mask` is false."""
+    if INTERPRET:
+        p = address.to(tl.pointer_type(tl.int32))
+        return (
+            tl.load(p, mask=mask, other=0),
+            tl.load(p + 1, mask=mask, other=0),
+            tl.load(p + 2, mask=mask, other=0),
+            tl.load(p + 3, mask=mask, other=0),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $5, 0;
+            mov.u32 $0, 0;
+            mov.u32 $1, 0;
+            mov.u32 $2, 0;
+            mov.u32 $3, 0;
+            @p ld.global.v4.u32 {$0, $1, $2, $3}, [$4];
+            }""",
+            "=&r,=&r,=&r,=&r,l,r",
+            [address, mask.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def store_packets(address, w0, w1, w2, w3, mask, REMOTE: tl.constexpr = False):
+    """Store a packet to each `address` (16-byte aligned) where `mask`.
+
+    REMOTE: relaxed at system scope, for addresses that a peer polls; else a plain store.
+    """
+    if INTERPRET:
+        p = address.to(tl.pointer_type(tl.int32))
+        tl.store(p, w0, mask=mask)
+        tl.store(p + 1, w1, mask=mask)
+        tl.store(p + 2, w2, mask=mask)
+        tl.store(p + 3, w3, mask=mask)
+    else:
+        if REMOTE:
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred p;
+                setp.ne.u32 p, $6, 0;
+                mov.u32 $0, 0;
+                @p st.relaxed.sys.global.v4.u32 [$1], {$2, $3, $4, $5};
+                }""",
+                "=&r,l,r,r,r,r,r",
+                [address, w0, w1, w2, w3, mask.to(tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred p;
+                setp.ne.u32 p, $6, 0;
+                mov.u32 $0, 0;
+                @p st.global.v4.u32 [$1], {$2, $3, $4, $5};
+                }""",
+                "=&r,l,r,r,r,r,r",
+                [address, w0, w1, w2, w3, mask.to(tl.int32)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
+def _poll_one(address, mask, code, timeout_ns, status):
+    """Interpreter: the packet at each `address` once no word of it is the sentinel; 0 where `mask` is false."""
+    p = address.to(tl.pointer_type(tl.int32))
+    waiting = True
+    start = _clock_ns()
+    while waiting:
+        w0 = tl.load(p, mask=mask, other=0, volatile=True)
+        w1 = tl.load(p + 1, mask=mask, other=0, volatile=True)
+        w2 = tl.load(p + 2, mask=mask, other=0, volatile=True)
+        w3 = tl.load(p + 3, mask=mask, other=0, volatile=True)
+        missing = (w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL)
+        waiting = tl.max(missing.to(tl.int32), axis=0) > 0
+        if waiting:
+            _yield_cpu()
+            status_ptr = status.to(tl.pointer_type(tl.int32))
+            if tl.load(status_ptr) != 0:
+                waiting = False
+            elif _clock_ns() - start > timeout_ns:
+                tl.store(status_ptr, code)
+                waiting = False
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def poll_packets(address, slot_bytes, mask, skip, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+    """Wait for one packet of every slot and return 4 × WORLD_SIZE words, slot by slot.
+
+    Args:
+        address: int64 tensor, the packet's place in slot 0; slot i lies i × `slot_bytes` further.
+        mask: packets to wait for; words elsewhere are 0.
+        skip: the slot not to wait for (the caller's own); its words are 0.
+        timeout_ns, status: see the module's text.
+    """
+    if INTERPRET:
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            words = words + _poll_one(address + i * slot_bytes, mask & (skip != i), i + 1, timeout_ns, status)
+        return words
+    else:
+        return tl.inline_asm_elementwise(
+            _poll_asm(WORLD_SIZE),
+            _outs(4 * WORLD_SIZE, "l,l,r,l,l,l"),
+            [address, slot_bytes, mask.to(tl.int32), skip, timeout_ns, status],
+            dtype=_u32s(4 * WORLD_SIZE),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def signal(flag_addresses, epoch, mask):
+    """Write `epoch` to every flag where `mask`, after all that this block has done so far.
+
+    Release at system scope by threads below 32 only; the caller's tensors must have at most 32 elements. What the whole
+    block wrote, to its own memory or to peers', is visible to a peer that waits for this epoch.
+    """
+    if INTERPRET:
+        tl.atomic_xchg(flag_addresses.to(tl.pointer_type(tl.int64)), epoch, mask=mask, sem="release", scope="sys")
+    else:
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p, q;
+            .reg .u32 t;
+            mov.u32 $0, 0;
+            mov.u32 t, %tid.x;
+            setp.lt.u32 q, t, 32;
+            setp.ne.and.u32 p, $3, 0, q;
+            @p st.release.sys.global.u64 [$1], $2;
+            }""",
+            "=&r,l,l,r",
+            [flag_addresses, epoch, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def wait(flag_addresses, epoch, mask, codes, timeout_ns, status):
+    """Wait until every flag where `mask` is at least `epoch`; what came before its `signal` is then visible to the block.
+
+    `codes` is 1 + rank for each flag: what the status word says if that rank does not come.
+    """
+    if INTERPRET:
+        p = flag_addresses.to(tl.pointer_type(tl.int64))
+        waiting = True
+        start = _clock_ns()
+        while waiting:
+            seen = tl.load(p, mask=mask, other=0, volatile=True)
+            late = mask & (seen < epoch)
+            waiting = tl.max(late.to(tl.int32), axis=0) > 0
+            if waiting:
+                _yield_cpu()
+                status_ptr = status.to(tl.pointer_type(tl.int32))
+                if tl.load(status_ptr) != 0:
+                    waiting = False
+                elif _clock_ns() - start > timeout_ns:
+                    tl.store(status_ptr, tl.max(tl.where(late, codes, 0), axis=0))
+                    waiting = False
+    else:
+        tl.inline_asm_elementwise(
+            _wait_asm(),
+            "=&r,l,l,r,r,l,l",
+            [flag_addresses, epoch, mask.to(tl.int32), codes, timeout_ns, status],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()

@@ -1,0 +1,119 @@
+"""What the all_reduce variants share on the host: feasibility rules, grids, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tunedcomm.kernels._data import PACKET_BYTES, packets_of
+from tunedcomm.kernels._launch import CompileRequest, bind_kernel
+from tunedcomm.space import Config, Value
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
+from tunedcomm.symm.workspace import Workspace
+
+__all__ = [
+    "Launch",
+    "bind_plain",
+    "blocks_and_threads",
+    "constants_of",
+    "kernel_blocks",
+    "nearest",
+    "refuse",
+    "slice_packets",
+]
+
+Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
+_KERNEL_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def slice_packets(problem: Problem) -> int:
+    """Packets of one rank's share of the message."""
+    return -(-packets_of(problem.nbytes) // problem.world_size)
+
+
+def refuse(problem: Problem, limits: Limits) -> str | None:
+    """Why no kernel of ours can run `problem`, whatever the config; None if one might."""
+    if not limits.symmetric:
+        return "the ranks cannot address each other's memory"
+    if problem.dtype not in _KERNEL_DTYPES:
+        return f"kernels sum {', '.join(_KERNEL_DTYPES)}; {problem.dtype} goes to the library"
+    if problem.reduction not in ("sum", "avg"):
+        return f"kernels do sum and avg; {problem.reduction} goes to the library"
+    if not 2 <= problem.world_size <= MAX_WORLD_SIZE:
+        return f"kernels serve 2 to {MAX_WORLD_SIZE} ranks, not {problem.world_size}"
+    if problem.numel == 0:
+        return "there is nothing to reduce"
+    return None
+
+
+def kernel_blocks(problem: Problem, config: Config) -> int:
+    """Thread blocks of a config that has a `num_blocks` axis."""
+    del problem
+    return int(config["num_blocks"])
+
+
+def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:
+    """Why a grid does not suit `work_packets` packets, or None.
+
+    A grid must be resident (1024 threads an SM is what every kernel here manages), have work for each block, and not go
+    round more than `most_rounds` times.
+    """
+    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+    if blocks > limits.max_blocks:
+        return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
+    if limits.backend == "cuda" and blocks * threads > limits.num_sms * 1024:
+        return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
+    if limits.backend == "host" and blocks > 4:
+        return "interpreted blocks run one after another: more than 4 only cost time"
+    per_round = threads * int(config.get("items", 1))
+    if (blocks - 1) * per_round >= work_packets and blocks > 1:
+        return f"{work_packets} packets leave some of {blocks} blocks without work"
+    if blocks * per_round * most_rounds < work_packets:
+        return f"{work_packets} packets need more than {most_rounds} rounds of {blocks} blocks"
+    return None
+
+
+def constants_of(problem: Problem, config: Config) -> dict[str, Value]:
+    """Constants that every all_reduce kernel takes."""
+    return {
+        "WORLD_SIZE": problem.world_size,
+        "DTYPE": problem.dtype,
+        "WIDTH": ITEMSIZE[problem.dtype],
+        "AVG": problem.reduction == "avg",
+        "TAIL": problem.nbytes % PACKET_BYTES != 0,
+        "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
+    }
+
+
+def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int) -> Launch:
+    """Launch of a kernel `(x, out, numel, local, q0 … q6, rank, timeout_ns, status, *extra, constants)`."""
+    lane = workspace.lanes[problem.mode]
+    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
+    launch = kernel.launch
+    fixed = (
+        problem.numel,
+        lane.local,
+        *lane.peers,
+        workspace.rank,
+        workspace.timeout_ns,
+        workspace.status_address,
+        *extra,
+    )
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(stream, inputs[0].data_ptr(), outputs[0].data_ptr(), *fixed)
+
+    return run
+
+
+def nearest(value: int, allowed: tuple[Value, ...]) -> int:
+    """The allowed value nearest to `value`, the smaller of two equally near ones."""
+    return min((int(v) for v in allowed), key=lambda v: (abs(v - value), v))
+
+
+def as_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()

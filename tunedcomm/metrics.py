@@ -1,0 +1,43 @@
+"""Bandwidth by nccl-tests' definitions, and the floors that a measured link speed implies.
+
+Source: NVIDIA nccl-tests, doc/PERFORMANCE.md (definitions of algbw and busbw).
+"""
+
+from __future__ import annotations
+
+__all__ = ["algbw_gb_s", "busbw_factor", "busbw_gb_s", "floor_us"]
+
+
+def busbw_factor(op: str, world_size: int) -> float:
+    """Bytes that cross a rank's link per byte of message: 2(n-1)/n for all_reduce, (n-1)/n for its two halves.
+
+    Raises:
+        ValueError: `op` has no such factor or `world_size` < 1.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be >= 1, got {world_size}")
+    share = (world_size - 1) / world_size
+    if op == "all_reduce":
+        return 2 * share
+    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+        return share
+    raise ValueError(f"no bus bandwidth is defined for op {op!r}")
+
+
+def algbw_gb_s(size_bytes: int, latency_us: float) -> float:
+    """Message size over time, in 1e9 bytes/s."""
+    if latency_us <= 0:
+        raise ValueError(f"latency_us must be > 0, got {latency_us}")
+    return size_bytes / latency_us / 1e3
+
+
+def busbw_gb_s(op: str, size_bytes: int, latency_us: float, world_size: int) -> float:
+    """Algorithm bandwidth times the op's bus factor, in 1e9 bytes/s."""
+    return algbw_gb_s(size_bytes, latency_us) * busbw_factor(op, world_size)
+
+
+def floor_us(op: str, size_bytes: int, world_size: int, link_gb_s: float) -> float:
+    """Least time in µs that a link of `link_gb_s` out of each rank allows."""
+    if link_gb_s <= 0:
+        raise ValueError(f"link_gb_s must be > 0, got {link_gb_s}")
+    return size_bytes * busbw_factor(op, world_size) / link_gb_s / 1e3

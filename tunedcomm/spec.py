@@ -1,0 +1,394 @@
+"""Problems, ops and variants, and the registries that hold them.
+
+A leaf: no torch, no database. Kernel files register their `OpSpec` and `Variant` objects here when they are imported
+(`tunedcomm.kernels.discover()` imports them all); tuner, dispatcher, command line and docs read the registries.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias
+
+from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.space import Config, Space, Value
+
+__all__ = [
+    "DTYPES",
+    "ITEMSIZE",
+    "Candidate",
+    "InputKind",
+    "Limits",
+    "Mode",
+    "Numerics",
+    "NumericsPolicy",
+    "OpSpec",
+    "Problem",
+    "Variant",
+    "admits",
+    "candidates",
+    "check_candidate",
+    "format_shape",
+    "get_op",
+    "get_variant",
+    "ops",
+    "parse_shape",
+    "register_op",
+    "register_variant",
+    "variants",
+]
+
+Mode: TypeAlias = Literal["graph", "eager"]
+InputKind: TypeAlias = Literal["plain", "symmetric"]
+Numerics: TypeAlias = Literal["ordered", "library", "unordered"]
+NumericsPolicy: TypeAlias = Literal["default", "ordered", "any"]
+
+ITEMSIZE: Mapping[str, int] = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+}
+DTYPES: tuple[str, ...] = tuple(ITEMSIZE)
+
+_ADMITTED: Mapping[str, frozenset[str]] = {
+    "default": frozenset({"ordered", "library"}),
+    "ordered": frozenset({"ordered"}),
+    "any": frozenset({"ordered", "library", "unordered"}),
+}
+
+
+def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
+    """True if a caller's numerics policy allows a variant of this numerics class."""
+    return numerics in _ADMITTED[policy]
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Read `4096x8192x3584` or `98304`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"shape {text!r} is not of the form N or MxNxK, e.g. 98304 or 4096x8192x3584") from None
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"shape {text!r} has a negative extent")
+    return shape
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """The text that `parse_shape` reads back."""
+    return "x".join(str(extent) for extent in shape)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """What is asked: an op at one canonical shape with everything that changes what may run.
+
+    Attributes:
+        op: name of a registered op.
+        shape: canonical shape: (numel,) for elementwise collectives, (M, N, K) for fused GEMMs.
+        dtype: name of the payload's dtype, one of `DTYPES`.
+        world_size: number of ranks of the group.
+        reduction: `sum`, `avg`, `max`, `min`, or "" where the op reduces nothing.
+        input_kind: `symmetric` if peers can address the input, else `plain`.
+        in_place: the result overwrites the input.
+        layout: op-specific memory layout, e.g. `nk` for a transposed GEMM operand.
+        scaling: op-specific scaling, e.g. `rowwise`.
+        mode: `graph` inside CUDA graphs, `eager` outside.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    world_size: int
+    reduction: str = "sum"
+    input_kind: InputKind = "plain"
+    in_place: bool = False
+    layout: str = ""
+    scaling: str = ""
+    mode: Mode = "graph"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise UnknownNameError(f"unknown dtype {self.dtype!r}; the dtypes are {', '.join(DTYPES)}")
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be >= 1, got {self.world_size}")
+        if self.input_kind not in ("plain", "symmetric"):
+            raise ValueError(f"input_kind must be 'plain' or 'symmetric', got {self.input_kind!r}")
+        if self.mode not in ("graph", "eager"):
+            raise ValueError(f"mode must be 'graph' or 'eager', got {self.mode!r}")
+
+    @property
+    def numel(self) -> int:
+        """Product of the canonical shape."""
+        total = 1
+        for extent in self.shape:
+            total *= extent
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        """`numel` times the dtype's size: the message size of elementwise collectives."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def family(self) -> Problem:
+        """This problem without its shape: problems of one family are neighbours of each other."""
+        return replace(self, shape=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, shape as a list."""
+        return {f.name: list(self.shape) if f.name == "shape" else getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Problem:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field is missing, unknown or of the wrong type.
+        """
+        known = {f.name: f for f in fields(cls)}
+        if unknown := sorted(set(data) - set(known)):
+            raise ValueError(f"unknown problem field {unknown[0]!r}; the fields are {sorted(known)}")
+        try:
+            values = {**data, "shape": tuple(int(extent) for extent in data["shape"])}
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a problem: {dict(data)!r} ({error})") from None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the canonical JSON, first 32 hex digits."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def __str__(self) -> str:
+        extras = [self.reduction] if self.reduction not in ("", "sum") else []
+        extras += ["symmetric"] if self.input_kind == "symmetric" else []
+        extras += ["in place"] if self.in_place else []
+        extras += [text for text in (self.layout, self.scaling) if text]
+        tail = f" ({', '.join(extras)})" if extras else ""
+        return f"{self.op} {format_shape(self.shape)} {self.dtype} world_size={self.world_size} {self.mode}{tail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a machine and a group's workspace allow; the same on every rank of a group.
+
+    Attributes:
+        backend: `cuda`, or `host` for CPU tensors with interpreted kernels.
+        num_sms: streaming multiprocessors of the GPU (1 on the host backend).
+        multicast: the fabric reports NVLink multicast and it is not switched off.
+        symmetric: peers can address each other's memory; False makes every variant but `library` infeasible.
+        emulated_multicast: multimem kernels may run through their emulation (host backend, tests only).
+        max_blocks: rows of the signal area: no grid may be larger.
+        staging_bytes: largest message that two-shot staging holds.
+        one_shot_bytes: largest message that one-shot staging holds.
+        stage_bytes: bytes of one of the three stages of the Lamport arena.
+        launch_pdl: programmatic dependent launch may be used.
+    """
+
+    backend: Literal["cuda", "host"]
+    num_sms: int
+    multicast: bool
+    max_blocks: int
+    staging_bytes: int
+    one_shot_bytes: int
+    stage_bytes: int
+    symmetric: bool = True
+    emulated_multicast: bool = False
+    launch_pdl: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """What an op computes and how its results are judged; tensors are torch's, typed loosely to keep this a leaf.
+
+    Attributes:
+        name: the op's name.
+        summary: one line for docs and the command line.
+        reductions: reductions that `Problem.reduction` may name.
+        dtypes: dtypes that at least one variant besides the library takes.
+        shape_help: what the canonical shape means, for error texts.
+        rank_of_shape: length of the canonical shape.
+        make_inputs: `(problem, rank, seed, kind, device)` to that rank's input tensors; `kind` is `random` or
+            `integers` (small whole numbers whose every partial sum is exact in the dtype). The same arguments give the
+            same values on every rank and device.
+        make_outputs: `(problem, device)` to freshly allocated output tensors.
+        reference: `(problem, inputs of every rank, rank)` to the expected outputs in float64.
+        tolerance: dtype to the largest ‖out − ref‖ / ‖ref‖ that a right variant may show on random inputs.
+        message_bytes: bytes by which sizes of the op are compared (columns of bench/results say how it is counted).
+        busbw_factor: world size to bus factor, or None where the op has none.
+        default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
+        ordered_reference: like `reference`, but the exact bits that every `ordered` variant must give, in the payload's
+            dtype.
+    """
+
+    name: str
+    summary: str
+    reductions: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shape_help: str
+    rank_of_shape: int
+    make_inputs: Callable[[Problem, int, int, str, Any], tuple[Any, ...]]
+    make_outputs: Callable[[Problem, Any], tuple[Any, ...]]
+    reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]]
+    tolerance: Mapping[str, float]
+    message_bytes: Callable[[Problem], int]
+    busbw_factor: Callable[[int], float] | None
+    default_shapes: Callable[[str, int], list[tuple[int, ...]]]
+    ordered_reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One algorithm for one op: its kernel or library call, its space, and what it cannot do.
+
+    Attributes:
+        op: name of the op.
+        name: name of the variant, unique within the op.
+        numerics: numerics class of its results.
+        summary: one line for docs and `explain`.
+        space: the configs it may have.
+        infeasible: `(problem, config, limits)` to a sentence that says why it cannot run, or None.
+        default: `(problem, limits)` to the config to try first.
+        bind: `(problem, config, workspace)` to a launch `(inputs, outputs, stream) -> None`. The stream is a raw
+            handle (0 on the host). Compiles; never called while a graph is captured.
+        num_blocks: `(problem, config)` to the number of thread blocks (SMs at most) it occupies; 0 for copy engines
+            and -1 where it is not known (library calls).
+        kernels: the Triton functions whose source, with all they call, makes the variant's source hash.
+        compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels._launch`.
+        version: raise it to retire stored rows when something outside `kernels` changes what is measured.
+    """
+
+    op: str
+    name: str
+    numerics: Numerics
+    summary: str
+    space: Space
+    infeasible: Callable[[Problem, Config, Limits], str | None]
+    default: Callable[[Problem, Limits], dict[str, Value]]
+    bind: Callable[[Problem, Config, Any], Callable[[tuple[Any, ...], tuple[Any, ...], int], None]]
+    num_blocks: Callable[[Problem, Config], int]
+    kernels: tuple[Any, ...] = ()
+    compile_requests: Callable[[Problem, Config], Iterable[Any]] = field(default=lambda problem, config: ())
+    version: int = 1
+
+    @property
+    def is_library(self) -> bool:
+        """True for the fall-back that every op has."""
+        return self.name == "library"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A variant's name with one of its configs."""
+
+    op: str
+    variant: str
+    config: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def of(cls, op: str, variant: str, config: Config) -> Candidate:
+        """Build from a mapping; the axes are sorted so that equal configs are equal candidates."""
+        return cls(op, variant, tuple(sorted(config.items())))
+
+    @property
+    def config_dict(self) -> dict[str, Value]:
+        return dict(self.config)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{name}={value}" for name, value in self.config)
+        return f"{self.variant}({inner})"
+
+
+_ops: dict[str, OpSpec] = {}
+_variants: dict[tuple[str, str], Variant] = {}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def register_op(spec: OpSpec) -> OpSpec:
+    """Add an op; a second registration of the same name replaces the first (a module that is reloaded)."""
+    _ops[spec.name] = spec
+    return spec
+
+
+def register_variant(variant: Variant) -> Variant:
+    """Add a variant; a second registration of the same op and name replaces the first."""
+    _variants[variant.op, variant.name] = variant
+    return variant
+
+
+def ops() -> dict[str, OpSpec]:
+    """Registered ops by name, sorted."""
+    return dict(sorted(_ops.items()))
+
+
+def variants(op: str) -> dict[str, Variant]:
+    """Registered variants of `op` by name, the library first, then sorted."""
+    found = [variant for (of, _), variant in _variants.items() if of == op]
+    return {v.name: v for v in sorted(found, key=lambda v: (not v.is_library, v.name))}
+
+
+def get_op(name: str) -> OpSpec:
+    """The op of that name.
+
+    Raises:
+        UnknownNameError: with the nearest names.
+    """
+    if name not in _ops:
+        raise UnknownNameError(f"unknown op {name!r}{_nearest(name, _ops)} The ops are {', '.join(sorted(_ops))}.")
+    return _ops[name]
+
+
+def get_variant(op: str, name: str) -> Variant:
+    """The variant of that op and name.
+
+    Raises:
+        UnknownNameError: with the nearest names.
+    """
+    if (op, name) not in _variants:
+        known = list(variants(op))
+        raise UnknownNameError(
+            f"op {op!r} has no variant {name!r}{_nearest(name, known)} Its variants are {', '.join(known)}."
+        )
+    return _variants[op, name]
+
+
+def candidates(problem: Problem, limits: Limits, policy: NumericsPolicy = "default") -> list[Candidate]:
+    """Every feasible candidate of `problem`, variant by variant in registry order."""
+    found = []
+    for variant in variants(problem.op).values():
+        if not admits(policy, variant.numerics):
+            continue
+        for config in variant.space.enumerate():
+            if variant.infeasible(problem, config, limits) is None:
+                found.append(Candidate.of(problem.op, variant.name, config))
+    return found
+
+
+def check_candidate(problem: Problem, candidate: Candidate, limits: Limits) -> str | None:
+    """Why `candidate` cannot run `problem`, or None: unknown variant, config outside its space, or infeasible."""
+    try:
+        variant = get_variant(candidate.op, candidate.variant)
+        config = variant.space.validate(candidate.config_dict)
+    except (UnknownNameError, ConfigError) as error:
+        return str(error)
+    return variant.infeasible(problem, config, limits)

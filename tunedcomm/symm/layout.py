@@ -1,0 +1,75 @@
+"""Where things lie in one lane of a group's workspace; read by the host code and, as constants, by the kernels.
+
+A lane, from its base address on:
+
+    flags      MAX_BLOCKS × MAX_WORLD_SIZE int64   flag [b, r] is written by rank r's block b, read by this rank's
+    state      MAX_BLOCKS int64                    calls of the Lamport kernels so far, a copy for each block
+    epochs     MAX_BLOCKS int64                    last epoch signalled by the flag kernels, a copy for each block
+    arena      2 stages × stage_bytes              Lamport packets, filled with the sentinel
+    one-shot   2 × one_shot_bytes                  inputs that peers read
+    scatter    staging_bytes                       first half of the two-shots
+    gather     staging_bytes                       second half of the two-shots
+
+Counters have a copy for each block so that no block waits for another one of its own grid: in a grid of G, block b
+reads entry b and at its end writes the new value to the entries b, b + G, b + 2G, …
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DATA_OFFSET", "EPOCH_OFFSET", "MAX_BLOCKS", "MAX_WORLD_SIZE", "STATE_OFFSET", "LaneLayout"]
+
+MAX_BLOCKS = 512
+MAX_WORLD_SIZE = 8
+_WORD = 8
+STATE_OFFSET = MAX_BLOCKS * MAX_WORLD_SIZE * _WORD
+EPOCH_OFFSET = STATE_OFFSET + MAX_BLOCKS * _WORD
+DATA_OFFSET = EPOCH_OFFSET + MAX_BLOCKS * _WORD
+
+_MIB = 1 << 20
+_LAMPORT_SHARE = 4  # Lamport stages hold messages up to a quarter of the staging; beyond that flags win
+_ONE_SHOT_MAX = 4 * _MIB  # one-shots read world_size × the message over the links: never best above this
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLayout:
+    """Sizes and offsets of one lane, in bytes; the same on every rank."""
+
+    staging_bytes: int
+    one_shot_bytes: int
+    stage_bytes: int
+
+    @classmethod
+    def for_messages(cls, largest_bytes: int) -> LaneLayout:
+        """Room for two-shot messages up to `largest_bytes` (rounded up to whole KiB)."""
+        staging = max(-(-largest_bytes // 1024) * 1024, 64 * 1024)
+        # Slices are rounded up to whole packets, hence the slack of one packet a slot.
+        slack = 2 * MAX_WORLD_SIZE * 16
+        stage = max(2 * (staging // _LAMPORT_SHARE) + slack, 64 * 1024)
+        return cls(
+            staging_bytes=staging + slack,
+            one_shot_bytes=min(staging, _ONE_SHOT_MAX),
+            stage_bytes=-(-stage // 1024) * 1024,
+        )
+
+    @property
+    def arena(self) -> int:
+        return DATA_OFFSET
+
+    @property
+    def one_shot(self) -> int:
+        return self.arena + 2 * self.stage_bytes
+
+    @property
+    def scatter(self) -> int:
+        return self.one_shot + 2 * self.one_shot_bytes
+
+    @property
+    def gather(self) -> int:
+        return self.scatter + self.staging_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a lane, a multiple of 4 KiB."""
+        return -(-(self.gather + self.staging_bytes) // 4096) * 4096

@@ -1,0 +1,114 @@
+"""A group's workspace: symmetric memory with its own signal area, split into lanes.
+
+Kernels of one lane follow each other in one order, the same on every rank. Eager calls use one lane and captured calls
+another, so that a graph may be replayed while eager calls run on another stream. The caller keeps the calls within a
+lane in order (see `tunedcomm.communicator`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.errors import PeerTimeoutError
+from tunedcomm.spec import Mode
+from tunedcomm.symm.buffer import SymmetricBuffer, allocate
+from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout
+
+__all__ = ["LANES", "Lane", "Workspace"]
+
+LANES: tuple[Mode, ...] = ("eager", "graph")
+_SENTINEL_WORD = -0x80000000
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Addresses of one lane.
+
+    Attributes:
+        local: base address of this rank's lane.
+        peers: base addresses of the other ranks' lanes, from rank + 1 on, wrapping around, padded with 0 to
+            `MAX_WORLD_SIZE - 1`: peers are addressed in an order that spreads the load over the links.
+        multicast: address whose stores reach every rank's lane, or 0.
+    """
+
+    local: int
+    peers: tuple[int, ...]
+    multicast: int
+
+
+def rotate(addresses: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The other ranks' addresses from `rank` + 1 on, padded with 0 to `MAX_WORLD_SIZE - 1`."""
+    count = len(addresses)
+    others = [addresses[(rank + step) % count] for step in range(1, count)]
+    return tuple(others + [0] * (MAX_WORLD_SIZE - 1 - len(others)))
+
+
+class Workspace:
+    """Symmetric memory of one group, allocated once; collective over the group.
+
+    Args:
+        group: the process group.
+        device: where the tensors live.
+        layout: sizes of a lane, the same on every rank.
+        timeout_ns: bound of every wait in a kernel.
+
+    Raises:
+        WorkspaceError: no symmetric memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: LaneLayout, *, timeout_ns: int) -> None:
+        self.group = group
+        self.device = device
+        self.layout = layout
+        self.timeout_ns = timeout_ns
+        self.buffer: SymmetricBuffer = allocate(group, device, layout.total_bytes * len(LANES))
+        self.rank = self.buffer.rank
+        self.world_size = self.buffer.world_size
+        pinned = device.type == "cuda"
+        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self.status_view = memoryview(self._status.numpy())
+        self.lanes: dict[Mode, Lane] = {}
+        for index, mode in enumerate(LANES):
+            offset = index * layout.total_bytes
+            self.lanes[mode] = Lane(
+                local=self.buffer.addresses[self.rank] + offset,
+                peers=rotate(tuple(address + offset for address in self.buffer.addresses), self.rank),
+                multicast=self.buffer.multicast_address + offset if self.buffer.multicast_address else 0,
+            )
+            self.lane_bytes(mode)[layout.arena : layout.one_shot].view(torch.int32).fill_(_SENTINEL_WORD)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier(group)  # no rank may send before every rank has armed its arena
+
+    @property
+    def status_address(self) -> int:
+        """Address of the status word: pinned host memory that kernels write when they give up waiting."""
+        return self._status.data_ptr()
+
+    def lane_bytes(self, mode: Mode) -> torch.Tensor:
+        """This rank's bytes of a lane, uint8."""
+        start = LANES.index(mode) * self.layout.total_bytes
+        return self.buffer.local[start : start + self.layout.total_bytes]
+
+    def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first `numel` elements of a lane's scatter staging as a tensor, for library operators on peers' memory."""
+        start = self.layout.scatter
+        return self.lane_bytes(mode)[start : start + numel * dtype.itemsize].view(dtype)
+
+    def check_peers(self) -> None:
+        """Raise if a kernel gave up waiting for a peer.
+
+        Raises:
+            PeerTimeoutError: names the first rank that was missed. The group stays unusable: its flags and packets are
+                out of step.
+        """
+        code = self.status_view[0]
+        if code:
+            raise PeerTimeoutError(
+                f"rank {self.rank} waited more than {self.timeout_ns / 1e9:g} s for rank {code - 1} of the group of "
+                f"{self.world_size}: that rank died, or did not make the same call. The group cannot be used any more; "
+                "make a new process group, or raise TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
+            )
