@@ -1,0 +1,35 @@
+"""What every test gets: its own user database, no settings from outside, and GPUs only where there are enough."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+
+@functools.cache
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu(n)` where fewer than n GPUs are found."""
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        wanted = marker.args[0] if marker.args else 1
+        if _num_gpus() < wanted:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPUs, this machine has {_num_gpus()}"))
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep the caller's settings out of the tests and the tests out of the caller's database."""
+    for name in [name for name in os.environ if name.startswith("TUNEDCOMM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "user.db"))

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tunedcomm import settings
+from tunedcomm.errors import SettingError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_documentation_is_the_table() -> None:
+    written = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert written == settings.render_markdown(), "write settings.render_markdown() to docs/environment.md"
+
+
+def test_table_is_sorted_and_complete() -> None:
+    names = [setting.name for setting in settings.SETTINGS]
+    assert names == sorted(names)
+    assert len(names) == len(set(names))
+    for setting in settings.SETTINGS:
+        assert setting.name.startswith(settings.PREFIX)
+        assert setting.default
+        assert setting.allowed
+        assert setting.meaning.endswith(".")
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TUNEDCOMM_DB", raising=False)
+    assert settings.db_url() is None
+    assert settings.db_path() == []
+    assert settings.forced("all_reduce") is None
+    assert settings.log_level() == "warning"
+    assert settings.mode() == "cached"
+    assert settings.peer_timeout_s() == 60.0
+    assert settings.workspace_bytes() == 64 << 20
+
+
+def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB", " /data/tuned.db ")
+    monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
+    monkeypatch.setenv("TUNEDCOMM_LOG", "DEBUG")
+    monkeypatch.setenv("TUNEDCOMM_MODE", "off")
+    monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "128")
+    assert settings.db_url() == "/data/tuned.db"
+    assert settings.forced("all_reduce") == "lamport"
+    assert settings.forced("all_gather") is None
+    assert settings.log_level() == "debug"
+    assert settings.mode() == "off"
+    assert settings.peer_timeout_s() == 0.5
+    assert settings.workspace_bytes() == 128 << 20
+
+
+def test_empty_means_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", " ")
+    monkeypatch.setenv("TUNEDCOMM_DB", "")
+    assert settings.peer_timeout_s() == 60.0
+    assert settings.db_url() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("/a.db", ["/a.db"]),
+        (f"/a.db{os.pathsep}/b.db", ["/a.db", "/b.db"]),
+        (f"/a.db{os.pathsep}", ["/a.db"]),
+        ("postgresql+psycopg://host:5432/name", ["postgresql+psycopg://host:5432/name"]),
+        ("/a.db; postgresql://u:p@host:5432/name", ["/a.db", "postgresql://u:p@host:5432/name"]),
+    ],
+)
+def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: list[str]) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", text)
+    assert settings.db_path() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("TUNEDCOMM_MODE", "fast", settings.mode),
+        ("TUNEDCOMM_LOG", "loud", settings.log_level),
+        ("TUNEDCOMM_PEER_TIMEOUT_S", "soon", settings.peer_timeout_s),
+        ("TUNEDCOMM_PEER_TIMEOUT_S", "0", settings.peer_timeout_s),
+        ("TUNEDCOMM_PEER_TIMEOUT_S", "-1", settings.peer_timeout_s),
+        ("TUNEDCOMM_PEER_TIMEOUT_S", "nan", settings.peer_timeout_s),
+        ("TUNEDCOMM_PEER_TIMEOUT_S", "inf", settings.peer_timeout_s),
+        ("TUNEDCOMM_WORKSPACE_MIB", "0", settings.workspace_bytes),
+        ("TUNEDCOMM_WORKSPACE_MIB", "1.5", settings.workspace_bytes),
+        ("TUNEDCOMM_WORKSPACE_MIB", "65537", settings.workspace_bytes),
+        ("TUNEDCOMM_WORKSPACE_MIB", "²", settings.workspace_bytes),
+    ],
+)
+def test_bad_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, read: object) -> None:
+    monkeypatch.setenv(name, value)
+    assert callable(read)
+    with pytest.raises(SettingError) as caught:
+        read()
+    setting = next(setting for setting in settings.SETTINGS if setting.name == name)
+    for part in (name, repr(value), setting.allowed):
+        assert part in str(caught.value)
+
+
+def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_TIMEOUT", "3")
+    monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
+    monkeypatch.setenv("TUNEDCOMM_FORCE_ALLREDUCE", "lamport")
+    assert settings.unknown_variables(("all_reduce",)) == ["TUNEDCOMM_FORCE_ALLREDUCE", "TUNEDCOMM_TIMEOUT"]
