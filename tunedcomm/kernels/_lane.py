@@ -57,3 +57,13 @@ def await_peers(local, rank, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr
     peer = tl.arange(0, _RANKS)
     flags = local + tl.program_id(0).to(tl.int64) * (_RANKS * 8) + peer.to(tl.int64) * 8
     wait(flags, epoch + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer + 1, timeout_ns, status)
+
+
+@triton.jit
+def address_of(peers, own, index, rank, WORLD_SIZE: tl.constexpr):
+    """Address of rank `index` from the peers' addresses in step order; `own` for the caller itself."""
+    step = (index - rank - 1 + WORLD_SIZE) % WORLD_SIZE
+    address = own
+    for s in tl.static_range(WORLD_SIZE - 1):
+        address = tl.where(step == s, peers[s], address)
+    return address

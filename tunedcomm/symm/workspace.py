@@ -64,21 +64,19 @@ class Workspace:
         self.device = device
         self.layout = layout
         self.timeout_ns = timeout_ns
-        self.buffer: SymmetricBuffer = allocate(group, device, layout.total_bytes * len(LANES))
-        self.rank = self.buffer.rank
-        self.world_size = self.buffer.world_size
+        # An allocation a lane: PyTorch's operators keep their flags by allocation, so lanes do not share those either.
+        self.buffers: dict[Mode, SymmetricBuffer] = {m: allocate(group, device, layout.total_bytes) for m in LANES}
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.symmetric: dict[int, SymmetricBuffer] = {}
         pinned = device.type == "cuda"
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self.status_view = memoryview(self._status.numpy())
         self.lanes: dict[Mode, Lane] = {}
-        for index, mode in enumerate(LANES):
-            offset = index * layout.total_bytes
-            self.lanes[mode] = Lane(
-                local=self.buffer.addresses[self.rank] + offset,
-                peers=rotate(tuple(address + offset for address in self.buffer.addresses), self.rank),
-                multicast=self.buffer.multicast_address + offset if self.buffer.multicast_address else 0,
-            )
-            self.lane_bytes(mode)[layout.arena : layout.one_shot].view(torch.int32).fill_(_SENTINEL_WORD)
+        for mode, buffer in self.buffers.items():
+            local = buffer.addresses[self.rank]
+            self.lanes[mode] = Lane(local, rotate(buffer.addresses, self.rank), buffer.multicast_address)
+            buffer.local[layout.arena : layout.one_shot].view(torch.int32).fill_(_SENTINEL_WORD)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.barrier(group)  # no rank may send before every rank has armed its arena
@@ -88,15 +86,24 @@ class Workspace:
         """Address of the status word: pinned host memory that kernels write when they give up waiting."""
         return self._status.data_ptr()
 
-    def lane_bytes(self, mode: Mode) -> torch.Tensor:
-        """This rank's bytes of a lane, uint8."""
-        start = LANES.index(mode) * self.layout.total_bytes
-        return self.buffer.local[start : start + self.layout.total_bytes]
-
     def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements of a lane's scatter staging as a tensor, for library operators on peers' memory."""
         start = self.layout.scatter
-        return self.lane_bytes(mode)[start : start + numel * dtype.itemsize].view(dtype)
+        return self.buffers[mode].local[start : start + numel * dtype.itemsize].view(dtype)
+
+    def register(self, tensor: torch.Tensor, buffer: SymmetricBuffer) -> None:
+        """Remember the addresses of a symmetric tensor that the caller allocated; the same call on every rank."""
+        self.symmetric[tensor.untyped_storage().data_ptr()] = buffer
+
+    def peers_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Addresses of a registered symmetric tensor on the other ranks, in the order of `Lane.peers`.
+
+        Raises:
+            KeyError: the tensor's storage is not registered.
+        """
+        buffer = self.symmetric[tensor.untyped_storage().data_ptr()]
+        offset = tensor.data_ptr() - buffer.addresses[self.rank]
+        return rotate(tuple(address + offset for address in buffer.addresses), self.rank)
 
     def check_peers(self) -> None:
         """Raise if a kernel gave up waiting for a peer.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.space import Config, Value
@@ -16,6 +14,7 @@ from tunedcomm.symm.workspace import Workspace
 
 __all__ = [
     "Launch",
+    "bind_flagged",
     "bind_plain",
     "blocks_and_threads",
     "constants_of",
@@ -91,8 +90,7 @@ def constants_of(problem: Problem, config: Config) -> dict[str, Value]:
 def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int) -> Launch:
     """Launch of a kernel `(x, out, numel, local, q0 … q6, rank, timeout_ns, status, *extra, constants)`."""
     lane = workspace.lanes[problem.mode]
-    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    launch = kernel.launch
+    launch = bind_kernel(request, int(config["num_blocks"]), workspace.device).launch
     fixed = (
         problem.numel,
         lane.local,
@@ -109,11 +107,38 @@ def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: 
     return run
 
 
+def bind_flagged(problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int) -> Launch:
+    """Launch of a kernel like `bind_plain`'s with the peers' addresses of the input, x0 … x6, before `extra`.
+
+    The request's constant SYMMETRIC says whether the input is addressed on the peers; where it is not, they are 0.
+    """
+    lane = workspace.lanes[problem.mode]
+    launch = bind_kernel(request, int(config["num_blocks"]), workspace.device).launch
+    fixed = (
+        problem.numel,
+        lane.local,
+        *lane.peers,
+        workspace.rank,
+        workspace.timeout_ns,
+        workspace.status_address,
+    )
+    if dict(request.constants)["SYMMETRIC"]:
+        peers_of = workspace.peers_of
+
+        def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x = inputs[0]
+            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *fixed, *peers_of(x), *extra)
+
+        return run_symmetric
+    rest = (*fixed, *(0,) * (MAX_WORLD_SIZE - 1), *extra)
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(stream, inputs[0].data_ptr(), outputs[0].data_ptr(), *rest)
+
+    return run
+
+
 def nearest(value: int, allowed: tuple[Value, ...]) -> int:
     """The allowed value nearest to `value`, the smaller of two equally near ones."""
     return min((int(v) for v in allowed), key=lambda v: (abs(v - value), v))
 
-
-def as_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()

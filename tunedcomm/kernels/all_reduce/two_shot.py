@@ -1,0 +1,221 @@
+"""two_shot: reduce-scatter then all-gather in one kernel, ordered by flags; best at large sizes.
+
+Slice j of the message belongs to rank j.
+
+Plain input: push the own part of every slice into its owner's scatter area, exchange flags, sum the own slice in rank
+order and push the result into every peer's gather area, exchange flags, copy the gathered slices to the output. With
+`num_chunks` > 1 a block does this chunk by chunk and pushes the next chunk before it waits for the last one, so that
+links do not idle while flags travel.
+
+One scatter and one gather area are enough. A peer pushes the next call's scatter only after its own call ended, in which
+it waited for this rank's last flag, set after this rank's last read of its scatter area. It pushes the next call's sums
+only after this rank's first flag of that call, which this rank sets after its own call, and all reads of its gather
+area, ended. The two areas lie apart for every size, so calls of different sizes do not change this.
+
+Symmetric input in place: flags, read the own slice on all ranks, sum, write it to all ranks, flags. Nobody else touches
+that slice in between.
+
+Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
+Source: the two-shot scheme of NCCL-free serving stacks and PyTorch's symmetric memory operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._data import insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.all_reduce._common import (
+    Launch,
+    bind_flagged,
+    blocks_and_threads,
+    constants_of,
+    kernel_blocks,
+    nearest,
+    refuse,
+    slice_packets,
+)
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["TWO_SHOT", "two_shot_inplace_kernel", "two_shot_kernel"]
+
+
+@triton.jit
+def two_shot_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
+    x0, x1, x2, x3, x4, x5, x6, scatter, gather,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_CHUNKS: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Plain input. In round c: push chunk c, reduce chunk c − 1, collect chunk c − 2.
+
+    A block's flags count its steps. With C chunks, pushing chunk c is step max(1, 2c) and reducing it min(2c + 3, 2C).
+    """
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    span = ((share + step - 1) // step + NUM_CHUNKS - 1) // NUM_CHUNKS * step
+
+    for c in tl.range(0, NUM_CHUNKS + 2):
+        if c < NUM_CHUNKS:
+            for start in tl.range(first + c * span, tl.minimum(share, (c + 1) * span), step):
+                at = start + lanes
+                here = at < share
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    owner = (rank + 1 + i) % WORLD_SIZE
+                    w0, w1, w2, w3 = read_elements(x, owner * share + at, numel, here, WIDTH, TAIL)
+                    store_packets(peers[i] + scatter + (rank * share + at) * 16, w0, w1, w2, w3, here)
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
+        if (c >= 1) & (c <= NUM_CHUNKS):
+            d = c - 1
+            await_peers(local, rank, epoch + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
+            for start in tl.range(first + d * span, tl.minimum(share, (d + 1) * span), step):
+                at = start + lanes
+                here = at < share
+                own = read_elements(x, rank * share + at, numel, here, WIDTH, TAIL)
+                words = ()
+                for i in tl.static_range(WORLD_SIZE):
+                    words = words + load_packets(local + scatter + (i * share + at) * 16, here & (rank != i))
+                s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    store_packets(peers[i] + gather + (rank * share + at) * 16, s0, s1, s2, s3, here)
+                write_elements(out, rank * share + at, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+            reduced = epoch + tl.minimum(2 * d + 3, 2 * NUM_CHUNKS)
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, reduced, WORLD_SIZE)
+        if c >= 2:
+            e = c - 2
+            await_peers(
+                local, rank, epoch + tl.minimum(2 * e + 3, 2 * NUM_CHUNKS), timeout_ns, status, WORLD_SIZE
+            )
+            for start in tl.range(first + e * span, tl.minimum(share, (e + 1) * span), step):
+                at = start + lanes
+                here = at < share
+                for i in tl.static_range(WORLD_SIZE):
+                    theirs = here & (rank != i)
+                    w0, w1, w2, w3 = load_packets(local + gather + (i * share + at) * 16, theirs)
+                    write_elements(out, i * share + at, numel, w0, w1, w2, w3, theirs, WIDTH, TAIL)
+    write_counter(local, epoch + 2 * NUM_CHUNKS, EPOCH_OFFSET)
+
+
+@triton.jit
+def two_shot_inplace_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
+    x0, x1, x2, x3, x4, x5, x6, scatter, gather,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_CHUNKS: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Symmetric input in place: read the own slice from all ranks, write its sum to all ranks; `out` is `x`."""
+    peers = (x0, x1, x2, x3, x4, x5, x6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    # Orders what wrote the inputs before the peers' reads.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for start in tl.range(first, share, step):
+        at = start + lanes
+        here = at < share
+        packet = rank * share + at
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            source = address_of(peers, x, i, rank, WORLD_SIZE)
+            words = words + read_elements(source, packet, numel, here, WIDTH, TAIL)
+        s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            write_elements(peers[i], packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+        write_elements(x, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+    # Orders the sums written to this rank before whatever follows this kernel.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
+    await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    write_counter(local, epoch + 2, EPOCH_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(2, 8, 32, 64, 132, 264),
+        "num_warps": PowerOfTwo(4, 16),
+        "items": Choice(1, 2, 4),
+        "num_chunks": PowerOfTwo(1, 8),
+    }
+)
+
+
+def _on_peers(problem: Problem) -> bool:
+    return problem.input_kind == "symmetric" and problem.in_place
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits):
+        return reason
+    share = slice_packets(problem)
+    if _on_peers(problem):
+        if int(config["num_chunks"]) > 1:
+            return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
+    elif problem.world_size * share * 16 > limits.staging_bytes:
+        return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} bytes (TUNEDCOMM_WORKSPACE_MIB)"
+    threads = 32 * int(config["num_warps"])
+    if threads * int(config["items"]) > 1024:
+        return "more than 1024 packets a block at once spill registers"
+    if int(config["num_chunks"]) > 1:
+        rounds = -(-share // (int(config["num_blocks"]) * threads * int(config["items"])))
+        if rounds < int(config["num_chunks"]):
+            return f"{rounds} rounds cannot be split into {config['num_chunks']} chunks"
+    return blocks_and_threads(config, limits, share, most_rounds=1 << 20 if limits.backend == "cuda" else 64)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    share = slice_packets(problem)
+    if limits.backend == "host":
+        return {"num_blocks": 2, "num_warps": 16, "items": 2, "num_chunks": 1}
+    blocks = nearest(min(max(share // 512, 2), 132), (2, 8, 32, 64, 132))
+    chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4
+    return {"num_blocks": blocks, "num_warps": 16, "items": 1, "num_chunks": chunks}
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    constants = {
+        **constants_of(problem, config),
+        "NUM_CHUNKS": int(config["num_chunks"]),
+        "SYMMETRIC": _on_peers(problem),
+    }
+    kernel = two_shot_inplace_kernel if _on_peers(problem) else two_shot_kernel
+    return CompileRequest.of(kernel, constants, num_warps=int(config["num_warps"]))
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    return bind_flagged(problem, config, workspace, _request(problem, config), layout.scatter, layout.gather)
+
+
+TWO_SHOT = register_variant(
+    Variant(
+        op="all_reduce",
+        name="two_shot",
+        numerics="ordered",
+        summary="reduce-scatter then all-gather ordered by flags, chunks overlapped; best at large sizes",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(two_shot_kernel, two_shot_inplace_kernel),
+        compile_requests=_requests,
+    )
+)
