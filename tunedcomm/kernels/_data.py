@@ -197,3 +197,26 @@ def insert_own(words, own, rank, WORLD_SIZE: tl.constexpr):
         for w in tl.static_range(4):
             mixed = mixed + (tl.where(rank == i, own[w], words[4 * i + w]),)
     return mixed
+
+
+@triton.jit
+def _mean_word(w, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    low, high = widen(w, DTYPE)
+    low = _mean(low, WORLD_SIZE)
+    if DTYPE != "float32":
+        high = _mean(high, WORLD_SIZE)
+    return _positive_zero(narrow(low, high, DTYPE), DTYPE)
+
+
+@triton.jit
+def mean_packets(words, DTYPE: tl.constexpr, AVG: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Divide the elements of one packet (four words) by the world size if AVG; for sums that are rounded already."""
+    if AVG:
+        return (
+            _mean_word(words[0], DTYPE, WORLD_SIZE),
+            _mean_word(words[1], DTYPE, WORLD_SIZE),
+            _mean_word(words[2], DTYPE, WORLD_SIZE),
+            _mean_word(words[3], DTYPE, WORLD_SIZE),
+        )
+    else:
+        return words[0], words[1], words[2], words[3]

@@ -1,0 +1,25 @@
+"""What the two variants built on PyTorch's symmetric-memory operators share."""
+
+from __future__ import annotations
+
+from tunedcomm.kernels._data import PACKET_BYTES
+from tunedcomm.spec import Limits, Problem
+
+__all__ = ["refuse_torch"]
+
+
+def refuse_torch(problem: Problem, limits: Limits, *, granularity: int) -> str | None:
+    """Why PyTorch's operators cannot run `problem`, or None; `granularity` divides the message in bytes."""
+    if limits.backend != "cuda" or not limits.symmetric:
+        return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
+    if problem.dtype not in ("bfloat16", "float32"):
+        return f"PyTorch's operators sum bfloat16 and float32, not {problem.dtype}"
+    if problem.reduction != "sum":
+        return f"PyTorch's operators do sum, not {problem.reduction}"
+    if problem.world_size not in (2, 4, 8):
+        return f"PyTorch's operators serve 2, 4 or 8 ranks, not {problem.world_size}"
+    if problem.numel == 0 or problem.nbytes % granularity:
+        return f"PyTorch's operators want a multiple of {granularity} bytes, not {problem.nbytes}"
+    if problem.input_kind == "plain" and problem.nbytes + PACKET_BYTES > limits.staging_bytes:
+        return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} bytes (TUNEDCOMM_WORKSPACE_MIB)"
+    return None

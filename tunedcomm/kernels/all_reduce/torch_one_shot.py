@@ -1,0 +1,64 @@
+"""torch_one_shot: PyTorch's `symm_mem.one_shot_all_reduce`; a plain input is copied into staging by the operator.
+
+Numerics: library (fp32 sums, but an order of its own). Graph-safe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tunedcomm.kernels.all_reduce._common import Launch
+from tunedcomm.kernels.all_reduce._torch import refuse_torch
+from tunedcomm.space import Config, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["TORCH_ONE_SHOT"]
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    del config
+    if problem.nbytes > 8 * limits.one_shot_bytes:
+        return f"one-shots are out of the question at {problem.nbytes} bytes"
+    return refuse_torch(problem, limits, granularity=16)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    del problem, limits
+    return {}
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    del config
+    name = workspace.group.group_name
+    if problem.input_kind == "symmetric" and not problem.in_place:
+
+        def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            del stream
+            torch.ops.symm_mem.one_shot_all_reduce_out(inputs[0], "sum", name, outputs[0])
+
+        return run_symmetric
+    staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        del stream
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(staging, inputs[0].view(-1), "sum", name, outputs[0].view(-1))
+
+    return run
+
+
+TORCH_ONE_SHOT = register_variant(
+    Variant(
+        op="all_reduce",
+        name="torch_one_shot",
+        numerics="library",
+        summary="PyTorch's symmetric-memory one-shot",
+        space=Space(),
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=lambda problem, config: -1,
+    )
+)
