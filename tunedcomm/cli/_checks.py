@@ -1,0 +1,297 @@
+"""The checks of `tunedcomm doctor`: each looks at one thing and says ok, warn or fail, and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tunedcomm import settings
+from tunedcomm.errors import DatabaseError, SettingError
+
+__all__ = ["CHECKS", "Check", "run_checks"]
+
+Level = Literal["ok", "warn", "fail"]
+
+OLDEST_TORCH = (2, 9)
+OLDEST_TRITON = (3, 6)
+OLDEST_TRITON_HOST = (3, 9)
+SHM = Path("/dev/shm")
+# Two ranks' workspaces at the default size fit in this with room to spare.
+SHM_BYTES_WANTED = 512 << 20
+NETWORK_FILE_SYSTEMS = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gpfs", "lustre", "nfs", "nfs4", "smb3"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the doctor's answer.
+
+    Attributes:
+        name: what was looked at.
+        level: `ok`, `warn` (works, but not as well as it could) or `fail`.
+        detail: what was found.
+        fix: what to do; "" where all is well.
+    """
+
+    name: str
+    level: Level
+    detail: str
+    fix: str = ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _parsed(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: `2.13.0+cpu` to (2, 13, 0)."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _package(name: str, oldest: tuple[int, ...]) -> Check:
+    wanted = ".".join(str(part) for part in oldest)
+    found = _version(name)
+    if found is None:
+        return Check(name, "fail", "is not installed", f"pip install '{name}>={wanted}'")
+    if _parsed(found) < oldest:
+        return Check(name, "fail", f"{found} is older than {wanted}", f"pip install '{name}>={wanted}'")
+    return Check(name, "ok", found)
+
+
+def check_versions() -> Iterator[Check]:
+    """Python and the packages that decide what can run."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()}")
+    yield Check("tunedcomm", "ok", _version("tunedcomm") or "runs from its sources, not installed")
+    yield _package("torch", OLDEST_TORCH)
+    yield _package("triton", OLDEST_TRITON)
+    others = [f"{name} {_version(name) or 'missing'}" for name in ("sqlalchemy", "alembic", "optuna", "nvidia-ml-py")]
+    missing = any(text.endswith("missing") for text in others)
+    yield Check("packages", "fail" if missing else "ok", ", ".join(others), "pip install tunedcomm" if missing else "")
+
+
+def _driver_sees_gpus() -> bool:
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
+def check_gpus() -> Iterator[Check]:
+    """GPUs, their links, and whether they can address each other's memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if _driver_sees_gpus():
+            yield Check(
+                "gpus",
+                "fail",
+                f"the driver has GPUs, torch {torch.__version__} cannot use them",
+                "install a CUDA build of torch that the driver supports, and check CUDA_VISIBLE_DEVICES",
+            )
+        else:
+            yield Check(
+                "gpus", "warn", "none found", "nothing, if this is meant: the host backend runs all, slowly, on CPUs"
+            )
+        return
+    from tunedcomm.hardware import detect, multicast_disabled
+
+    count = torch.cuda.device_count()
+    found = [detect(index) for index in range(count)]
+    first = found[0]
+    yield Check("gpus", "ok", f"{count} x {first.gpu}, {first.num_sms} SMs, {first.memory_gib} GiB")
+    yield Check("software", "ok", f"driver {first.driver or 'unknown'}, CUDA {first.cuda}, NCCL {first.nccl}")
+    if mixed := sorted({str(environment) for environment in found} - {str(first)}):
+        yield Check("mixed gpus", "warn", f"other GPUs: {'; '.join(mixed)}", "use groups of equal GPUs")
+    slow = first.num_links == 0
+    yield Check(
+        "fabric",
+        "warn" if slow else "ok",
+        f"{first.fabric}, {first.num_links} NVLinks a GPU",
+        "nothing to do without NVLink: kernels go through PCIe and the library often wins" if slow else "",
+    )
+    if first.multicast:
+        yield Check("multicast", "ok", "NVLink multicast is there")
+    elif multicast_disabled():
+        yield Check(
+            "multicast",
+            "warn",
+            "switched off by TORCH_SYMM_MEM_DISABLE_MULTICAST or NCCL_NVLS_ENABLE",
+            "unset them, unless multicast does not work on this machine",
+        )
+    else:
+        yield Check("multicast", "ok", "the fabric has none; multimem variants stay unused")
+    yield _peer_access(count)
+
+
+def _peer_access(count: int) -> Check:
+    import torch
+
+    apart = [
+        f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if not apart:
+        return Check("peer access", "ok", "every GPU reaches every other" if count > 1 else "one GPU has no peers")
+    return Check(
+        "peer access",
+        "warn",
+        f"GPUs {', '.join(apart)} cannot address each other",
+        "the library serves such groups; check IOMMU and container settings if they share a host",
+    )
+
+
+def check_symmetric_memory() -> Iterator[Check]:
+    """The backends of symmetric memory."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        yield Check("symmetric memory", "fail", "torch.distributed is missing in this torch", "install another torch")
+        return
+    if torch.cuda.is_available():
+        try:
+            from torch.distributed._symmetric_memory import empty, rendezvous
+        except ImportError as error:
+            yield Check("symmetric memory", "fail", f"torch lacks it: {error}", "pip install 'torch>=2.9'")
+        else:
+            yield Check("symmetric memory", "ok", f"torch: {empty.__name__}, {rendezvous.__name__}")
+    yield from _host_backend()
+
+
+def _host_backend() -> Iterator[Check]:
+    import torch.distributed as dist
+
+    triton = _version("triton") or "0"
+    if _parsed(triton) < OLDEST_TRITON_HOST:
+        yield Check(
+            "host backend",
+            "warn",
+            f"the interpreter of Triton {triton} cannot run the kernels",
+            "pip install 'triton>=3.9' in an environment without GPUs",
+        )
+    elif not dist.is_gloo_available():
+        yield Check("host backend", "warn", "this torch has no gloo", "install a torch built with gloo")
+    else:
+        yield Check("host backend", "ok", f"Triton {triton} interprets, gloo connects")
+    if not SHM.is_dir() or not os.access(SHM, os.W_OK):
+        yield Check("shared memory", "warn", f"{SHM} is not writable", f"mount a tmpfs at {SHM} for the host backend")
+        return
+    free = shutil.disk_usage(SHM).free
+    few = free < SHM_BYTES_WANTED
+    yield Check(
+        "shared memory",
+        "warn" if few else "ok",
+        f"{free >> 20} MiB free in {SHM}",
+        "give the container more (--shm-size=2g) or lower TUNEDCOMM_WORKSPACE_MIB" if few else "",
+    )
+
+
+def check_databases() -> Iterator[Check]:
+    """Every layer: can it be read, what does it hold, does it lie where SQLite is safe."""
+    from tunedcomm.db.layers import layers
+    from tunedcomm.db.store import Database
+
+    for layer in layers():
+        name = f"{layer.name} database"
+        path = Path(layer.target)
+        if layer.name == "user" and "://" not in str(layer.target) and not path.exists():
+            yield Check(name, "ok", f"{path} is not there yet; `tunedcomm tune` makes it")
+            yield from _network(name, path)
+            continue
+        try:
+            with Database.open(layer.target, readonly=True) as database:
+                held = f"{len(database.problems())} problems, {len(database.environments())} environments"
+                yield Check(name, "ok", f"{database.url}: {held}, schema {database.schema_version}")
+        except DatabaseError as error:
+            yield Check(name, "fail", str(error), "repair, upgrade or remove it; dispatch skips it until then")
+            continue
+        yield from _network(name, path)
+
+
+def _network(name: str, path: Path) -> Iterator[Check]:
+    kind = file_system(path)
+    if kind in NETWORK_FILE_SYSTEMS:
+        yield Check(
+            name,
+            "warn",
+            f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold",
+            "write to a local file on each host, or to PostgreSQL; reading is safe",
+        )
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """Type of the file system that holds `path` or would hold it; "" where the mount table cannot be read."""
+    if not mounts.is_file():
+        return ""
+    best, kind = "", ""
+    target = str(path.absolute())
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fields[2]
+    return kind
+
+
+def check_variables() -> Iterator[Check]:
+    """Environment variables that are set: valid, invalid, unknown."""
+    from tunedcomm import kernels
+    from tunedcomm.spec import ops, variants
+
+    kernels.discover()
+    seen = False
+    for name in sorted(name for name in os.environ if name.startswith(settings.PREFIX)):
+        seen = True
+        yield Check(name, "ok", os.environ[name])
+    for read in (settings.mode, settings.log_level, settings.peer_timeout_s, settings.workspace_bytes):
+        try:
+            read()
+        except SettingError as error:
+            yield Check("variables", "fail", str(error), "correct or unset it")
+    for op in ops():
+        forced = settings.forced(op)
+        if forced is not None and forced not in variants(op):
+            yield Check("variables", "fail", f"{op} has no variant {forced!r}", f"one of {', '.join(variants(op))}")
+    for name in settings.unknown_variables(tuple(ops())):
+        yield Check("variables", "warn", f"{name} means nothing", "see docs/environment.md for the names")
+    if not seen:
+        yield Check("variables", "ok", f"none of {settings.PREFIX}* is set")
+
+
+CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
+    check_versions,
+    check_gpus,
+    check_symmetric_memory,
+    check_databases,
+    check_variables,
+)
+
+
+def run_checks(checks: tuple[Callable[[], Iterator[Check]], ...] = CHECKS) -> list[Check]:
+    """Every check's lines; one that raises becomes a failed line of its own, so that the others are still seen."""
+    found: list[Check] = []
+    for check in checks:
+        try:
+            found += check()
+        except Exception as error:  # noqa: BLE001 - a broken machine is what the doctor is called for
+            found.append(
+                Check(check.__name__.removeprefix("check_"), "fail", f"{type(error).__name__}: {error}", "see above")
+            )
+    if sys.platform != "linux":
+        found.append(Check("platform", "fail", f"{sys.platform} is not supported", "use Linux"))
+    return found

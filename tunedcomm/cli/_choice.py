@@ -1,0 +1,131 @@
+"""What dispatch would choose for a problem, here or on stored hardware: shared by `lookup`, `explain` and `demo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.cli._options import ProblemOptions
+from tunedcomm.cli._output import note
+from tunedcomm.errors import DatabaseError, UnknownNameError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tunedcomm.db.layers import Layer
+    from tunedcomm.db.select import Decision
+    from tunedcomm.hardware import Environment
+    from tunedcomm.spec import Problem
+
+__all__ = ["Choice", "choose", "environment_here", "match_environments", "read_layers", "stored_environments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A problem, the environment it was asked for, and what dispatch answers."""
+
+    problem: Problem
+    environment: Environment
+    decision: Decision
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; the same keys for `lookup --json` and `explain --json`."""
+        decision = self.decision
+        source = decision.environment
+        return {
+            "problem": self.problem.to_dict(),
+            "environment": {"digest": self.environment.digest, **self.environment.to_dict()},
+            "variant": decision.candidate.variant,
+            "config": decision.candidate.config_dict,
+            "source": decision.source,
+            "layer": decision.layer,
+            "trial_id": decision.trial_id,
+            "latency_us": decision.latency_us,
+            "library_us": decision.library_us,
+            "runner_up": None if decision.runner_up is None else str(decision.runner_up),
+            "measured_in": None if source is None else str(source),
+            "why": decision.why,
+            "passed_over": [{"candidate": name, "reason": reason} for name, reason in decision.passed_over],
+        }
+
+
+def choose(options: ProblemOptions, *, hardware: str | None, database: str | None) -> Choice:
+    """Resolve the problem as dispatch would, without a process group.
+
+    Raises:
+        UnknownNameError: no such op, or no stored environment matches `hardware`.
+        DatabaseError: `database` cannot be read.
+    """
+    problem = options.problem()
+    from tunedcomm import communicator, dispatcher
+    from tunedcomm.db.layers import load_snapshot
+
+    layers = read_layers(database)
+    environment = _environment(hardware, layers, problem)
+    snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=database is not None)
+    limits = communicator.limits_for(environment, problem.world_size)
+    decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy)
+    return Choice(problem, environment, decision)
+
+
+def read_layers(database: str | None) -> Sequence[Layer]:
+    """Every layer, or only the database that was named."""
+    from tunedcomm.db.layers import Layer, layers
+
+    return layers() if database is None else [Layer(name="user", target=database)]
+
+
+def environment_here() -> Environment:
+    """This machine's environment: of its first GPU, or of the host backend."""
+    import torch
+
+    from tunedcomm.hardware import detect
+
+    return detect(0 if torch.cuda.is_available() else None)
+
+
+def stored_environments(layers: Iterable[Layer]) -> list[Environment]:
+    """Environments of all readable layers, nearest layer first, each once; unreadable layers are noted on stderr."""
+    from tunedcomm.db.store import Database
+
+    found: dict[str, Environment] = {}
+    for layer in layers:
+        try:
+            with Database.open(layer.target, readonly=True) as database:
+                for environment in database.environments():
+                    found.setdefault(environment.digest, environment)
+        except DatabaseError as error:
+            note(f"skipped the {layer.name} database: {error}")
+    return list(found.values())
+
+
+def match_environments(text: str, environments: Sequence[Environment]) -> list[Environment]:
+    """Environments whose GPU name holds `text` or whose digest begins with it; case does not matter."""
+    wanted = text.strip().lower()
+    return [e for e in environments if wanted in e.gpu.lower() or e.digest.startswith(wanted)]
+
+
+def _environment(hardware: str | None, layers: Sequence[Layer], problem: Problem) -> Environment:
+    if hardware is None:
+        here = environment_here()
+        if here.is_host:
+            note("no GPU here: answering for the host backend; use --hardware for stored GPU environments")
+        return here
+    stored = stored_environments(layers)
+    matching = match_environments(hardware, stored)
+    if not matching:
+        known = ", ".join(sorted({f"{e.gpu} ({e.digest[:8]})" for e in stored})) or "none"
+        raise UnknownNameError(f"no stored environment matches --hardware {hardware!r}; stored are: {known}")
+    serving = [e for e in matching if _serves(e, layers, problem)] or matching
+    if len({e.hard_key for e in serving}) > 1:
+        listed = "; ".join(f"{e.digest[:8]} = {e}" for e in serving)
+        raise UnknownNameError(f"--hardware {hardware!r} matches several environments, give a digest: {listed}")
+    return serving[0]
+
+
+def _serves(environment: Environment, layers: Sequence[Layer], problem: Problem) -> bool:
+    """True if a layer holds trials of the problem's op and world size in this environment."""
+    from tunedcomm.db.layers import load_snapshot
+
+    snapshot = load_snapshot(environment, problem.world_size, layers=layers)
+    return any(row.problem.op == problem.op for row in snapshot.rows)

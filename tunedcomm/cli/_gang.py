@@ -1,0 +1,53 @@
+"""Start a module on several ranks of this machine through torch's elastic launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import typer
+
+__all__ = ["local_ranks", "num_gpus", "run_module"]
+
+
+def num_gpus() -> int:
+    """CUDA GPUs that torch can use here."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def local_ranks(world_size: int | None) -> int:
+    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend.
+
+    Raises:
+        BadParameter: more ranks than GPUs, on a machine that has GPUs.
+    """
+    available = num_gpus()
+    if world_size is None:
+        return available if available > 1 else 2
+    if 0 < available < world_size:
+        raise typer.BadParameter(
+            f"{world_size} ranks need {world_size} GPUs, this machine has {available}; "
+            'hide them with CUDA_VISIBLE_DEVICES="" to use the host backend',
+            param_hint="--world-size",
+        )
+    return world_size
+
+
+def run_module(
+    module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
+) -> int:
+    """Run `python -m module arguments` on `world_size` ranks; their output goes to stderr.
+
+    Returns:
+        The launcher's exit code: 0 if every rank ended with 0.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    command += [f"--nproc-per-node={world_size}", "--module", module, *arguments]
+    variables = {**os.environ, **(environment or {})}
+    # Unset, the launcher sets it to 1 with a warning that is no use to anybody here.
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    return subprocess.run(command, env=variables, stdout=sys.stderr, check=False).returncode

@@ -1,0 +1,207 @@
+"""Options that several verbs share, and how their text becomes a problem."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, parse_shape
+
+if TYPE_CHECKING:
+    from tunedcomm.spec import NumericsPolicy
+
+__all__ = [
+    "CallMode",
+    "DatabaseOption",
+    "DtypeOption",
+    "HardwareOption",
+    "JsonOption",
+    "Kind",
+    "OpOption",
+    "Policy",
+    "ProblemOptions",
+    "ShapeOption",
+    "SweptKind",
+    "SweptMode",
+    "WorldSizeOption",
+    "check_dtype",
+    "check_reduction",
+    "check_shape",
+    "known_op",
+    "parse_budget",
+]
+
+
+class CallMode(str, enum.Enum):
+    """Values of `--mode` where one problem is meant."""
+
+    graph = "graph"
+    eager = "eager"
+
+
+class Kind(str, enum.Enum):
+    """Values of `--input-kind`."""
+
+    plain = "plain"
+    symmetric = "symmetric"
+
+
+class SweptMode(str, enum.Enum):
+    """Values of `--mode` where several problems are meant."""
+
+    graph = "graph"
+    eager = "eager"
+    both = "both"
+
+    @property
+    def values(self) -> list[str]:
+        """The modes that are meant."""
+        return ["graph", "eager"] if self is SweptMode.both else [self.value]
+
+
+class SweptKind(str, enum.Enum):
+    """Values of `--input-kind` where several problems are meant."""
+
+    plain = "plain"
+    symmetric = "symmetric"
+    both = "both"
+
+    @property
+    def values(self) -> list[str]:
+        """The input kinds that are meant."""
+        return ["plain", "symmetric"] if self is SweptKind.both else [self.value]
+
+
+class Policy(str, enum.Enum):
+    """Values of `--numerics`."""
+
+    default = "default"
+    ordered = "ordered"
+    any = "any"
+
+
+OpOption: TypeAlias = Annotated[str, typer.Option("--op", help="Op, e.g. all_reduce.")]
+ShapeOption: TypeAlias = Annotated[
+    str, typer.Option("--shape", help="Canonical shape: the element count of a collective, MxNxK of a fused GEMM.")
+]
+DtypeOption: TypeAlias = Annotated[str, typer.Option("--dtype", help="Dtype of the payload.")]
+WorldSizeOption: TypeAlias = Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")]
+HardwareOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        help="Answer for a stored environment instead of this machine: part of the GPU's name, or the first digits of "
+        "the environment's digest.",
+    ),
+]
+DatabaseOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--db", help="Database to read, a path or a SQLAlchemy URL; by default every layer is read."),
+]
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def known_op(name: str) -> OpSpec:
+    """The op of that name, after every kernel file has been imported.
+
+    Raises:
+        UnknownNameError: with the nearest names.
+    """
+    from tunedcomm import kernels
+
+    kernels.discover()
+    return get_op(name)
+
+
+def check_dtype(dtype: str) -> str:
+    """Refuse a dtype that no op knows as bad usage."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not a dtype; the dtypes are {', '.join(DTYPES)}", param_hint="--dtype")
+    return dtype
+
+
+def check_shape(text: str, spec: OpSpec) -> tuple[int, ...]:
+    """Read a shape and refuse one that is not of the op's form as bad usage."""
+    try:
+        shape = parse_shape(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+    if len(shape) != spec.rank_of_shape:
+        raise typer.BadParameter(
+            f"{text!r} has {len(shape)} extents, a shape of {spec.name} has {spec.rank_of_shape}: {spec.shape_help}",
+            param_hint="--shape",
+        )
+    return shape
+
+
+def check_reduction(reduction: str | None, spec: OpSpec) -> str:
+    """The reduction, or the op's first where none is given."""
+    allowed = spec.reductions or ("",)
+    if reduction is None:
+        return allowed[0]
+    if reduction not in allowed:
+        raise typer.BadParameter(
+            f"{reduction!r} is not a reduction of {spec.name}; allowed: {', '.join(allowed) or '(none)'}",
+            param_hint="--reduction",
+        )
+    return reduction
+
+
+_BUDGET = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def parse_budget(text: str) -> float:
+    """Read `90`, `90s`, `10m`, `1h30m` as seconds.
+
+    Raises:
+        BadParameter: anything else, or no time at all.
+    """
+    match = _BUDGET.fullmatch(text.strip().lower())
+    hours, minutes, seconds = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
+    total = 3600 * hours + 60 * minutes + seconds
+    if total <= 0:
+        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 10m or 1h30m", param_hint="--budget")
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemOptions:
+    """The options that name one problem, as typed on the command line."""
+
+    op: str
+    shape: str
+    dtype: str
+    world_size: int
+    mode: CallMode = CallMode.graph
+    reduction: str | None = None
+    input_kind: Kind = Kind.plain
+    numerics: Policy = Policy.default
+
+    @property
+    def policy(self) -> NumericsPolicy:
+        """The numerics policy under the name that dispatch uses."""
+        return self.numerics.value  # type: ignore[return-value]
+
+    def problem(self) -> Problem:
+        """The problem that the options name.
+
+        Raises:
+            UnknownNameError: no such op.
+            BadParameter: the shape, dtype or reduction does not fit the op.
+        """
+        spec = known_op(self.op)
+        mode: Mode = "graph" if self.mode is CallMode.graph else "eager"
+        input_kind: InputKind = "plain" if self.input_kind is Kind.plain else "symmetric"
+        return Problem(
+            op=spec.name,
+            shape=check_shape(self.shape, spec),
+            dtype=check_dtype(self.dtype),
+            world_size=self.world_size,
+            reduction=check_reduction(self.reduction, spec),
+            input_kind=input_kind,
+            mode=mode,
+        )

@@ -1,0 +1,128 @@
+"""`tunedcomm bench`: tuned, library and every other contender on the same problems in one run."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
+from tunedcomm.cli._options import JsonOption, OpOption, SweptKind, SweptMode, check_dtype, check_shape, known_op
+from tunedcomm.cli._output import emit_json, format_bytes, format_ratio, format_us, note, table
+from tunedcomm.spec import ITEMSIZE, format_shape
+
+__all__ = ["bench"]
+
+COLUMNS = (
+    "message",
+    "shape",
+    "dtype",
+    "mode",
+    "contender",
+    "p10 us",
+    "p50 us",
+    "p90 us",
+    "algbw",
+    "busbw",
+    "vs library",
+    "error",
+)
+
+
+def bench(
+    *,
+    op: OpOption,
+    shape: Annotated[list[str] | None, typer.Option(help="Shape; may be repeated. By default the op's sweep.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Dtype; several times for several. [default: bfloat16]")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; by default all GPUs.")] = None,
+    mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = SweptMode.graph,
+    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help="tuned, library, kraken or a variant; several times for several. By default all that run."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare what dispatch runs with the library and every other contender, in one run.
+
+    Example: tunedcomm bench --op all_reduce --shape 4096 --shape 1048576 --csv results.csv
+    """
+    spec = known_op(op)
+    ranks = local_ranks(world_size)
+    dtypes = [check_dtype(name) for name in dtype or ["bfloat16"]]
+    if shape:
+        shapes = [check_shape(text, spec) for text in shape]
+    else:
+        shapes = spec.default_shapes("cuda" if num_gpus() else "host", ITEMSIZE[dtypes[0]])
+    job = {
+        "op": spec.name,
+        "shapes": [format_shape(extents) for extents in shapes],
+        "dtypes": dtypes,
+        "modes": mode.values,
+        "input_kinds": input_kind.values,
+        "contenders": contender,
+        "csv": None if csv is None else str(csv.absolute()),
+        "seed": seed,
+        "run_id": secrets.token_hex(6),
+    }
+    note(f"comparing {len(shapes)} shapes of {spec.name} on {ranks} ranks")
+    rows = _run(job, ranks)
+    if as_json:
+        emit_json(rows)
+    else:
+        table(COLUMNS, [_cells(row, rows) for row in rows], title=_title(rows))
+
+
+def _run(job: Mapping[str, Any], world_size: int) -> list[dict[str, Any]]:
+    """Rows of the result file that rank 0 writes; leaves with code 1 if the gang failed."""
+    with tempfile.TemporaryDirectory(prefix="tunedcomm-bench-") as folder:
+        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(json.dumps(job), encoding="utf-8")
+        code = run_module("tunedcomm.bench_worker", [str(job_file), str(result_file)], world_size=world_size)
+        if code or not result_file.exists():
+            note(f"the benchmark's ranks ended with code {code}; what they printed above says why")
+            raise typer.Exit(1)
+        rows: list[dict[str, Any]] = json.loads(result_file.read_text(encoding="utf-8"))["rows"]
+        return rows
+
+
+def _library_us(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The library's median on the problem of `row`."""
+    same = ("shape", "dtype", "mode", "world_size", "input_kind")
+    for other in rows:
+        if other["contender"] == "library" and all(other.get(name) == row.get(name) for name in same):
+            return float(other["latency_p50_us"])
+    return None
+
+
+def _cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    latency = row["latency_p50_us"]
+    name = f"tuned = {row['config']}" if row["contender"] == "tuned" else row["contender"]
+    return [
+        format_bytes(row["message_bytes"]),
+        str(row["shape"]),
+        row["dtype"],
+        row["mode"],
+        name,
+        *(format_us(row[f"latency_{quantile}_us"]) for quantile in ("p10", "p50", "p90")),
+        *("-" if row[column] is None else f"{row[column]:.1f}" for column in ("algbw_gb_s", "busbw_gb_s")),
+        format_ratio(_library_us(row, rows), latency),
+        "-" if row["error"] is None else f"{row['error']:.1e}",
+    ]
+
+
+def _title(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "nothing ran"
+    row = rows[0]
+    versions = ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "nccl") if row.get(name))
+    return f"{row['op']} on {row['world_size']} x {row['gpu']} ({row['fabric']}), {versions}; bandwidths in 1e9 bytes/s"

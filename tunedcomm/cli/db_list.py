@@ -1,0 +1,81 @@
+"""`tunedcomm db list`: which problems are stored for which environment, and what won."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from tunedcomm.cli._options import DatabaseOption, HardwareOption, JsonOption
+from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, table
+from tunedcomm.cli._stored import Contest, contests, read_trials, winner
+from tunedcomm.spec import format_shape
+
+__all__ = ["db_list"]
+
+COLUMNS = ("shape", "bytes", "dtype", "ranks", "mode", "input", "winner", "p50 us", "library us", "speed-up", "trials")
+
+
+def db_list(
+    *,
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    hardware: HardwareOption = None,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List stored problems by environment with the fastest trial of each.
+
+    Example: tunedcomm db list --op all_reduce --hardware H200
+    """
+    found: list[Contest] = []
+    for layer, trials in read_trials(db, op=op, hardware=hardware):
+        found += contests(layer, trials)
+    if as_json:
+        emit_json([_to_dict(contest) for contest in found])
+        return
+    if not found:
+        emit("no trials stored; `tunedcomm tune --op all_reduce` makes some")
+        return
+    headings: dict[tuple[str, str, str], list[Contest]] = {}
+    for contest in found:
+        headings.setdefault((contest.layer, contest.environment.digest, contest.problem.op), []).append(contest)
+    for (layer, digest, name), members in headings.items():
+        title = f"{name} on {members[0].environment} [{digest[:8]}] in the {layer} database"
+        table(COLUMNS, [_cells(contest) for contest in members], title=title)
+
+
+def _cells(contest: Contest) -> list[str]:
+    problem, best = contest.problem, winner(contest.trials)
+    kind = f"{problem.input_kind}{', in place' if problem.in_place else ''}"
+    start = [format_shape(problem.shape), format_bytes(problem.nbytes), problem.dtype, str(problem.world_size)]
+    if best is None:
+        return [*start, problem.mode, kind, "(none ran)", "-", "-", "-", str(len(contest.trials))]
+    return [
+        *start,
+        problem.mode,
+        kind,
+        str(best.candidate),
+        format_us(best.latency_p50_us),
+        format_us(best.baseline_p50_us),
+        format_ratio(best.baseline_p50_us, best.latency_p50_us),
+        str(len(contest.trials)),
+    ]
+
+
+def _to_dict(contest: Contest) -> dict[str, Any]:
+    best = winner(contest.trials)
+    return {
+        "layer": contest.layer,
+        "environment": {"digest": contest.environment.digest, **contest.environment.to_dict()},
+        "problem": contest.problem.to_dict(),
+        "trials": len(contest.trials),
+        "winner": None
+        if best is None
+        else {
+            "variant": best.variant,
+            "config": best.config,
+            "latency_p50_us": best.latency_p50_us,
+            "baseline_p50_us": best.baseline_p50_us,
+            "trial_id": best.id,
+        },
+    }

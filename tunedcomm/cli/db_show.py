@@ -1,0 +1,116 @@
+"""`tunedcomm db show`: every stored trial of one problem."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tunedcomm.cli._options import (
+    CallMode,
+    DatabaseOption,
+    DtypeOption,
+    HardwareOption,
+    JsonOption,
+    Kind,
+    OpOption,
+    ProblemOptions,
+    ShapeOption,
+    WorldSizeOption,
+)
+from tunedcomm.cli._output import emit_json, format_ratio, format_us, note, table
+from tunedcomm.cli._stored import Contest, contests, read_trials
+
+if TYPE_CHECKING:
+    from tunedcomm.db.records import TrialRecord
+
+__all__ = ["db_show"]
+
+COLUMNS = ("trial", "status", "candidate", "p10 us", "p50 us", "p90 us", "library us", "speed-up", "error", "reason")
+
+
+def db_show(
+    *,
+    op: OpOption,
+    shape: ShapeOption,
+    world_size: WorldSizeOption,
+    dtype: DtypeOption = "bfloat16",
+    mode: Annotated[CallMode, typer.Option(help="Inside CUDA graphs or not.")] = CallMode.graph,
+    reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
+    input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
+    hardware: HardwareOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most trials to print for one environment.")] = 50,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every stored trial of one problem, fastest first; exit code 1 if there is none.
+
+    Example: tunedcomm db show --op all_reduce --shape 98304 --world-size 4 --hardware H200
+    """
+    problem = ProblemOptions(
+        op=op,
+        shape=shape,
+        dtype=dtype,
+        world_size=world_size,
+        mode=mode,
+        reduction=reduction,
+        input_kind=input_kind,
+    ).problem()
+    found: list[Contest] = []
+    for layer, trials in read_trials(db, op=op, hardware=hardware):
+        found += contests(layer, [trial for trial in trials if trial.problem == problem])
+    if as_json:
+        emit_json([_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
+    for contest in [] if as_json else found:
+        title = f"{problem} on {contest.environment} [{contest.environment.digest[:8]}] in the {contest.layer} database"
+        table(COLUMNS, [_cells(trial) for trial in _by_speed(contest)[:limit]], title=title)
+        if len(contest.trials) > limit:
+            note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
+    if not found:
+        note(f"no trial of {problem} is stored; `tunedcomm db list` prints what is")
+        raise typer.Exit(1)
+
+
+def _by_speed(contest: Contest) -> list[TrialRecord]:
+    """Ok trials by their median, then the others by status."""
+    return sorted(contest.trials, key=lambda t: (t.status != "ok", t.status, t.latency_p50_us or 0.0, t.id or 0))
+
+
+def _cells(trial: TrialRecord) -> list[str]:
+    return [
+        "-" if trial.id is None else str(trial.id),
+        trial.status + (" (final)" if trial.final else ""),
+        str(trial.candidate),
+        format_us(trial.latency_p10_us),
+        format_us(trial.latency_p50_us),
+        format_us(trial.latency_p90_us),
+        format_us(trial.baseline_p50_us),
+        format_ratio(trial.baseline_p50_us, trial.latency_p50_us),
+        "-" if trial.error is None else f"{trial.error:.1e}",
+        trial.reason,
+    ]
+
+
+def _to_dict(layer: str, trial: TrialRecord) -> dict[str, Any]:
+    return {
+        "layer": layer,
+        "trial_id": trial.id,
+        "environment": trial.environment.digest,
+        "gpu": trial.environment.gpu,
+        "problem": trial.problem.to_dict(),
+        "variant": trial.variant,
+        "config": trial.config,
+        "numerics": trial.numerics,
+        "source_hash": trial.source_hash,
+        "status": trial.status,
+        "reason": trial.reason,
+        "final": trial.final,
+        "latency_p10_us": trial.latency_p10_us,
+        "latency_p50_us": trial.latency_p50_us,
+        "latency_p90_us": trial.latency_p90_us,
+        "samples": trial.samples,
+        "baseline_p50_us": trial.baseline_p50_us,
+        "error": trial.error,
+        "run_id": trial.run_id,
+        "created_at": trial.created_at.isoformat(),
+    }

@@ -1,0 +1,91 @@
+"""`tunedcomm explain`: what dispatch would run, on what evidence, and why nothing else."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tunedcomm.cli._choice import Choice, choose
+from tunedcomm.cli._options import (
+    CallMode,
+    DatabaseOption,
+    DtypeOption,
+    HardwareOption,
+    JsonOption,
+    Kind,
+    OpOption,
+    Policy,
+    ProblemOptions,
+    ShapeOption,
+    WorldSizeOption,
+)
+from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us
+
+__all__ = ["explain", "explanation"]
+
+
+def explanation(choice: Choice) -> list[str]:
+    """The lines that `explain` prints."""
+    problem, decision = choice.problem, choice.decision
+    lines = [
+        f"{problem} ({format_bytes(problem.nbytes)})",
+        f"  on            {choice.environment}",
+        f"  runs          {decision.candidate}",
+        f"  source        {decision.source}",
+        f"  why           {decision.why}",
+    ]
+    if decision.layer:
+        trial = "" if decision.trial_id is None else f", trial {decision.trial_id}"
+        lines.append(f"  evidence      {decision.layer} database{trial}")
+    if decision.latency_us is not None:
+        lines.append(f"  latency       {format_us(decision.latency_us)} µs")
+    if decision.library_us is not None:
+        speed_up = format_ratio(decision.library_us, decision.latency_us)
+        lines.append(f"  library       {format_us(decision.library_us)} µs, speed-up {speed_up}")
+    if decision.runner_up is not None:
+        lines.append(f"  runner-up     {decision.runner_up}")
+    if decision.environment is not None:
+        drift = choice.environment.drift(decision.environment)
+        lines.append(f"  measured in   {decision.environment}" + (f"; since then: {', '.join(drift)}" if drift else ""))
+    if decision.passed_over:
+        lines.append("  passed over")
+        width = max(len(name) for name, _ in decision.passed_over)
+        lines += [f"    {name.ljust(width)}  {reason}" for name, reason in decision.passed_over]
+    return lines
+
+
+def explain(
+    *,
+    op: OpOption,
+    shape: ShapeOption,
+    world_size: WorldSizeOption,
+    dtype: DtypeOption = "bfloat16",
+    mode: Annotated[CallMode, typer.Option(help="Inside CUDA graphs or not.")] = CallMode.graph,
+    reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
+    input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
+    numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,
+    hardware: HardwareOption = None,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what dispatch would run for one problem, on what evidence, and why nothing else.
+
+    Example: tunedcomm explain --op all_reduce --shape 98304 --dtype bfloat16 --world-size 4 --hardware H200
+    """
+    options = ProblemOptions(
+        op=op,
+        shape=shape,
+        dtype=dtype,
+        world_size=world_size,
+        mode=mode,
+        reduction=reduction,
+        input_kind=input_kind,
+        numerics=numerics,
+    )
+    choice = choose(options, hardware=hardware, database=db)
+    if as_json:
+        emit_json(choice.to_dict())
+        return
+    for line in explanation(choice):
+        emit(line)

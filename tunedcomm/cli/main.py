@@ -1,0 +1,59 @@
+"""The `tunedcomm` command: its verbs, and how errors become exit codes.
+
+Exit codes: 0 done, 1 a check failed or the work could not be finished, 2 bad usage, input or database.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from tunedcomm import errors
+from tunedcomm.cli import bench, db_list, db_show, demo, doctor, explain, lookup, tune
+from tunedcomm.cli._output import note
+
+__all__ = ["app", "run"]
+
+BAD_USAGE = (
+    errors.ConfigError,
+    errors.DatabaseError,
+    errors.SettingError,
+    errors.UnknownNameError,
+    errors.UnsupportedInputError,
+)
+
+app = typer.Typer(
+    name="tunedcomm",
+    help="Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+db_app = typer.Typer(help="Look into tuning databases.", no_args_is_help=True, rich_markup_mode=None)
+
+app.command("tune")(tune.tune)
+app.command("lookup")(lookup.lookup)
+app.command("explain")(explain.explain)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+db_app.command("list")(db_list.db_list)
+db_app.command("show")(db_show.db_show)
+app.add_typer(db_app, name="db")
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and leave the process with its exit code."""
+    try:
+        app(args=arguments, prog_name="tunedcomm")
+    except errors.TunedCommError as error:
+        note(f"tunedcomm: {type(error).__name__}: {error}")
+        sys.exit(2 if isinstance(error, BAD_USAGE) else 1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    run()
