@@ -19,6 +19,7 @@ __all__ = [
     "db_path",
     "db_url",
     "forced",
+    "forced_all",
     "log_level",
     "mode",
     "peer_timeout_s",
@@ -60,8 +61,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="TUNEDCOMM_DB_PATH",
         default="none",
-        allowed="file paths separated by `:`, or paths and SQLAlchemy URLs separated by `;`",
-        meaning="Site databases, nearest first: read after the user database and before the packaged ones.",
+        allowed="files or directories separated by `:`, or these and SQLAlchemy URLs separated by `;`",
+        meaning="Site databases, nearest first: read after the user database and before the packaged ones. A directory "
+        "stands for its `*.db` files.",
     ),
     Setting(
         name="TUNEDCOMM_FORCE_<OP>",
@@ -140,6 +142,12 @@ def db_path() -> list[str]:
 def forced(op: str) -> str | None:
     """TUNEDCOMM_FORCE_<OP>: name of the variant to run for every problem of `op`, or None."""
     return _raw(FORCE_PREFIX + op.upper())
+
+
+def forced_all() -> dict[str, str]:
+    """Every TUNEDCOMM_FORCE_<OP> that is set: op to variant."""
+    names = sorted(name for name in os.environ if name.startswith(FORCE_PREFIX))
+    return {name[len(FORCE_PREFIX) :].lower(): value for name in names if (value := _raw(name))}
 
 
 def log_level() -> str:

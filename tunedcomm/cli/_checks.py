@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunedcomm import settings
+from tunedcomm.cli._choice import is_absent, open_layer
 from tunedcomm.errors import DatabaseError, SettingError
 
 __all__ = ["CHECKS", "Check", "run_checks"]
@@ -200,18 +201,18 @@ def _host_backend() -> Iterator[Check]:
 
 def check_databases() -> Iterator[Check]:
     """Every layer: can it be read, what does it hold, does it lie where SQLite is safe."""
+    from tunedcomm.db.engine import parse_target
     from tunedcomm.db.layers import layers
-    from tunedcomm.db.store import Database
 
     for layer in layers():
         name = f"{layer.name} database"
-        path = Path(layer.target)
-        if layer.name == "user" and "://" not in str(layer.target) and not path.exists():
+        path = parse_target(layer.target).path
+        if is_absent(layer):
             yield Check(name, "ok", f"{path} is not there yet; `tunedcomm tune` makes it")
             yield from _network(name, path)
             continue
         try:
-            with Database.open(layer.target, readonly=True) as database:
+            with open_layer(layer) as database:
                 held = f"{len(database.problems())} problems, {len(database.environments())} environments"
                 yield Check(name, "ok", f"{database.url}: {held}, schema {database.schema_version}")
         except DatabaseError as error:
@@ -220,8 +221,8 @@ def check_databases() -> Iterator[Check]:
         yield from _network(name, path)
 
 
-def _network(name: str, path: Path) -> Iterator[Check]:
-    kind = file_system(path)
+def _network(name: str, path: Path | None) -> Iterator[Check]:
+    kind = "" if path is None else file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
         yield Check(
             name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,20 @@ if TYPE_CHECKING:
 
     from tunedcomm.db.layers import Layer
     from tunedcomm.db.select import Decision
+    from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Problem
 
-__all__ = ["Choice", "choose", "environment_here", "match_environments", "read_layers", "stored_environments"]
+__all__ = [
+    "Choice",
+    "choose",
+    "environment_here",
+    "is_absent",
+    "match_environments",
+    "open_layer",
+    "read_layers",
+    "stored_environments",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +80,31 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
 
 
 def read_layers(database: str | None) -> Sequence[Layer]:
-    """Every layer, or only the database that was named."""
+    """Every layer, without a user database that was never made; or only the database that was named."""
     from tunedcomm.db.layers import Layer, layers
 
-    return layers() if database is None else [Layer(name="user", target=database)]
+    if database is not None:
+        return [Layer(name="user", target=database)]
+    return [layer for layer in layers() if not is_absent(layer)]
+
+
+def is_absent(layer: Layer) -> bool:
+    """True for a user database that was never made, which is no fault."""
+    from tunedcomm.db.engine import parse_target
+
+    path = parse_target(layer.target).path
+    return layer.name == "user" and path is not None and not os.path.lexists(path)
+
+
+def open_layer(layer: Layer) -> Database:
+    """Open for reading; what ships with the package cannot change while it is open.
+
+    Raises:
+        DatabaseError: it cannot be read.
+    """
+    from tunedcomm.db.store import Database
+
+    return Database.open(layer.target, readonly=True, immutable=True if layer.name == "packaged" else None)
 
 
 def environment_here() -> Environment:
@@ -86,12 +118,10 @@ def environment_here() -> Environment:
 
 def stored_environments(layers: Iterable[Layer]) -> list[Environment]:
     """Environments of all readable layers, nearest layer first, each once; unreadable layers are noted on stderr."""
-    from tunedcomm.db.store import Database
-
     found: dict[str, Environment] = {}
     for layer in layers:
         try:
-            with Database.open(layer.target, readonly=True) as database:
+            with open_layer(layer) as database:
                 for environment in database.environments():
                     found.setdefault(environment.digest, environment)
         except DatabaseError as error:

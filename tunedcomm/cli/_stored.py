@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tunedcomm.cli._choice import match_environments, read_layers
+from tunedcomm.cli._choice import match_environments, open_layer, read_layers
 from tunedcomm.cli._output import note
 from tunedcomm.errors import DatabaseError
 from tunedcomm.spec import Problem
@@ -44,11 +44,9 @@ def read_trials(
     Raises:
         DatabaseError: the named database cannot be read.
     """
-    from tunedcomm.db.store import Database
-
     for layer in read_layers(database):
         try:
-            with Database.open(layer.target, readonly=True) as opened:
+            with open_layer(layer) as opened:
                 trials = opened.trials(op=op)
         except DatabaseError as error:
             if database is not None:
