@@ -1,0 +1,81 @@
+"""Get-or-insert for the tables that trials refer to: environment, problem, variant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from sqlalchemy import Connection, insert, select
+from sqlalchemy.exc import IntegrityError
+
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, VariantRow
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Problem, format_shape
+
+__all__ = ["VariantKey", "environment_ids", "problem_ids", "variant_ids", "variant_key"]
+
+VariantKey: TypeAlias = tuple[str, str, str, str]
+_CHUNK = 500  # below every driver's limit of parameters in one statement
+
+
+def environment_ids(connection: Connection, environments: Iterable[Environment]) -> dict[Environment, int]:
+    """Ids of the environments, which are added where they are new."""
+    distinct = dict.fromkeys(environments)
+    wanted = {(e.digest,): {"digest": e.digest, **e.to_dict()} for e in distinct}
+    ids = _intern(connection, EnvironmentRow, ("digest",), wanted)
+    return {e: ids[e.digest,] for e in distinct}
+
+
+def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Problem, int]:
+    """Ids of the problems, which are added where they are new."""
+    distinct = dict.fromkeys(problems)
+    wanted = {(p.digest,): {"digest": p.digest, **p.to_dict(), "shape": format_shape(p.shape)} for p in distinct}
+    ids = _intern(connection, ProblemRow, ("digest",), wanted)
+    return {p: ids[p.digest,] for p in distinct}
+
+
+def variant_key(record: TrialRecord) -> VariantKey:
+    """What `variant_ids` calls the record's variant."""
+    return (record.source_hash, record.problem.op, record.variant, record.numerics)
+
+
+def variant_ids(connection: Connection, records: Iterable[TrialRecord]) -> dict[tuple[Any, ...], int]:
+    """Ids by `variant_key` of the records' variants, which are added where they are new."""
+    columns = ("source_hash", "op", "name", "numerics")
+    keys = sorted({variant_key(record) for record in records})
+    return _intern(connection, VariantRow, columns, {key: dict(zip(columns, key, strict=True)) for key in keys})
+
+
+def _intern(
+    connection: Connection,
+    model: type[Base],
+    columns: tuple[str, ...],
+    wanted: Mapping[tuple[Any, ...], dict[str, Any]],
+) -> dict[tuple[Any, ...], int]:
+    ids = _find(connection, model, columns, wanted)
+    if missing := [values for key, values in wanted.items() if key not in ids]:
+        for values in missing:
+            try:
+                # On servers another writer may add the same row at this moment; SQLite's write lock excludes it.
+                with connection.begin_nested():
+                    connection.execute(insert(model).values(values))
+            except IntegrityError:
+                continue
+        ids = _find(connection, model, columns, wanted)
+    return ids
+
+
+def _find(
+    connection: Connection, model: type[Base], columns: tuple[str, ...], wanted: Iterable[tuple[Any, ...]]
+) -> dict[tuple[Any, ...], int]:
+    keys = set(wanted)
+    first = sorted({key[0] for key in keys})
+    selected = [getattr(model, name) for name in ("id", *columns)]
+    found: dict[tuple[Any, ...], int] = {}
+    for start in range(0, len(first), _CHUNK):
+        chunk = first[start : start + _CHUNK]
+        for row in connection.execute(select(*selected).where(selected[1].in_(chunk))):
+            if (key := tuple(row[1:])) in keys:
+                found[key] = int(row[0])
+    return found

@@ -1,0 +1,174 @@
+"""Stored values back into objects, trusting none of them.
+
+A database may come from elsewhere or be damaged. What does not make sense raises ValueError here and is counted in a
+`Skipped` by the caller, who goes on without the row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, NoReturn, cast
+
+from tunedcomm.db.records import STATUSES, Status
+from tunedcomm.errors import TunedCommError
+from tunedcomm.hardware import Environment
+from tunedcomm.space import Value
+from tunedcomm.spec import InputKind, Mode, Numerics, Problem, parse_shape
+
+__all__ = ["Reader", "Skipped", "StoredVariant"]
+
+_MAX_TEXT = 100_000
+_MAX_CONFIG = 10_000
+_MAX_EXTENTS = 16
+_MAX_EXTENT = 2**63
+
+
+@dataclass(slots=True)
+class Skipped:
+    """How many rows made no sense, and the first reason."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, what: str) -> None:
+        self.count += 1
+        self.first = self.first or what[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVariant:
+    """A row of table `variant`."""
+
+    op: str
+    name: str
+    numerics: Numerics
+    source_hash: str
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def text_of(value: object, name: str) -> str:
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise ValueError(f"{name} is not a text: {value!r:.80}")
+    return value
+
+
+def int_of(value: object, name: str, *, low: int = 0) -> int:
+    if type(value) is not int or value < low:
+        raise ValueError(f"{name} is not an integer >= {low}: {value!r:.80}")
+    return value
+
+
+def bool_of(value: object, name: str) -> bool:
+    if value not in (0, 1, False, True):
+        raise ValueError(f"{name} is not a boolean: {value!r:.80}")
+    return bool(value)
+
+
+def latency_of(value: object, name: str) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not math.isfinite(cast(float, value)) or cast(float, value) <= 0:
+        raise ValueError(f"{name} is not a time: {value!r:.80}")
+    return float(cast(float, value))
+
+
+def error_of(value: object) -> float | None:
+    """An error measure: infinity is one, a text is not."""
+    if value is not None and type(value) not in (int, float):
+        raise ValueError(f"error is not a number: {value!r:.80}")
+    return None if value is None else float(cast(float, value))
+
+
+def time_of(value: object) -> datetime:
+    """SQLite gives the stored text, other drivers a datetime."""
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+    if not isinstance(value, datetime):
+        raise ValueError(f"created_at is not a time: {value!r:.80}")
+    return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+
+
+def status_of(value: object) -> Status:
+    if value not in STATUSES:
+        raise ValueError(f"unknown status {value!r:.80}")
+    return cast(Status, value)
+
+
+def parse_config(value: object) -> dict[str, Value]:
+    """A stored config; whether it lies in its variant's space is for whoever knows the space."""
+    text = text_of(value, "config")
+    if len(text) > _MAX_CONFIG:
+        raise ValueError(f"config is too long: {len(text)} characters")
+    try:
+        config = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("config is nested too deeply") from None
+    if not isinstance(config, dict) or not all(isinstance(v, (bool, int, str)) for v in config.values()):
+        raise ValueError(f"config is not a flat JSON object of int, bool and str: {text:.80}")
+    return config
+
+
+def parse_problem(row: Mapping[str, Any]) -> Problem:
+    shape = text_of(row["shape"], "shape")
+    if shape.count("x") >= _MAX_EXTENTS:
+        raise ValueError(f"shape has too many extents: {shape:.80}")
+    extents = parse_shape(shape) if shape else ()
+    if any(extent >= _MAX_EXTENT for extent in extents):
+        raise ValueError(f"shape has an extent of more than 63 bits: {shape:.80}")
+    try:
+        return Problem(
+            op=text_of(row["op"], "op"),
+            shape=extents,
+            dtype=text_of(row["dtype"], "dtype"),
+            world_size=int_of(row["world_size"], "world_size", low=1),
+            reduction=text_of(row["reduction"], "reduction"),
+            input_kind=cast(InputKind, row["input_kind"]),
+            in_place=bool_of(row["in_place"], "in_place"),
+            layout=text_of(row["layout"], "layout"),
+            scaling=text_of(row["scaling"], "scaling"),
+            mode=cast(Mode, row["mode"]),
+        )
+    except TunedCommError as error:
+        raise ValueError(str(error)) from None
+
+
+def parse_environment(row: Mapping[str, Any]) -> Environment:
+    texts = {n: text_of(row[n], n) for n in ("gpu", "fabric", "driver", "cuda", "torch", "triton", "nccl", "tunedcomm")}
+    ints = {n: int_of(row[n], n) for n in ("num_sms", "compute_capability", "memory_gib", "num_links", "nodes")}
+    return Environment.from_dict({**texts, **ints, "multicast": bool_of(row["multicast"], "multicast")})
+
+
+def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
+    numerics = row["numerics"]
+    if numerics not in ("ordered", "library", "unordered"):
+        raise ValueError(f"unknown numerics class {numerics!r:.80}")
+    name = text_of(row["name"], "name")
+    return StoredVariant(text_of(row["op"], "op"), name, numerics, text_of(row["source_hash"], "source_hash"))
+
+
+class Reader:
+    """Parses rows of one query, each distinct config once, and counts what it had to skip."""
+
+    def __init__(self) -> None:
+        self.skipped = Skipped()
+        self._configs: dict[object, dict[str, Value] | str] = {}
+
+    def config(self, value: object) -> dict[str, Value]:
+        """Like `parse_config`; the caller must not change the result."""
+        known = self._configs.get(value)
+        if known is None:
+            try:
+                known = parse_config(value)
+            except ValueError as error:
+                known = str(error)
+            self._configs[value] = known
+        if isinstance(known, str):
+            raise ValueError(known)
+        return known

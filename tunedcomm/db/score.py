@@ -1,0 +1,158 @@
+"""Numbers behind selection: noise, comparable scores, predictions between sizes. Pure arithmetic over snapshot rows.
+
+Latencies of different runs are not compared as they are: clocks, neighbours and drivers differ. Every row carries the
+library's latency in its own interleaved run, so a row's *score* is its ratio to that baseline times the median baseline
+of the rows compared. A row without a baseline counts with its latency.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tunedcomm.db.snapshot import Row
+from tunedcomm.spec import Candidate
+
+__all__ = ["MAX_NOISE", "MIN_NOISE", "Pool", "Scored", "between", "noise", "pool"]
+
+# Below one per cent two medians of one machine cannot be told apart whatever the sample count says (clocks drift);
+# above five the bound would let a slow but erratic candidate pass for a tie.
+MIN_NOISE = 0.01
+MAX_NOISE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A candidate with what it is expected to take.
+
+    Attributes:
+        row: the measurement that stands behind it (of the nearer size, if predicted).
+        score: expected latency in µs, comparable within one pool.
+        noise: relative uncertainty of `score`.
+    """
+
+    row: Row
+    score: float
+    noise: float
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.row.candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Challengers that may be compared with each other, and the library they have to beat.
+
+    Attributes:
+        scored: one entry a challenger, least score first.
+        library_us: the library's expected latency, None where it was never measured.
+        outranked: rows left out because more conclusive ones exist, with the reason.
+    """
+
+    scored: tuple[Scored, ...]
+    library_us: float | None
+    outranked: tuple[tuple[Row, str], ...] = ()
+
+
+def noise(row: Row) -> float:
+    """Relative uncertainty of a row's median: half its 10-90 spread over the root of the samples, within bounds."""
+    if row.latency_p10_us is None or row.latency_p90_us is None or row.samples < 1:
+        return MIN_NOISE
+    spread = (row.latency_p90_us - row.latency_p10_us) / (2 * row.latency_p50_us)
+    return min(MAX_NOISE, max(MIN_NOISE, spread / math.sqrt(row.samples)))
+
+
+def _baseline(rows: Iterable[Row]) -> float | None:
+    """The library's latency: the median baseline, else the library's own rows."""
+    rows = list(rows)
+    known = [row.baseline_p50_us for row in rows if row.baseline_p50_us is not None]
+    if known:
+        return statistics.median(known)
+    own = [row.latency_p50_us for row in rows if row.is_library]
+    return statistics.median(own) if own else None
+
+
+def _score(row: Row, baseline_us: float | None) -> float:
+    if row.baseline_p50_us is None or baseline_us is None:
+        return row.latency_p50_us
+    return row.latency_p50_us / row.baseline_p50_us * baseline_us
+
+
+def _why_outranked(row: Row, best: Row) -> str:
+    if row.final != best.final:
+        return "not measured in the finals"
+    if row.drift != best.drift:
+        return "measured only under other software"
+    return f"the {best.layer} layer, which is nearer, has measurements of its own"
+
+
+def _sorted(scored: Iterable[Scored]) -> tuple[Scored, ...]:
+    return tuple(sorted(scored, key=lambda s: (s.score, str(s.candidate))))
+
+
+def pool(rows: Sequence[Row], usable: Mapping[Candidate, str | None]) -> Pool:
+    """What the rows of one size say.
+
+    Args:
+        rows: every row of that size, the library's among them.
+        usable: challenger to the reason why it may not run, or None; rows of others are left out.
+    """
+    challengers = [row for row in rows if not row.is_library and usable.get(row.candidate, "") is None]
+    if not challengers:
+        return Pool((), _baseline(row for row in rows if row.is_library))
+    best = min(challengers, key=lambda row: row.tier)
+    kept = [row for row in challengers if row.tier == best.tier]
+    outranked = tuple((row, _why_outranked(row, best)) for row in challengers if row.tier != best.tier)
+    # The library's rows of the same tier stand in the same runs; others only help where no baseline is known.
+    baseline_us = _baseline([*kept, *(row for row in rows if row.is_library and row.tier == best.tier)])
+    if baseline_us is None:
+        baseline_us = _baseline(row for row in rows if row.is_library)
+    scored = _sorted(Scored(row, _score(row, baseline_us), noise(row)) for row in kept)
+    return Pool(scored, baseline_us, outranked)
+
+
+def between(low: Sequence[Row], high: Sequence[Row], weight: float, usable: Mapping[Candidate, str | None]) -> Pool:
+    """Predict from two measured sizes the latencies at a size between them, by a straight line in log-log.
+
+    Only challengers measured at both sizes take part; of these, only the most conclusive tier.
+
+    Args:
+        low: rows of the smaller size.
+        high: rows of the larger size.
+        weight: 0 at the smaller size, 1 at the larger, linear in the logarithm of the bytes.
+        usable: as for `pool`.
+    """
+    at_low = {row.candidate: row for row in low if not row.is_library and usable.get(row.candidate, "") is None}
+    at_high = {row.candidate: row for row in high if row.candidate in at_low}
+    both = [(at_low[candidate], row) for candidate, row in at_high.items()]
+    if not both:
+        return Pool((), None)
+    tiers = [max(one.tier, other.tier) for one, other in both]
+    best = min(tiers)
+    kept = [pair for pair, tier in zip(both, tiers, strict=True) if tier == best]
+    reference = min((max(pair, key=lambda row: row.tier) for pair in kept), key=lambda row: row.tier)
+    outranked = tuple(
+        (row, _why_outranked(row, reference))
+        for pair, tier in zip(both, tiers, strict=True)
+        if tier != best
+        for row in [max(pair, key=lambda row: row.tier)]
+    )
+    base_low = _baseline([pair[0] for pair in kept]) or _baseline(row for row in low if row.is_library)
+    base_high = _baseline([pair[1] for pair in kept]) or _baseline(row for row in high if row.is_library)
+    scored = _sorted(
+        Scored(
+            row=one if weight < 0.5 else other,
+            score=_line(_score(one, base_low), _score(other, base_high), weight),
+            noise=max(noise(one), noise(other)),
+        )
+        for one, other in kept
+    )
+    library_us = None if base_low is None or base_high is None else _line(base_low, base_high, weight)
+    return Pool(scored, library_us, outranked)
+
+
+def _line(low: float, high: float, weight: float) -> float:
+    return math.exp((1 - weight) * math.log(low) + weight * math.log(high))

@@ -1,0 +1,352 @@
+"""One tuning database: open it, add trials to it, read them back."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+
+from tunedcomm.db import query
+from tunedcomm.db.engine import IMMEDIATE, Target, make_engine, parse_target, prepare_file, translated
+from tunedcomm.db.intern import environment_ids, problem_ids, variant_ids, variant_key
+from tunedcomm.db.migrate import ensure_schema
+from tunedcomm.db.records import (
+    STATUSES,
+    PinRecord,
+    RunRecord,
+    Status,
+    TrialRecord,
+    canonical_json,
+    config_digest,
+    utc_now,
+)
+from tunedcomm.db.rows import Reader
+from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.errors import DatabaseAccessError
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Problem
+
+__all__ = ["BUSY_TIMEOUT_S", "Database"]
+
+BUSY_TIMEOUT_S = 30.0
+_INT64 = 2**63
+
+_log = logging.getLogger("tunedcomm")
+_warned: set[tuple[str, str]] = set()
+
+
+class Database:
+    """A tuning database. Use as a context manager; safe for concurrent threads and processes.
+
+    Trials are only ever added: `record` never changes or removes a row. Make one after a fork, not before.
+    """
+
+    def __init__(self, target: Target, engine: Engine, *, readonly: bool, version: str) -> None:
+        self._target = target
+        self._engine = engine
+        self._readonly = readonly
+        self._version = version
+
+    @classmethod
+    def open(
+        cls,
+        target: str | Path,
+        *,
+        create: bool = False,
+        readonly: bool = False,
+        immutable: bool | None = None,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+    ) -> Database:
+        """Open a database; a writable one is upgraded to the newest schema.
+
+        Args:
+            target: a file or any SQLAlchemy URL.
+            create: make the file, its directories and the tables if there are none.
+            readonly: never write, not even SQLite's own side files where they are not needed.
+            immutable: the file cannot change while it is open (shipped databases); None finds out from whether its
+                directory can be written. Implies `readonly`.
+            busy_timeout_s: how long to wait for another writer.
+
+        Raises:
+            DatabaseAccessError: missing, a directory, unreadable, or not writable.
+            DatabaseCorruptError: no SQLite file, damaged, or no tunedcomm database.
+            DatabaseVersionError: written by a newer tunedcomm, or older and `readonly`.
+            DatabaseBusyError: locked by another writer for longer than `busy_timeout_s`.
+        """
+        where = parse_target(target)
+        readonly = readonly or bool(immutable)
+        if readonly and create:
+            raise ValueError("create=True needs a database that can be written; leave readonly and immutable out")
+        if where.path is not None:
+            prepare_file(where.path, create=create)
+            if readonly and immutable is None:
+                immutable = not os.access(where.path.parent, os.W_OK)
+        engine = make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
+        try:
+            with translated(where):
+                version = ensure_schema(engine, where, create=create, readonly=readonly)
+        except BaseException:
+            engine.dispose()
+            raise
+        return cls(where, engine, readonly=readonly, version=version)
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection; SQLite then folds its write-ahead log into the file."""
+        self._engine.dispose()
+
+    @property
+    def path(self) -> Path | None:
+        """The SQLite file, or None for a server."""
+        return self._target.path
+
+    @property
+    def url(self) -> str:
+        """The SQLAlchemy URL, its password hidden."""
+        return self._target.url.render_as_string(hide_password=True)
+
+    @property
+    def readonly(self) -> bool:
+        return self._readonly
+
+    @property
+    def schema_version(self) -> str:
+        """The schema revision of the open database."""
+        return self._version
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection in one read transaction; driver errors come out as `DatabaseError`."""
+        with translated(self._target), self._engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        if self._readonly:
+            raise DatabaseAccessError(f"{self._target} is open for reading only; open it without readonly to write")
+        with (
+            translated(self._target),
+            self._engine.connect().execution_options(**{IMMEDIATE: True}) as connection,
+            connection.begin(),
+        ):
+            yield connection
+
+    def warn_skipped(self, reader: Reader) -> None:
+        """Log once what could not be read; the process goes on without these rows."""
+        if not reader.skipped.count or (str(self._target), reader.skipped.first) in _warned:
+            return
+        _warned.add((str(self._target), reader.skipped.first))
+        _log.warning(
+            "%s: skipped %d rows that make no sense, the first: %s. `tunedcomm db check` lists them",
+            self._target,
+            reader.skipped.count,
+            reader.skipped.first,
+        )
+
+    # Writing
+
+    def start_run(self, *, command: str, seed: int | None, budget: str, host: str) -> int:
+        """Register a command that is about to record trials; returns its run id."""
+        if seed is not None and not -_INT64 <= seed < _INT64:
+            raise ValueError(f"seed must fit in 64 bits, got {seed}")
+        values = {
+            "command": command,
+            "seed": seed,
+            "budget": budget,
+            "host": host,
+            "user": _login(),
+            "version": _code_version(),
+            "started_at": utc_now(),
+        }
+        with self._writing() as connection:
+            return int(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
+
+    def finish_run(self, run_id: int) -> None:
+        """Note that the run ended of its own accord."""
+        with self._writing() as connection:
+            done = connection.execute(update(RunRow).where(RunRow.id == run_id).values(finished_at=utc_now()))
+            if done.rowcount == 0:
+                raise ValueError(f"{self._target} has no run {run_id}; pass what start_run returned")
+
+    def record(self, records: Iterable[TrialRecord]) -> list[int]:
+        """Add trials in one transaction, all or none; returns their ids in the same order."""
+        batch = list(records)
+        if not batch:
+            return []
+        with self._writing() as connection:
+            problems = problem_ids(connection, (r.problem for r in batch))
+            environments = environment_ids(connection, (r.environment for r in batch))
+            variants = variant_ids(connection, batch)
+            rows = [
+                {
+                    "problem_id": problems[r.problem],
+                    "environment_id": environments[r.environment],
+                    "variant_id": variants[variant_key(r)],
+                    "config": canonical_json(r.config),
+                    "config_digest": config_digest(r.config),
+                    **{name: getattr(r, name) for name in _PLAIN},
+                }
+                for r in batch
+            ]
+            statement = insert(TrialRow).returning(TrialRow.id, sort_by_parameter_order=True)
+            return [int(key) for key in connection.execute(statement, rows).scalars()]
+
+    def pin(self, problem: Problem, candidate: Candidate, *, environment: Environment, reason: str) -> int:
+        """Override what is dispatched for `problem` on machines like `environment`; replaces an earlier pin."""
+        with self._writing() as connection:
+            problem_id = problem_ids(connection, [problem])[problem]
+            environment_id = environment_ids(connection, [environment])[environment]
+            self._remove_pins(connection, problem_id, environment)
+            values = {
+                "problem_id": problem_id,
+                "environment_id": environment_id,
+                "variant": candidate.variant,
+                "config": canonical_json(candidate.config_dict),
+                "reason": reason,
+                "user": _login(),
+                "created_at": utc_now(),
+            }
+            return int(connection.execute(insert(PinRow).values(values).returning(PinRow.id)).scalar_one())
+
+    def unpin(self, problem: Problem, *, environment: Environment) -> bool:
+        """Remove the pin of `problem` on machines like `environment`; False if there was none."""
+        with self._writing() as connection:
+            key = connection.execute(select(ProblemRow.id).where(ProblemRow.digest == problem.digest)).scalar()
+            return key is not None and self._remove_pins(connection, key, environment)
+
+    @staticmethod
+    def _remove_pins(connection: Connection, problem_id: int, environment: Environment) -> bool:
+        same = list(query.environments_like(connection, environment, Reader()))
+        where = (PinRow.problem_id == problem_id, PinRow.environment_id.in_(same))
+        return connection.execute(delete(PinRow).where(*where)).rowcount > 0
+
+    # Reading
+
+    def trials(
+        self,
+        *,
+        op: str | None = None,
+        problem: Problem | None = None,
+        environment: Environment | None = None,
+        world_size: int | None = None,
+        status: Status | None = None,
+        final: bool | None = None,
+    ) -> list[TrialRecord]:
+        """Trials that match every given filter, oldest first; `environment` matches in every field."""
+        if status is not None and status not in STATUSES:
+            raise ValueError(f"unknown status {status!r}; the statuses are {', '.join(STATUSES)}")
+        problem_where: list[Any] = []
+        if op is not None:
+            problem_where.append(ProblemRow.op == op)
+        if world_size is not None:
+            problem_where.append(ProblemRow.world_size == world_size)
+        if problem is not None:
+            problem_where.append(ProblemRow.digest == problem.digest)
+        where: list[Any] = []
+        if status is not None:
+            where.append(TrialRow.status == status)
+        if final is not None:
+            where.append(TrialRow.final == final)
+        if environment is not None:
+            same = select(EnvironmentRow.id).where(EnvironmentRow.digest == environment.digest)
+            where.append(TrialRow.environment_id.in_(same))
+        reader = Reader()
+        with self.reading() as connection:
+            found = query.trials(connection, reader, where, problem_where)
+        self.warn_skipped(reader)
+        return found
+
+    def environments(self) -> list[Environment]:
+        """Every environment, in the order in which they were first seen."""
+        reader = Reader()
+        with self.reading() as connection:
+            found = query.load_environments(connection, reader)
+        self.warn_skipped(reader)
+        return [found[key] for key in sorted(found)]
+
+    def problems(self, *, op: str | None = None) -> list[Problem]:
+        """Every problem, sorted."""
+        reader = Reader()
+        with self.reading() as connection:
+            found = query.load_problems(connection, reader, *([ProblemRow.op == op] if op is not None else []))
+        self.warn_skipped(reader)
+        return sorted(found.values())
+
+    def runs(self) -> list[RunRecord]:
+        """Every run, oldest first."""
+        columns = query.table(RunRow).columns
+        with self.reading() as connection:
+            rows = connection.execute(select(*columns).order_by(RunRow.id)).mappings().all()
+        return [RunRecord(**{column.key: row[column.key] for column in columns}) for row in rows]
+
+    def pins(self) -> list[PinRecord]:
+        """Every pin, oldest first."""
+        reader = Reader()
+        with self.reading() as connection:
+            found = query.pins(connection, reader)
+        self.warn_skipped(reader)
+        return found
+
+    def stats(self) -> dict[str, int]:
+        """Rows of each table, trials of each status (`trials_ok`, …) and finals."""
+        models: dict[str, type[Base]] = {
+            "environments": EnvironmentRow,
+            "problems": ProblemRow,
+            "variants": VariantRow,
+            "trials": TrialRow,
+            "runs": RunRow,
+            "pins": PinRow,
+        }
+        with self.reading() as connection:
+            counts = {
+                name: int(connection.execute(select(func.count()).select_from(model)).scalar_one())
+                for name, model in models.items()
+            }
+            by_status = connection.execute(select(TrialRow.status, func.count()).group_by(TrialRow.status)).all()
+            finals = connection.execute(select(func.count()).where(TrialRow.final)).scalar_one()
+        known = {str(status): int(count) for status, count in by_status}
+        return {**counts, **{f"trials_{s}": known.get(s, 0) for s in STATUSES}, "finals": int(finals)}
+
+
+_PLAIN = (
+    "status",
+    "reason",
+    "latency_p10_us",
+    "latency_p50_us",
+    "latency_p90_us",
+    "samples",
+    "baseline_p50_us",
+    "error",
+    "final",
+    "run_id",
+    "created_at",
+)
+
+
+def _login() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # no such user id in a container
+        return ""
+
+
+def _code_version() -> str:
+    try:
+        return importlib.metadata.version("tunedcomm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
