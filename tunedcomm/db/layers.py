@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import platformdirs
 
+from tunedcomm import settings
 from tunedcomm.db import query
 from tunedcomm.db.engine import parse_target
 from tunedcomm.db.query import FailedTrial, OkTrial
@@ -52,8 +53,7 @@ class Layer:
 
 def user_database() -> str:
     """Where tuning is stored: `TUNEDCOMM_DB`, or `tuned.db` in the user's data directory."""
-    named = os.environ.get("TUNEDCOMM_DB", "").strip()
-    return named or str(Path(platformdirs.user_data_dir("tunedcomm", appauthor=False)) / "tuned.db")
+    return settings.db_url() or str(Path(platformdirs.user_data_dir("tunedcomm", appauthor=False)) / "tuned.db")
 
 
 def packaged_databases() -> list[Path]:
@@ -67,17 +67,13 @@ def packaged_databases() -> list[Path]:
 
 
 def site_databases() -> list[str]:
-    """What `TUNEDCOMM_DB_PATH` lists, in its order; a directory stands for its `*.db` files, sorted.
-
-    Entries are separated as in `PATH`; where one is a URL, which holds colons itself, by semicolons.
-    """
-    text = os.environ.get("TUNEDCOMM_DB_PATH", "")
-    separator = ";" if ";" in text or "://" in text else os.pathsep
+    """What `TUNEDCOMM_DB_PATH` lists, in its order; a directory stands for its `*.db` files, sorted."""
     found: list[str] = []
-    for entry in (part.strip() for part in text.split(separator)):
-        if entry and "://" not in entry and (folder := Path(entry).expanduser()).is_dir():
+    for entry in settings.db_path():
+        folder = Path(entry).expanduser()
+        if "://" not in entry and folder.is_dir():
             found += [str(path) for path in sorted(folder.glob("*.db"))]
-        elif entry:
+        else:
             found.append(entry)
     return found
 
@@ -247,7 +243,8 @@ def load_snapshot(
         environment: where the calls will run.
         world_size: ranks of the group.
         layers: what to read instead of `layers()`.
-        strict: raise what is wrong with a layer instead of leaving the layer out with a warning.
+        strict: raise what is wrong with a layer instead of leaving the layer out with a warning; a user database
+            that was never made counts as wrong too.
 
     Raises:
         DatabaseError: only with `strict`.
@@ -255,7 +252,7 @@ def load_snapshot(
     merge = _Merge(environment)
     for rank, layer in enumerate(_all_layers() if layers is None else layers):
         try:
-            if not _is_absent(layer):
+            if strict or not _is_absent(layer):
                 _read(layer, rank, world_size, merge)
         except DatabaseError as error:
             if strict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, column, inspect, select, table
+from sqlalchemy import Connection, Engine, String, column, inspect, select, table
 
 from tunedcomm.db.engine import IMMEDIATE, Target
 from tunedcomm.db.schema import HEAD, REVISIONS, VERSION_TABLE
@@ -21,8 +21,8 @@ def schema_version(connection: Connection) -> str | None:
     """The stored revision, or None where there is no version table."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
-    row = connection.execute(select(column("version_num")).select_from(table(VERSION_TABLE))).first()
-    return str(row[0]) if row is not None else None
+    version = connection.execute(select(column("version_num", String)).select_from(table(VERSION_TABLE))).scalar()
+    return str(version) if version is not None else None
 
 
 def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:
