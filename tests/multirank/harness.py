@@ -78,7 +78,7 @@ def _spawn(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> sub
     # Before the payload is unpickled: its arguments may be of classes that live in a test module.
     full["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     full.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
-    with open(folder / f"stderr{rank}", "wb") as log:
+    with (folder / f"stderr{rank}").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, __file__, str(folder)], env=full, stdout=log, stderr=log, start_new_session=True
         )

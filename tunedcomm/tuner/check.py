@@ -1,0 +1,167 @@
+"""Is a candidate right? Asked before it is timed: wrong and fast is the usual failure.
+
+Two depths, because a check costs more than a measurement:
+
+- *full*, once per candidate and family of problems: three launches in a row with changing inputs (random, whole
+  numbers, random again) and no wait on the host between them, then one launch at each odd size near the shape;
+- *light*, at every further shape: one launch with random and one with whole numbers.
+
+Every launch finds its outputs filled with NaN and every rank delayed by its own random time. Inputs are overwritten in
+stream order as soon as the rank's own launch is over, so that a variant whose peers still read them is found out.
+`ordered` variants must give the op's exact bits. Others may be off by the op's tolerance on random inputs, and by
+nothing on whole numbers that the dtype can hold.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from tunedcomm.spec import OpSpec, Problem
+
+__all__ = [
+    "Case",
+    "Judgement",
+    "Launch",
+    "fill_sentinel",
+    "judge",
+    "make_case",
+    "odd_problems",
+    "plan_cases",
+    "rank_delay",
+]
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+Launch: TypeAlias = Callable[[Tensors, Tensors, int], None]
+
+# Above this size one random and one whole-number launch must do, and odd sizes are left to smaller shapes.
+LARGE_BYTES = 32 << 20
+# Longest delay before a launch: several times what a barrier takes, or a launch on the host.
+_MAX_DELAY_CYCLES = 200_000
+_MAX_DELAY_S = 0.002
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """One rank's inputs and what must come out.
+
+    Attributes:
+        kind: `random` or `integers`.
+        inputs: this rank's.
+        expected: float64.
+        exact: `expected` can be held by the output's dtype without rounding.
+        bits: what every ordered variant gives, in the output's dtype; None where the op promises none.
+    """
+
+    kind: str
+    inputs: Tensors
+    expected: Tensors
+    exact: bool
+    bits: Tensors | None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One rank's finding: the largest relative error seen, and why it is wrong if it is."""
+
+    error: float = 0.0
+    reason: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.reason
+
+
+def plan_cases(problem: Problem, *, full: bool) -> list[tuple[str, int]]:
+    """(kind, number) of the cases to launch at the very shape, in order."""
+    light = [("random", 0), ("integers", 0)]
+    return [*light, ("random", 1)] if full and problem.nbytes <= LARGE_BYTES else light
+
+
+def odd_problems(op: OpSpec, problem: Problem) -> list[Problem]:
+    """Shapes next to the problem's that no vector width or world size divides evenly; none where shapes are not 1-D."""
+    if op.rank_of_shape != 1 or problem.nbytes > LARGE_BYTES:
+        return []
+    numel = problem.shape[0]
+    return [replace(problem, shape=(n,)) for n in (numel - 1, numel + 3) if n > 0]
+
+
+def make_case(op: OpSpec, problem: Problem, rank: int, *, kind: str, seed: int, device: torch.device) -> Case:
+    """Generate every rank's inputs from (seed, rank) and reduce them to what this rank must get."""
+    everyone = [op.make_inputs(problem, peer, seed, kind, device) for peer in range(problem.world_size)]
+    expected = op.reference(problem, everyone, rank)
+    bits = op.ordered_reference(problem, everyone, rank) if op.ordered_reference else None
+    dtypes = [tensor.dtype for tensor in bits] if bits else [getattr(torch, problem.dtype)] * len(expected)
+    exact = all(bool((e.to(d).to(e.dtype) == e).all()) for e, d in zip(expected, dtypes, strict=True))
+    return Case(kind, everyone[rank], expected, exact, bits)
+
+
+def fill_sentinel(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill outputs with what no right result holds: NaN, or the least whole number."""
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+def rank_delay(seed: int, rank: int, step: int, device: torch.device) -> None:
+    """Hold this rank's stream (its thread, on the host) back by a time of its own."""
+    share = random.Random(f"{seed}-{rank}-{step}").random()  # noqa: S311
+    if device.type == "cuda":
+        torch.cuda._sleep(int(share * _MAX_DELAY_CYCLES))  # type: ignore[no-untyped-call]
+    else:
+        time.sleep(share * _MAX_DELAY_S)
+
+
+def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered: bool) -> Judgement:
+    """Compare what came out with what must have."""
+    if len(outputs) != len(case.expected):
+        return Judgement(float("inf"), f"gave {len(outputs)} outputs where {len(case.expected)} are due")
+    worst = 0.0
+    for index, (output, expected) in enumerate(zip(outputs, case.expected, strict=True)):
+        wanted = case.bits[index] if ordered and case.bits is not None else None
+        found = _compare(op, problem, case, output, expected, wanted)
+        worst = max(worst, found.error)
+        if not found.right:
+            return found
+    return Judgement(worst)
+
+
+def _compare(
+    op: OpSpec, problem: Problem, case: Case, output: torch.Tensor, expected: torch.Tensor, wanted: torch.Tensor | None
+) -> Judgement:
+    if output.shape != expected.shape:
+        return Judgement(float("inf"), f"gave shape {tuple(output.shape)} where {tuple(expected.shape)} is due")
+    if not output.numel():
+        return Judgement()
+    got = output.to(expected.dtype)
+    if wanted is not None:
+        wrong, rule = _bits(output) != _bits(wanted), "bits of the ordered sum"
+    elif (case.kind == "integers" and case.exact) or not output.is_floating_point():
+        wrong, rule = got != expected, "whole numbers, which must be exact"
+    else:
+        wrong, rule = ~torch.isfinite(got), "finite numbers"
+    scale = expected.norm()
+    error = (got - expected).norm() / torch.where(scale > 0, scale, torch.ones_like(scale))
+    num_wrong, error_value = torch.stack([wrong.sum().to(error.dtype), error]).tolist()
+    if num_wrong:
+        return Judgement(error_value, _explain(wrong, output, expected, int(num_wrong), f"{case.kind} inputs: {rule}"))
+    tolerance = op.tolerance.get(problem.dtype, 0.0)
+    if not error_value <= tolerance:
+        return Judgement(error_value, f"{case.kind} inputs: relative error {error_value:.3g}, allowed {tolerance:.3g}")
+    return Judgement(error_value)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _explain(wrong: torch.Tensor, output: torch.Tensor, expected: torch.Tensor, count: int, rule: str) -> str:
+    where = int(wrong.flatten().nonzero()[0])
+    got, due = output.flatten()[where].item(), expected.flatten()[where].item()
+    return f"{rule}; {count} of {output.numel()} elements differ, the first at {where}: {got!r} instead of {due!r}"

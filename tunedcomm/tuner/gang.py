@@ -1,0 +1,181 @@
+"""The processes that run one trial together, and how they stay in step.
+
+Every decision is either made by rank 0 and broadcast, or a pure function of numbers that every rank holds after a
+gather: no rank acts on its own clock, verdict or error. The control plane is a gloo group of its own, so that votes
+work whatever the kernels do to the data plane.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.spec import Problem
+from tunedcomm.symm.buffer import SymmetricBuffer, allocate
+from tunedcomm.tuner.events import EventWriter
+from tunedcomm.tuner.job import Settings
+
+__all__ = ["Gang", "Trouble", "Verdict", "assemble"]
+
+T = TypeVar("T")
+
+_MIN_BUFFER_BYTES = 1 << 16
+
+
+class Trouble(IntEnum):
+    """What a rank may report in a vote, by rising weight: the group's verdict is the heaviest."""
+
+    NONE = 0
+    INFEASIBLE = 1
+    COMPILE_ERROR = 2
+    INCORRECT = 3
+    HUNG = 4
+    CRASHED = 5
+
+    @property
+    def status(self) -> str:
+        """The trial status that it leads to."""
+        return self.name.lower() if self else "ok"
+
+    @property
+    def unusable(self) -> bool:
+        """True if ranks may be out of step afterwards, so that the gang must end."""
+        return self in (Trouble.HUNG, Trouble.CRASHED)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A vote's outcome, the same on every rank: the heaviest trouble, its reason, the largest number."""
+
+    trouble: Trouble = Trouble.NONE
+    reason: str = ""
+    number: float = 0.0
+
+
+class Gang:
+    """One rank's end of the gang.
+
+    Attributes:
+        rank, world_size: in the default group.
+        device: where this rank's tensors live.
+        communicator: the group's communicator, bound to the data plane.
+        events: where rank 0 reports; None on the others.
+        folder: the gang's folder.
+    """
+
+    def __init__(self, control: dist.ProcessGroup, communicator: Communicator, folder: Path) -> None:
+        self._control = control
+        self.communicator = communicator
+        self.folder = folder
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device: torch.device = communicator.device
+        self._symmetric: dict[tuple[int, int], SymmetricBuffer] = {}
+        self._token = torch.zeros(1, device=self.device)
+        self.events = EventWriter(folder) if self.rank == 0 else None
+
+    @property
+    def on_gpu(self) -> bool:
+        """True where launches are asynchronous and times come from CUDA events."""
+        return self.device.type == "cuda"
+
+    def report(self, event: str, data: dict[str, Any] | None = None) -> None:
+        """Write an event, on rank 0."""
+        if self.events is not None:
+            self.events.write(event, data)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value`."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's `values`, by rank; all ranks give equally many."""
+        mine = torch.tensor(list(values), dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self._control)
+        return [row.tolist() for row in everyone]
+
+    def vote(self, trouble: Trouble, reason: str = "", number: float = 0.0) -> Verdict:
+        """Agree on the heaviest trouble of any rank, that rank's reason, and the largest `number` >= 0."""
+        # A NaN has no defined place in a maximum.
+        ballot = torch.tensor([float(trouble), number if math.isfinite(number) else math.inf], dtype=torch.float64)
+        dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._control)
+        heaviest, largest = ballot.tolist()
+        if not heaviest:
+            return Verdict(number=largest)
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, (int(trouble), reason), group=self._control)
+        return combine(everyone, largest)
+
+    def barrier(self) -> None:
+        """Wait for every rank, on the control plane."""
+        dist.barrier(group=self._control)
+
+    def device_barrier(self) -> None:
+        """Have the current stream wait until every rank's has come here: nothing waits on the host."""
+        dist.all_reduce(self._token)
+
+    def input_buffers(self, problem: Problem, like: tuple[torch.Tensor, ...], slot: int) -> tuple[torch.Tensor, ...]:
+        """Tensors of the shapes of `like` to put inputs into: symmetric ones where the problem says so; collective.
+
+        Args:
+            problem: says of which kind.
+            like: one rank's inputs.
+            slot: buffers of the same slot are used again by the next problem.
+        """
+        workspace = self.communicator.workspace
+        if problem.input_kind == "plain" or workspace is None:
+            return tuple(torch.empty_like(tensor) for tensor in like)
+        tensors = []
+        for index, tensor in enumerate(like):
+            held = self._symmetric.get((slot, index))
+            if held is None or held.nbytes < tensor.nbytes:
+                held = allocate(self.communicator.group, self.device, max(tensor.nbytes, _MIN_BUFFER_BYTES))
+                self._symmetric[slot, index] = held
+            buffer = held.local[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            workspace.register(buffer, held)
+            tensors.append(buffer)
+        return tuple(tensors)
+
+    def synchronize(self) -> None:
+        """Wait on the host for the device; raises whatever went wrong on it."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0) -> Verdict:
+    """One verdict from every rank's: the heaviest trouble, and the first rank's reason for it."""
+    heaviest = max(code for code, _ in everyone)
+    blamed = [rank for rank, (code, _) in enumerate(everyone) if code == heaviest]
+    reason = everyone[blamed[0]][1]
+    if len(blamed) < len(everyone):
+        reason = f"on rank {', '.join(str(rank) for rank in blamed)} of {len(everyone)}: {reason}"
+    return Verdict(Trouble(heaviest), reason, number)
+
+
+def assemble(settings: Settings, folder: Path) -> Gang:
+    """Join the gang that the elastic launcher's environment describes; collective over its ranks."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
+    timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)
+    device: torch.device | None = None
+    if settings.backend == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return Gang(control, get_communicator(None, device), folder)

@@ -1,0 +1,132 @@
+"""What is known about the problems of a sweep: stored trials, and those that were run since.
+
+Only rows of this very environment and of the kernels as they are now count as measured. Rows of an environment that
+differs in versions only are good for proposals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from tunedcomm.errors import UnknownNameError
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, check_candidate, get_op, get_variant
+from tunedcomm.tuner.job import FAILED, Job, StoredTrial
+
+__all__ = ["Knowledge"]
+
+# Finalists a family: more would cost the sweep more time than their curves are worth.
+_MAX_FINALISTS = 24
+
+
+class Knowledge:
+    """Results of a sweep's problems, by problem and candidate.
+
+    Args:
+        job: what the supervisor knew when the gang was started.
+        environment: of this gang.
+        limits: of this gang.
+        source_hash: (op, variant) to the hash of its kernels as they are now.
+    """
+
+    def __init__(
+        self, job: Job, environment: Environment, limits: Limits, source_hash: Callable[[str, str], str]
+    ) -> None:
+        self._job = job
+        self._limits = limits
+        self._results: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in job.problems}
+        self._finals: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in job.problems}
+        self._proposals: dict[Problem, list[StoredTrial]] = {}
+        self._environment = environment.digest
+        known = {digest: Environment.from_dict(data) for digest, data in job.environments}
+        for trial in job.stored:
+            if _current(trial, source_hash) and trial.environment == self._environment:
+                self.add(trial)
+            elif trial.status == "ok" and not environment.mismatches(known[trial.environment]):
+                self._proposals.setdefault(trial.problem, []).append(trial)
+
+    def add(self, trial: StoredTrial) -> None:
+        """Take in a result; a later one of the same candidate replaces an earlier one."""
+        table = self._finals if trial.final else self._results
+        table.setdefault(trial.problem, {})[trial.candidate] = trial
+
+    def status(self, problem: Problem, candidate: Candidate) -> str | None:
+        """How the candidate's last trial outside the finals ended, or None."""
+        trial = self._results.get(problem, {}).get(candidate)
+        return trial.status if trial else None
+
+    def settled(self, problem: Problem) -> dict[Candidate, float | None]:
+        """Candidates that are not to be tried again, with their latency if they ran."""
+        settled = {}
+        for candidate, trial in self._results.get(problem, {}).items():
+            again = self._job.settings.retry and trial.status in FAILED
+            if not again or (problem.digest, candidate) in self._job.tried:
+                settled[candidate] = trial.latency_us if trial.status not in FAILED else None
+        return settled
+
+    def best_us(self, problem: Problem) -> float:
+        """Least latency of an `ok` trial; infinity if there is none."""
+        return min((trial.latency_us or math.inf for trial in self._ok(problem)), default=math.inf)
+
+    def winners(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
+        """The best `count` candidates of `problem` that `policy` admits, best first; equal times in a fixed order."""
+        ranked = sorted(self._ok(problem), key=lambda trial: (trial.latency_us or math.inf, str(trial.candidate)))
+        admitted = [
+            t.candidate for t in ranked if admits(policy, get_variant(t.problem.op, t.candidate.variant).numerics)
+        ]
+        return admitted[:count]
+
+    def proposals(self, problem: Problem, count: int) -> list[Candidate]:
+        """Winners worth trying first: of the nearest shapes, of other families at this shape, of other versions."""
+        measure = get_op(problem.op).message_bytes
+        here = math.log2(measure(problem) + 1)
+        near = [other for other in self._results if other != problem and other.op == problem.op and self._ok(other)]
+        near.sort(key=lambda o: (abs(math.log2(measure(o) + 1) - here), o.family != problem.family, str(o)))
+        found: list[Candidate] = []
+        for other in near[:3]:
+            found += self.winners(other, count)
+        stored = sorted(self._proposals.get(problem, []), key=lambda trial: trial.latency_us or math.inf)
+        found += [trial.candidate for trial in stored[:count]]
+        return self.feasible(problem, found)
+
+    def feasible(self, problem: Problem, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those of `candidates` that can run `problem` here, once each, in order."""
+        unique = dict.fromkeys(replace(candidate, op=problem.op) for candidate in candidates)
+        return [candidate for candidate in unique if check_candidate(problem, candidate, self._limits) is None]
+
+    def finalists(self, problems: Iterable[Problem], per_shape: int) -> list[Candidate]:
+        """Winners of a family's problems under every numerics policy, those that win at more shapes first."""
+        wins: dict[Candidate, int] = {}
+        for problem in problems:
+            chosen = dict.fromkeys(self.winners(problem, per_shape, "default"))
+            chosen.update(dict.fromkeys(self.winners(problem, 1, "ordered") + self.winners(problem, 1, "any")))
+            for candidate in chosen:
+                wins[candidate] = wins.get(candidate, 0) + 1
+        return sorted(wins, key=lambda candidate: (-wins[candidate], str(candidate)))[:_MAX_FINALISTS]
+
+    def wants_final(self, problem: Problem, candidate: Candidate) -> bool:
+        """True if the candidate has no final here yet and did not fail here."""
+        if candidate in self._finals.get(problem, {}):
+            return False
+        return self.status(problem, candidate) not in FAILED
+
+    def checked(self, problem: Problem, candidate: Candidate) -> bool:
+        """True if the candidate passed a check in this problem's family, so that a lighter one is enough."""
+        return any(
+            results[candidate].status in ("ok", "pruned")
+            for other, results in self._results.items()
+            if other.family == problem.family and candidate in results
+        )
+
+    def _ok(self, problem: Problem) -> list[StoredTrial]:
+        return [trial for trial in self._results.get(problem, {}).values() if trial.status == "ok"]
+
+
+def _current(trial: StoredTrial, source_hash: Callable[[str, str], str]) -> bool:
+    """True if the trial's variant is registered and its kernels are still those that were tried."""
+    try:
+        return trial.source_hash == source_hash(trial.candidate.op, trial.candidate.variant)
+    except UnknownNameError:
+        return False

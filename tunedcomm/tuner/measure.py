@@ -1,0 +1,171 @@
+"""How long a launch takes: rounds of CUDA-graph replays, eager loops, or single launches on the host.
+
+In every round each contender runs once, after a barrier on the device, so that drift of clocks and temperature meets
+all of them alike. A round's time is that of the slowest rank. Counts are fixed before the first round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tunedcomm.tuner.check import Launch, Tensors
+from tunedcomm.tuner.schedule import Latency
+
+__all__ = ["Contender", "calls_for", "contend", "summarise", "take_rounds"]
+
+# A replay is long against the skew with which ranks leave the barrier (a few µs) and what an event costs.
+_REPLAY_US = 1000.0
+_MIN_CALLS, _MAX_CALLS = 10, 100
+# Above this a call is long enough to be timed by itself.
+_LONG_CALL_US = 2000.0
+# Head start of the host over the device before a round, so that a replay never waits for its own submission.
+_HEAD_START_CYCLES = 150_000
+
+
+class HasDeviceBarrier(Protocol):
+    """The part of a gang that a round needs."""
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    def device_barrier(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contender:
+    """Something to time.
+
+    Attributes:
+        run: does `calls` launches.
+        calls: launches in a `run`.
+        eager: the host's time counts too.
+        owner: kept alive with it.
+    """
+
+    run: Callable[[], None]
+    calls: int
+    eager: bool
+    owner: object = None
+
+
+def calls_for(latency_us: float) -> int:
+    """Launches a round for something that takes `latency_us`."""
+    if latency_us >= _LONG_CALL_US:
+        return 3
+    return max(_MIN_CALLS, min(_MAX_CALLS, round(_REPLAY_US / max(latency_us, 0.1))))
+
+
+def contend(
+    launch: Launch, inputs: Tensors, outputs: Tensors, *, calls: int, graph: bool, stream: torch.cuda.Stream | None
+) -> Contender:
+    """Make a contender of a bound launch that has already run at least once; captures it where `graph` asks for it."""
+    handle = stream.cuda_stream if stream is not None else 0
+
+    def run() -> None:
+        for _ in range(calls):
+            launch(inputs, outputs, handle)
+
+    if stream is None or not graph:
+        return Contender(run, calls, eager=True)
+    captured = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache at every capture.
+        captured.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is broken already; the first error is the one to show
+                captured.capture_end()
+            raise
+        captured.capture_end()
+        captured.replay()  # the first replay uploads the graph
+    return Contender(captured.replay, calls, eager=False, owner=captured)
+
+
+def take_rounds(
+    gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int, stream: torch.cuda.Stream | None
+) -> list[list[float]]:
+    """This rank's µs a call, by contender and round. Waits for the device."""
+    if stream is None:
+        return _host_rounds(gang, contenders, rounds)
+    with torch.cuda.stream(stream):
+        if contenders[0].eager:
+            return _eager_rounds(gang, contenders, rounds, stream)
+        return _replay_rounds(gang, contenders, rounds, stream)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _replay_rounds(
+    gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int, stream: torch.cuda.Stream
+) -> list[list[float]]:
+    events = []
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    for _ in range(rounds):
+        for contender in contenders:
+            begin, end = _event(), _event()
+            gang.device_barrier()
+            begin.record(stream)
+            contender.run()
+            end.record(stream)
+            events.append((begin, end))
+    stream.synchronize()
+    count = len(contenders)
+    return [
+        [begin.elapsed_time(end) * 1e3 / contender.calls for begin, end in events[index::count]]
+        for index, contender in enumerate(contenders)
+    ]
+
+
+def _eager_rounds(
+    gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int, stream: torch.cuda.Stream
+) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in contenders]
+    for _ in range(rounds):
+        for index, contender in enumerate(contenders):
+            gang.device_barrier()
+            stream.synchronize()
+            begin = time.perf_counter()
+            contender.run()
+            stream.synchronize()
+            times[index].append((time.perf_counter() - begin) * 1e6 / contender.calls)
+    return times
+
+
+def _host_rounds(gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in contenders]
+    for _ in range(rounds):
+        for index, contender in enumerate(contenders):
+            gang.device_barrier()
+            begin = time.perf_counter()
+            contender.run()
+            times[index].append((time.perf_counter() - begin) * 1e6 / contender.calls)
+    return times
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """By linear interpolation between the closest ranks."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarise(by_rank: Sequence[Sequence[float]]) -> Latency:
+    """Percentiles over rounds of each round's slowest rank."""
+    slowest = sorted(max(times) for times in zip(*by_rank, strict=True))
+    return Latency(
+        p10_us=_percentile(slowest, 0.1),
+        p50_us=_percentile(slowest, 0.5),
+        p90_us=_percentile(slowest, 0.9),
+        samples=len(slowest),
+    )

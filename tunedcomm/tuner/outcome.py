@@ -1,0 +1,123 @@
+"""What a sweep tells while it runs and when it has ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Problem, admits
+from tunedcomm.tuner.job import FAILED
+
+__all__ = ["ProblemResult", "Progress", "SweepOutcome", "summarise_problem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a sweep stands.
+
+    Attributes:
+        problems, problems_done: all of them, and those whose search is over.
+        trials, trials_planned: measured in this sweep, and still to come in the running search at most.
+        problem, candidate: what is being run.
+        final: the finals have begun for it.
+        best_us, library_us: of the running problem; None where not yet known.
+        failures: failed trials of this sweep by status.
+        gangs: started so far.
+        elapsed_s: seconds since the sweep began.
+        trials_per_minute: over the whole sweep.
+    """
+
+    problems: int
+    problems_done: int
+    trials: int
+    trials_planned: int
+    problem: Problem | None
+    candidate: Candidate | None
+    final: bool
+    best_us: float | None
+    library_us: float | None
+    failures: dict[str, int]
+    gangs: int
+    elapsed_s: float
+
+    @property
+    def trials_per_minute(self) -> float:
+        return 60 * self.trials / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemResult:
+    """What is known about a problem after the sweep.
+
+    Attributes:
+        problem: what was tuned.
+        best: the fastest `ok` trial that the default numerics policy admits; None if nothing ran.
+        library_us: median of the library, from the same interleaved run as `best`.
+        num_trials: candidates tried, stored ones counted.
+        failures: how many of them failed, by status.
+    """
+
+    problem: Problem
+    best: TrialRecord | None
+    library_us: float | None
+    num_trials: int
+    failures: dict[str, int]
+
+    @property
+    def speedup(self) -> float | None:
+        """Library over best; None where either is missing."""
+        if self.best is None or self.best.latency_p50_us is None or self.library_us is None:
+            return None
+        return self.library_us / self.best.latency_p50_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOutcome:
+    """What a sweep did.
+
+    Attributes:
+        run_id: of the database.
+        environment: where it was measured.
+        problems: results in the order of the sweep.
+        reason: `done`, or `budget` if time ran out first.
+        num_trials: measured in this sweep, finals included.
+        failures: failed trials of this sweep by status.
+        dropped: variants left alone after they had cost too many gangs.
+        num_gangs: gangs started.
+        seconds: wall time.
+        compiled_ahead: binaries handed to the compile pool.
+    """
+
+    run_id: int
+    environment: Environment | None
+    problems: tuple[ProblemResult, ...]
+    reason: str
+    num_trials: int
+    failures: dict[str, int]
+    dropped: tuple[str, ...]
+    num_gangs: int
+    seconds: float
+    compiled_ahead: int
+
+    @property
+    def unsolved(self) -> tuple[Problem, ...]:
+        """Problems without a single `ok` trial."""
+        return tuple(result.problem for result in self.problems if result.best is None)
+
+
+def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> ProblemResult:
+    """Sum up the records of one problem in one environment; finals count before searches, later before earlier."""
+    latest: dict[tuple[Candidate, bool], TrialRecord] = {(r.candidate, r.final): r for r in records}
+    tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
+    ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics)]
+    ran = [r for r in ran if r.final] or ran
+    best = min(ran, key=lambda r: (r.latency_p50_us or 0.0, str(r.candidate)), default=None)
+    library = [r.latency_p50_us for r in ran if r.variant == "library"]
+    library_us = (best.baseline_p50_us if best else None) or (library[0] if library else None)
+    failures: Counter[str] = Counter(r.status for r in tried if r.status in FAILED)
+    return ProblemResult(
+        problem=problem, best=best, library_us=library_us, num_trials=len(tried), failures=dict(failures)
+    )

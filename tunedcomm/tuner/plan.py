@@ -1,0 +1,161 @@
+"""What a sweep is asked to do, and what the machine makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from tunedcomm.errors import TuningError
+from tunedcomm.spec import ITEMSIZE, InputKind, Mode, NumericsPolicy, Problem, get_op, get_variant
+from tunedcomm.tuner.job import Settings
+
+__all__ = ["SweepSpec", "resolve"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSpec:
+    """What to tune and how hard. Whatever is None or empty is filled in for the machine, see `resolve`.
+
+    Attributes:
+        op: the op.
+        shapes: canonical shapes; the op's default ones if empty.
+        dtypes: payload dtypes.
+        modes: call modes; `graph` on GPUs, `eager` on the host if empty.
+        world_size: ranks; all GPUs, or 2 on the host.
+        backend: `cuda` where there are at least two GPUs, else `host`.
+        reductions, input_kinds, in_place: further options of the problems.
+        problems: tune exactly these instead of the product of the above.
+        variants: only these variants besides the library.
+        trials: most candidates a problem, stored ones counted.
+        patience: end a search when its best has stood for this many trials; 0 never does.
+        budget_s: seconds for the whole sweep; None is no bound.
+        seed: of the search and the inputs.
+        policy: numerics classes that are measured.
+        retry: try again what failed in an earlier sweep.
+        finals: measure the winners over the whole sweep at the end.
+        start_timeout_s, compile_timeout_s, trial_timeout_s: a gang silent for longer in that step is killed.
+        peer_timeout_s: bound of the kernels' own waits.
+        storage: Optuna storage URL; None keeps studies in memory.
+        plugins: modules that register further ops and variants.
+        command: what to note as the run's command line.
+    """
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    modes: tuple[Mode, ...] = ()
+    world_size: int | None = None
+    backend: Literal["cuda", "host"] | None = None
+    reductions: tuple[str, ...] = ("sum",)
+    input_kinds: tuple[InputKind, ...] = ("plain",)
+    in_place: tuple[bool, ...] = (False,)
+    problems: tuple[Problem, ...] = ()
+    variants: tuple[str, ...] = ()
+    trials: int | None = None
+    patience: int | None = None
+    budget_s: float | None = None
+    seed: int = 0
+    policy: NumericsPolicy = "any"
+    retry: bool = False
+    finals: bool = True
+    start_timeout_s: float | None = None
+    compile_timeout_s: float | None = None
+    trial_timeout_s: float | None = None
+    peer_timeout_s: float | None = None
+    storage: str | None = None
+    plugins: tuple[str, ...] = ()
+    command: str = ""
+
+
+def _count_gpus() -> int:
+    """GPUs that this process may use; asked of NVML, so that no context is made."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
+    """Fill in what the machine decides.
+
+    Raises:
+        TuningError: the machine has too few GPUs for the world size.
+        UnknownNameError: no such op or variant.
+        ValueError: an option that the op does not have.
+    """
+    gpus = _count_gpus() if spec.backend != "host" else 0
+    backend: Literal["cuda", "host"] = spec.backend or ("cuda" if gpus >= 2 else "host")
+    world_size = spec.world_size or (spec.problems[0].world_size if spec.problems else 0)
+    world_size = world_size or (gpus if backend == "cuda" else 2)
+    if world_size < 2 or (backend == "cuda" and world_size > gpus):
+        raise TuningError(
+            f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
+            "at least 2 ranks; pass --world-size with a smaller number, or --backend host for CPU ranks"
+        )
+    problems = spec.problems or _expand(spec, backend, world_size)
+    for name in spec.variants:
+        get_variant(spec.op, name)
+    if strangers := [problem for problem in problems if problem.world_size != world_size]:
+        raise TuningError(f"a sweep has one world size, {world_size}; {strangers[0]} has another. Tune it by itself")
+    return problems, _settings(spec, backend, world_size)
+
+
+def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> tuple[Problem, ...]:
+    op = get_op(spec.op)
+    modes: tuple[Mode, ...] = spec.modes or (("graph",) if backend == "cuda" else ("eager",))
+    for name, given, allowed in (("reduction", spec.reductions, op.reductions), ("dtype", spec.dtypes, op.dtypes)):
+        if wrong := [value for value in given if value not in allowed]:
+            raise ValueError(f"{op.name} has no {name} {wrong[0]!r}; allowed: {', '.join(allowed)}")
+    if wrong_shapes := [shape for shape in spec.shapes if len(shape) != op.rank_of_shape]:
+        raise ValueError(f"shape {wrong_shapes[0]} does not fit {op.name}: {op.shape_help}")
+    options = product(spec.dtypes, modes, spec.reductions, spec.input_kinds, spec.in_place)
+    return tuple(
+        Problem(
+            op=op.name,
+            shape=shape,
+            dtype=dtype,
+            world_size=world_size,
+            reduction=reduction,
+            input_kind=input_kind,
+            in_place=in_place,
+            mode=mode,
+        )
+        for dtype, mode, reduction, input_kind, in_place in options
+        for shape in spec.shapes or op.default_shapes(backend, ITEMSIZE[dtype])
+    )
+
+
+def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> Settings:
+    """Interpreted launches take about 0.1 s, so the host gets few trials, few samples and patient watchdogs."""
+    if backend == "cuda":
+        base = Settings(backend=backend, world_size=world_size, trials=64, patience=24)
+    else:
+        base = Settings(
+            backend=backend,
+            world_size=world_size,
+            trials=8,
+            first_rounds=2,
+            more_rounds=3,
+            final_rounds=3,
+            trial_timeout_s=60.0,
+            peer_timeout_s=20.0,
+        )
+    asked: dict[str, Any] = {
+        "trials": spec.trials,
+        "patience": spec.patience,
+        "start_timeout_s": spec.start_timeout_s,
+        "compile_timeout_s": spec.compile_timeout_s,
+        "trial_timeout_s": spec.trial_timeout_s,
+        "peer_timeout_s": spec.peer_timeout_s,
+    }
+    return replace(
+        base,
+        seed=spec.seed,
+        policy=spec.policy,
+        variants=spec.variants,
+        retry=spec.retry,
+        finals=spec.finals,
+        storage=spec.storage,
+        plugins=spec.plugins,
+        **{name: value for name, value in asked.items() if value is not None},
+    )

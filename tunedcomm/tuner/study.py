@@ -1,0 +1,187 @@
+"""Which candidate of a problem to try next: seeds, then everything where the space is small, else Optuna's TPE."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+
+import optuna
+
+from tunedcomm.space import Value
+from tunedcomm.spec import Candidate, Limits, Problem, get_variant, variants
+from tunedcomm.tuner.job import Settings
+
+__all__ = ["Search", "default_candidates"]
+
+# Candidates drawn at random before the model is trusted; seeds and stored trials count.
+_STARTUP_TRIALS = 16
+# A discrete sampler repeats itself. After so many useless draws in a row a fresh candidate is taken at random.
+_MAX_REDRAWS = 12
+
+
+def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
+    """The library, then every other variant's default config."""
+    return [
+        Candidate.of(problem.op, variant.name, variant.default(problem, limits))
+        for variant in variants(problem.op).values()
+    ]
+
+
+def interleave(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """One of each variant in turn, so that a search cut short has seen all of them."""
+    by_variant: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_variant.setdefault(candidate.variant, []).append(candidate)
+    rounds = itertools.zip_longest(*by_variant.values())
+    return [candidate for turn in rounds for candidate in turn if candidate is not None]
+
+
+class _Suggests:
+    """An Optuna trial as a space wants it: categorical values are only ever ints, bools and strings."""
+
+    def __init__(self, trial: optuna.Trial) -> None:
+        self._trial = trial
+
+    def suggest_categorical(self, name: str, choices: list[Value]) -> Value:
+        value = self._trial.suggest_categorical(name, choices)
+        assert isinstance(value, (int, str))
+        return value
+
+
+class Search:
+    """The search for one problem's best candidate; lives on rank 0 alone.
+
+    The same settings, feasible set, seeds and told latencies give the same candidates.
+
+    Args:
+        problem: what is tuned.
+        feasible: every candidate that may be tried.
+        settings: trials, patience, seed and storage.
+        seeds: tried first, in this order.
+        settled: candidates that are not tried again, with their latency if they ran.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        feasible: Sequence[Candidate],
+        settings: Settings,
+        *,
+        seeds: Sequence[Candidate] = (),
+        settled: Mapping[Candidate, float | None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._spaces = {c.variant: get_variant(problem.op, c.variant).space for c in feasible}
+        known = dict(settled or {})
+        self._left = dict.fromkeys(c for c in feasible if c not in known)
+        self._budget = max(settings.trials - len(known), 0)
+        self._queue = [c for c in dict.fromkeys(seeds) if c in self._left]
+        self._asked: dict[Candidate, optuna.Trial] = {}
+        self._study: optuna.Study | None = None
+        self._rng = random.Random(f"{settings.seed}-{problem.digest}-{len(known)}")  # noqa: S311
+        self._name = problem.digest
+        self._best, self._stood = math.inf, 0
+        self._history: list[tuple[Candidate, float | None]] = []
+        if len(self._left) <= self._budget:
+            self._queue += [c for c in interleave(list(self._left)) if c not in set(self._queue)]
+        for candidate, latency_us in known.items():
+            self._remember(candidate, latency_us)
+        self._stood = 0
+
+    @property
+    def planned(self) -> int:
+        """Trials still to come, if patience does not end the search."""
+        return min(self._budget, len(self._left))
+
+    def ask(self) -> Candidate | None:
+        """The next candidate, or None when the search is over."""
+        if not self.planned:
+            return None
+        if not self._queue:
+            patience = self._settings.patience
+            if patience and self._stood >= patience:
+                return None
+            self._queue.append(self._sample())
+        candidate = self._queue.pop(0)
+        del self._left[candidate]
+        self._budget -= 1
+        return candidate
+
+    def tell(self, candidate: Candidate, latency_us: float | None) -> None:
+        """Report a trial that `ask` gave: its latency, or None if it did not get that far."""
+        asked = self._asked.pop(candidate, None)
+        if asked is not None and self._study is not None:
+            if latency_us is None:
+                self._study.tell(asked, state=optuna.trial.TrialState.PRUNED)
+            else:
+                self._study.tell(asked, latency_us)
+            self._note(latency_us)
+        else:
+            self._remember(candidate, latency_us)
+
+    def _note(self, latency_us: float | None) -> None:
+        self._stood += 1
+        if latency_us is not None and latency_us < self._best:
+            self._best, self._stood = latency_us, 0
+
+    def _remember(self, candidate: Candidate, latency_us: float | None) -> None:
+        """Take in a result that the sampler did not draw."""
+        self._note(latency_us)
+        self._history.append((candidate, latency_us))
+        if self._study is not None:
+            self._flush(self._study)
+
+    def _flush(self, study: optuna.Study) -> None:
+        for candidate, latency_us in self._history:
+            if candidate.variant in self._spaces:
+                study.add_trial(self._frozen(candidate, latency_us))
+        self._history.clear()
+
+    def _frozen(self, candidate: Candidate, latency_us: float | None) -> optuna.trial.FrozenTrial:
+        space = self._spaces[candidate.variant]
+        params = {"variant": candidate.variant}
+        distributions: dict[str, optuna.distributions.BaseDistribution] = {
+            "variant": optuna.distributions.CategoricalDistribution(sorted(self._spaces))
+        }
+        for name, axis in space.axes:
+            key = f"{candidate.variant}.{name}"
+            params[key] = candidate.config_dict[name]  # type: ignore[assignment]
+            distributions[key] = optuna.distributions.CategoricalDistribution(list(axis.values()))
+        # A failed candidate is told as pruned: to TPE it is worse than everything that ran.
+        ran = latency_us is not None
+        state = optuna.trial.TrialState.COMPLETE if ran else optuna.trial.TrialState.PRUNED
+        return optuna.trial.create_trial(params=params, distributions=distributions, value=latency_us, state=state)
+
+    def _sampler(self) -> optuna.Study:
+        if self._study is None:
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                sampler = optuna.samplers.TPESampler(
+                    multivariate=True,
+                    group=True,
+                    n_startup_trials=_STARTUP_TRIALS,
+                    seed=self._rng.randrange(2**31),
+                )
+            self._study = optuna.create_study(
+                storage=self._settings.storage, sampler=sampler, study_name=self._name, load_if_exists=True
+            )
+            self._flush(self._study)
+        return self._study
+
+    def _sample(self) -> Candidate:
+        """A candidate that is feasible and new."""
+        study = self._sampler()
+        for _ in range(_MAX_REDRAWS):
+            trial = study.ask()
+            variant = str(trial.suggest_categorical("variant", sorted(self._spaces)))
+            config = self._spaces[variant].suggest(_Suggests(trial), prefix=f"{variant}.")
+            candidate = Candidate.of(next(iter(self._left)).op, variant, config)
+            if candidate in self._left:
+                self._asked[candidate] = trial
+                return candidate
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        return self._rng.choice(list(self._left))
