@@ -41,22 +41,10 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the same keys for `lookup --json` and `explain --json`."""
-        decision = self.decision
-        source = decision.environment
         return {
             "problem": self.problem.to_dict(),
-            "environment": {"digest": self.environment.digest, **self.environment.to_dict()},
-            "variant": decision.candidate.variant,
-            "config": decision.candidate.config_dict,
-            "source": decision.source,
-            "layer": decision.layer,
-            "trial_id": decision.trial_id,
-            "latency_us": decision.latency_us,
-            "library_us": decision.library_us,
-            "runner_up": None if decision.runner_up is None else str(decision.runner_up),
-            "measured_in": None if source is None else str(source),
-            "why": decision.why,
-            "passed_over": [{"candidate": name, "reason": reason} for name, reason in decision.passed_over],
+            "asked_for": {"digest": self.environment.digest, **self.environment.to_dict()},
+            **self.decision.to_dict(),
         }
 
 
@@ -68,14 +56,18 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
         DatabaseError: `database` cannot be read.
     """
     problem = options.problem()
-    from tunedcomm import communicator, dispatcher
+    from tunedcomm import communicator, dispatcher, settings
     from tunedcomm.db.layers import load_snapshot
+    from tunedcomm.spec import Candidate
 
     layers = read_layers(database)
     environment = _environment(hardware, layers, problem)
     snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=database is not None)
     limits = communicator.limits_for(environment, problem.world_size)
-    decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy)
+    forced = dispatcher.forced_candidate(problem, limits)
+    if forced is None and settings.mode() == "off":
+        forced = Candidate.of(problem.op, "library", {})
+    decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy, forced=forced)
     return Choice(problem, environment, decision)
 
 

@@ -20,15 +20,17 @@ def num_gpus() -> int:
 
 
 def local_ranks(world_size: int | None) -> int:
-    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend.
+    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend; a single GPU has no peers.
 
     Raises:
-        BadParameter: more ranks than GPUs, on a machine that has GPUs.
+        BadParameter: more ranks than GPUs, on a machine that has several.
     """
     available = num_gpus()
+    if available < 2:
+        return world_size or 2
     if world_size is None:
-        return available if available > 1 else 2
-    if 0 < available < world_size:
+        return available
+    if available < world_size:
         raise typer.BadParameter(
             f"{world_size} ranks need {world_size} GPUs, this machine has {available}; "
             'hide them with CUDA_VISIBLE_DEVICES="" to use the host backend',
@@ -45,9 +47,13 @@ def run_module(
     Returns:
         The launcher's exit code: 0 if every rank ended with 0.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={world_size}", "--module", module, *arguments]
     variables = {**os.environ, **(environment or {})}
-    # Unset, the launcher sets it to 1 with a warning that is no use to anybody here.
+    # Unset, the launcher sets the first to 1 with a warning that is no use to anybody here; the second keeps ranks of
+    # one host from meeting under a name that resolves to an address nobody answers.
+    if num_gpus() < 2:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
     variables.setdefault("OMP_NUM_THREADS", "1")
+    variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return subprocess.run(command, env=variables, stdout=sys.stderr, check=False).returncode

@@ -33,6 +33,7 @@ __all__ = [
     "check_shape",
     "known_op",
     "parse_budget",
+    "split",
 ]
 
 
@@ -58,9 +59,11 @@ class SweptMode(str, enum.Enum):
     both = "both"
 
     @property
-    def values(self) -> list[str]:
+    def values(self) -> tuple[Mode, ...]:
         """The modes that are meant."""
-        return ["graph", "eager"] if self is SweptMode.both else [self.value]
+        if self is SweptMode.both:
+            return ("graph", "eager")
+        return ("graph",) if self is SweptMode.graph else ("eager",)
 
 
 class SweptKind(str, enum.Enum):
@@ -71,9 +74,11 @@ class SweptKind(str, enum.Enum):
     both = "both"
 
     @property
-    def values(self) -> list[str]:
+    def values(self) -> tuple[InputKind, ...]:
         """The input kinds that are meant."""
-        return ["plain", "symmetric"] if self is SweptKind.both else [self.value]
+        if self is SweptKind.both:
+            return ("plain", "symmetric")
+        return ("plain",) if self is SweptKind.plain else ("symmetric",)
 
 
 class Policy(str, enum.Enum):
@@ -117,10 +122,17 @@ def known_op(name: str) -> OpSpec:
     return get_op(name)
 
 
-def check_dtype(dtype: str) -> str:
-    """Refuse a dtype that no op knows as bad usage."""
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is not a dtype; the dtypes are {', '.join(DTYPES)}", param_hint="--dtype")
+def split(values: list[str] | None) -> list[str]:
+    """Values of an option that may be repeated or take several, separated by commas."""
+    return [part.strip() for value in values or [] for part in value.split(",") if part.strip()]
+
+
+def check_dtype(dtype: str, spec: OpSpec | None = None) -> str:
+    """Refuse as bad usage a dtype that does not exist, or that no kernel of the op takes."""
+    allowed = DTYPES if spec is None else spec.dtypes
+    if dtype not in allowed:
+        what = "a dtype" if spec is None else f"a dtype of {spec.name}"
+        raise typer.BadParameter(f"{dtype!r} is not {what}; allowed: {', '.join(allowed)}", param_hint="--dtype")
     return dtype
 
 
@@ -184,7 +196,7 @@ class ProblemOptions:
     @property
     def policy(self) -> NumericsPolicy:
         """The numerics policy under the name that dispatch uses."""
-        return self.numerics.value  # type: ignore[return-value]
+        return self.numerics.value
 
     def problem(self) -> Problem:
         """The problem that the options name.

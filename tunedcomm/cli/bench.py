@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
-from tunedcomm.cli._options import JsonOption, OpOption, SweptKind, SweptMode, check_dtype, check_shape, known_op
+from tunedcomm.cli._options import JsonOption, OpOption, SweptKind, SweptMode, check_dtype, check_shape, known_op, split
 from tunedcomm.cli._output import emit_json, format_bytes, format_ratio, format_us, note, table
 from tunedcomm.spec import ITEMSIZE, format_shape
 
@@ -37,16 +37,16 @@ COLUMNS = (
 def bench(
     *,
     op: OpOption,
-    shape: Annotated[list[str] | None, typer.Option(help="Shape; may be repeated. By default the op's sweep.")] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="Dtype; several times for several. [default: bfloat16]")
-    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes. By default the op's sweep.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default bfloat16.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; by default all GPUs.")] = None,
-    mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = SweptMode.graph,
+    mode: Annotated[
+        SweptMode | None, typer.Option(help="Inside CUDA graphs, outside, or both. Default: graph, eager on the host.")
+    ] = None,
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
     contender: Annotated[
         list[str] | None,
-        typer.Option(help="tuned, library, kraken or a variant; several times for several. By default all that run."),
+        typer.Option(help="Of tuned, library, kraken and the variants. By default all that run."),
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
@@ -54,22 +54,25 @@ def bench(
 ) -> None:
     """Compare what dispatch runs with the library and every other contender, in one run.
 
-    Example: tunedcomm bench --op all_reduce --shape 4096 --shape 1048576 --csv results.csv
+    Options with several values may be repeated or take them separated by commas.
+
+    Example: tunedcomm bench --op all_reduce --shape 4096,1048576 --csv results.csv
     """
     spec = known_op(op)
     ranks = local_ranks(world_size)
-    dtypes = [check_dtype(name) for name in dtype or ["bfloat16"]]
-    if shape:
-        shapes = [check_shape(text, spec) for text in shape]
-    else:
-        shapes = spec.default_shapes("cuda" if num_gpus() else "host", ITEMSIZE[dtypes[0]])
+    on_gpu = num_gpus() >= 2
+    modes = (mode or (SweptMode.graph if on_gpu else SweptMode.eager)).values
+    dtypes = [check_dtype(name, spec) for name in split(dtype) or ["bfloat16"]]
+    shapes = [check_shape(text, spec) for text in split(shape)]
+    if not shapes:
+        shapes = spec.default_shapes("cuda" if on_gpu else "host", ITEMSIZE[dtypes[0]])
     job = {
         "op": spec.name,
         "shapes": [format_shape(extents) for extents in shapes],
         "dtypes": dtypes,
-        "modes": mode.values,
-        "input_kinds": input_kind.values,
-        "contenders": contender,
+        "modes": list(modes),
+        "input_kinds": list(input_kind.values),
+        "contenders": split(contender) or None,
         "csv": None if csv is None else str(csv.absolute()),
         "seed": seed,
         "run_id": secrets.token_hex(6),

@@ -44,7 +44,8 @@ def explanation(choice: Choice) -> list[str]:
         speed_up = format_ratio(decision.library_us, decision.latency_us)
         lines.append(f"  library       {format_us(decision.library_us)} µs, speed-up {speed_up}")
     if decision.runner_up is not None:
-        lines.append(f"  runner-up     {decision.runner_up}")
+        after = "" if decision.runner_up_us is None else f", {format_us(decision.runner_up_us)} µs"
+        lines.append(f"  runner-up     {decision.runner_up}{after}")
     if decision.environment is not None:
         drift = choice.environment.drift(decision.environment)
         lines.append(f"  measured in   {decision.environment}" + (f"; since then: {', '.join(drift)}" if drift else ""))

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tunedcomm.cli import _checks, main
+from tunedcomm.cli._checks import Check
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+server:/export /data nfs4 rw 0 0
+tmpfs /data/fast tmpfs rw 0 0
+//box/share /mnt/with\\040space cifs rw 0 0
+broken
+"""
+
+
+def by_name(checks: list[Check], name: str) -> Check:
+    return next(check for check in checks if check.name == name)
+
+
+def test_every_line_is_complete() -> None:
+    checks = _checks.run_checks()
+    assert {"python", "torch", "triton", "gpus", "host backend", "shared memory", "user database"} <= {
+        check.name for check in checks
+    }
+    for check in checks:
+        assert check.detail
+        assert check.level in ("ok", "warn", "fail")
+        assert check.fix or check.level == "ok", f"{check.name} does not say what to do"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home.db", "ext4"),
+        ("/data/tuned.db", "nfs4"),
+        ("/database/tuned.db", "ext4"),
+        ("/data/fast/tuned.db", "tmpfs"),
+        ("/mnt/with space/tuned.db", "cifs"),
+    ],
+)
+def test_file_system_of_a_path(tmp_path: Path, path: str, kind: str) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS)
+    assert _checks.file_system(Path(path), mounts) == kind
+
+
+def test_file_system_without_a_mount_table(tmp_path: Path) -> None:
+    assert _checks.file_system(Path("/data"), tmp_path / "missing") == ""
+
+
+def test_network_file_system_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "file_system", lambda path: "nfs4")
+    check = by_name([c for c in _checks.check_databases() if c.level == "warn"], "user database")
+    assert "nfs4" in check.detail
+    assert "PostgreSQL" in check.fix
+
+
+def test_missing_user_database_is_no_fault() -> None:
+    check = by_name(list(_checks.check_databases()), "user database")
+    assert check.level == "ok"
+    assert "tunedcomm tune" in check.detail
+
+
+def test_damaged_database_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.db"
+    path.write_bytes(b"no database at all " * 100)
+    monkeypatch.setenv("TUNEDCOMM_DB", str(path))
+    check = by_name(list(_checks.check_databases()), "user database")
+    assert check.level == "fail"
+    assert str(path) in check.detail
+
+
+def test_settings_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", "soon")
+    monkeypatch.setenv("TUNEDCOMM_TIMEOUT", "3")
+    monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "three_shot")
+    found = list(_checks.check_variables())
+    failed = " ".join(check.detail for check in found if check.level == "fail")
+    warned = " ".join(check.detail for check in found if check.level == "warn")
+    assert "TUNEDCOMM_PEER_TIMEOUT_S='soon'" in failed
+    assert "three_shot" in failed
+    assert "TUNEDCOMM_TIMEOUT" in warned
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [(None, "fail"), ("2.8.1", "fail"), ("2.9.0", "ok"), ("2.13.0+cpu", "ok"), ("2.10.0a1", "ok")]
+)
+def test_old_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
+    monkeypatch.setattr(_checks, "_version", lambda package: version)
+    assert by_name(list(_checks.check_versions()), "torch").level == level
+
+
+def test_triton_too_old_for_the_host_backend_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks, "_version", lambda package: "3.6.0")
+    check = by_name(list(_checks.check_symmetric_memory()), "host backend")
+    assert check.level == "warn"
+    assert "triton>=3.9" in check.fix
+
+
+def test_a_check_that_raises_is_a_line() -> None:
+    def check_nothing() -> Iterator[Check]:
+        raise OSError("no such device")
+        yield
+
+    found = _checks.run_checks((check_nothing, _checks.check_versions))
+    assert found[0].level == "fail"
+    assert found[0].name == "nothing"
+    assert "no such device" in found[0].detail
+    assert by_name(found, "python").level == "ok"
+
+
+@pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, level: _checks.Level, code: int) -> None:
+    def checks() -> list[Check]:
+        return [Check("links", level, "found", "" if level == "ok" else "do this")]
+
+    monkeypatch.setattr("tunedcomm.cli.doctor.run_checks", checks)
+    plain = CliRunner().invoke(main.app, ["doctor"])
+    assert plain.exit_code == code
+    assert plain.stdout.startswith(level)
+    shown = CliRunner().invoke(main.app, ["doctor", "--json"])
+    assert shown.exit_code == code
+    assert json.loads(shown.stdout)[0]["level"] == level

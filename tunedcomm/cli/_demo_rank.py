@@ -1,0 +1,47 @@
+"""What each rank of `tunedcomm demo` runs: all_reduce through the tuned database, its sum checked."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+import tunedcomm
+from tunedcomm.spec import parse_shape
+
+__all__ = ["main"]
+
+
+def main(shapes: list[str]) -> int:
+    """Reduce small whole numbers, whose sums are exact in bf16; 0 if every rank has every sum right."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    wrong = 0
+    for text in shapes:
+        (numel,) = parse_shape(text)
+        pattern = torch.arange(numel, device=device) % 5
+        x = (pattern + rank).to(torch.bfloat16)
+        expected = (pattern * world_size + world_size * (world_size - 1) // 2).to(torch.bfloat16)
+        right = bool(torch.equal(tunedcomm.all_reduce(x), expected))
+        wrong += not right
+        verdict = torch.tensor([int(not right)], device=device)
+        dist.all_reduce(verdict)
+        if rank == 0:
+            state = "sum right on every rank" if not int(verdict) else f"SUM WRONG on {int(verdict)} ranks"
+            sys.stdout.write(f"  all_reduce of {numel} elements on {world_size} ranks: {state}\n")
+            sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""`tunedcomm demo`: tune, explain and run all_reduce on what this machine has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tunedcomm.cli._choice import choose
+from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
+from tunedcomm.cli._options import CallMode, JsonOption, ProblemOptions, known_op
+from tunedcomm.cli._output import emit, emit_json, note
+from tunedcomm.cli.explain import explanation
+from tunedcomm.cli.tune import report, run_sweep
+from tunedcomm.spec import format_shape
+
+__all__ = ["demo"]
+
+# Small, medium and large: enough to see the choice change, short enough to watch.
+GPU_SHAPES = ((2048,), (32768,), (524288,), (8388608,))
+GPU_BUDGET_S = 120.0
+HOST_BUDGET_S = 60.0
+
+
+def demo(
+    *,
+    db: Annotated[str, typer.Option(help="Database to write and then dispatch from.")] = "demo.db",
+    world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs, or 2 on the host.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tune all_reduce here, say what was chosen and why, then run it through the tuned database and check the sum.
+
+    Example: tunedcomm demo --db demo.db
+    """
+    from tunedcomm.tuner.sweep import SweepSpec
+
+    op = known_op("all_reduce")
+    ranks = local_ranks(world_size)
+    on_gpu = num_gpus() >= 2
+    shapes = GPU_SHAPES if on_gpu else tuple(op.default_shapes("host", 2))
+    note(f"1/3 tune all_reduce on {ranks} {'GPUs' if on_gpu else 'host ranks (no two GPUs found)'}")
+    spec = SweepSpec(
+        op=op.name,
+        shapes=shapes,
+        modes=("eager",),
+        world_size=ranks,
+        backend="cuda" if on_gpu else "host",
+        budget_s=GPU_BUDGET_S if on_gpu else HOST_BUDGET_S,
+        command="tunedcomm demo",
+    )
+    outcome, url = run_sweep(spec, db)
+    if not as_json:
+        report(outcome, url, as_json=False)
+    if outcome.unsolved or outcome.environment is None:
+        note("no candidate runs here; `tunedcomm doctor` says what is missing")
+        raise typer.Exit(1)
+
+    note("2/3 explain what dispatch chooses, and why")
+    texts = [format_shape(extents) for extents in shapes]
+    options = [
+        ProblemOptions(op=op.name, shape=text, dtype="bfloat16", world_size=ranks, mode=CallMode.eager)
+        for text in texts
+    ]
+    choices = [choose(o, hardware=outcome.environment.digest, database=db) for o in options]
+    if as_json:
+        emit_json([choice.to_dict() for choice in choices])
+    for line in [] if as_json else [line for choice in choices for line in explanation(choice)]:
+        emit(line)
+
+    note("3/3 run tunedcomm.all_reduce through that database and check the sums")
+    code = run_module("tunedcomm.cli._demo_rank", texts, world_size=ranks, environment={"TUNEDCOMM_DB": url})
+    if code:
+        note(f"the ranks ended with code {code}")
+        raise typer.Exit(1)
+    if not as_json:
+        emit(f"all sums right on {ranks} ranks, dispatched from {url}")

@@ -1,0 +1,186 @@
+"""`tunedcomm tune`: measure candidates on this machine and store what they did."""
+
+from __future__ import annotations
+
+import enum
+import shlex
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tunedcomm.cli._gang import local_ranks, num_gpus
+from tunedcomm.cli._options import (
+    JsonOption,
+    OpOption,
+    SweptKind,
+    SweptMode,
+    check_dtype,
+    check_reduction,
+    check_shape,
+    known_op,
+    parse_budget,
+    split,
+)
+from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
+from tunedcomm.cli._progress import shown
+from tunedcomm.spec import format_shape, get_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.tuner.sweep import ProblemResult, SweepOutcome, SweepSpec
+
+__all__ = ["run_sweep", "tune"]
+
+COLUMNS = ("shape", "bytes", "dtype", "mode", "input", "winner", "p50 us", "library us", "speed-up", "trials", "failed")
+
+
+class Backend(str, enum.Enum):
+    """Values of `--backend`."""
+
+    cuda = "cuda"
+    host = "host"
+
+
+def tune(
+    *,
+    op: OpOption,
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's, 1 KiB to 256 MiB.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default bfloat16.")] = None,
+    mode: Annotated[
+        SweptMode | None,
+        typer.Option(help="Inside CUDA graphs, outside, or both. By default graph, eager on the host."),
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="By default cuda where there are two GPUs or more, else host.")
+    ] = None,
+    reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
+    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
+    variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides the library.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Time for the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Most candidates a problem.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search and of the inputs.")] = 0,
+    db: Annotated[str | None, typer.Option(help="Database to write; by default the user database.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest kernel for every problem of a sweep and store it.
+
+    Options with several values may be repeated or take them separated by commas. Every trial is stored as it ends: stop
+    the command at any time, the same command goes on. Exit code 1 if a problem ended without a candidate that runs.
+
+    Example: tunedcomm tune --op all_reduce --dtype bfloat16,float16 --mode both --budget 10m
+    """
+    spec = known_op(op)
+    for name in split(variants):
+        get_variant(spec.name, name)
+    on_host = backend is Backend.host
+    from tunedcomm.tuner.sweep import SweepSpec
+
+    wanted = SweepSpec(
+        op=spec.name,
+        shapes=tuple(check_shape(text, spec) for text in split(shape)),
+        dtypes=tuple(check_dtype(name, spec) for name in split(dtype) or ["bfloat16"]),
+        modes=() if mode is None else mode.values,
+        world_size=world_size if on_host else local_ranks(world_size),
+        backend=None if backend is None else ("host" if on_host else "cuda"),
+        reductions=tuple(check_reduction(name, spec) for name in split(reduction)) or (check_reduction(None, spec),),
+        input_kinds=input_kind.values,
+        variants=tuple(split(variants)),
+        trials=trials,
+        budget_s=None if budget is None else parse_budget(budget),
+        seed=seed,
+        retry=retry,
+        command=shlex.join(["tunedcomm", *sys.argv[1:]]),
+    )
+    outcome, url = run_sweep(wanted, db)
+    report(outcome, url, as_json=as_json)
+    if outcome.unsolved:
+        note("no candidate runs: " + "; ".join(str(problem) for problem in outcome.unsolved))
+        raise typer.Exit(1)
+
+
+def run_sweep(spec: SweepSpec, database: str | None) -> tuple[SweepOutcome, str]:
+    """Run a sweep with its progress on stderr; returns its outcome and where it was stored.
+
+    Raises:
+        DatabaseError: the database cannot be made or written.
+        TuningError: the sweep could not be started or carried on.
+    """
+    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.store import Database
+    from tunedcomm.tuner.sweep import sweep
+
+    if spec.backend is None and num_gpus() < 2:
+        note("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs")
+        spec = replace(spec, backend="host")
+    with Database.open(database or user_database(), create=True) as opened:
+        url = str(opened.path or opened.url)
+        note(f"tuning {spec.op}, storing in {url}")
+        try:
+            with shown() as progress:
+                return sweep(spec, opened, progress), url
+        except KeyboardInterrupt:
+            note("stopped; what was measured is stored, and the same command goes on from there")
+            raise typer.Exit(1) from None
+
+
+def report(outcome: SweepOutcome, url: str, *, as_json: bool) -> None:
+    """Print the summary on stdout."""
+    if as_json:
+        emit_json(_to_dict(outcome, url))
+        return
+    where = "" if outcome.environment is None else f" on {outcome.environment}"
+    ranks = outcome.problems[0].problem.world_size if outcome.problems else 0
+    table(COLUMNS, [_cells(result) for result in outcome.problems], title=f"{ranks} ranks{where}")
+    end = "out of time" if outcome.reason == "budget" else "done"
+    emit(f"{end}: {outcome.num_trials} trials in {outcome.seconds:.0f} s, stored in {url} (run {outcome.run_id})")
+    if outcome.dropped:
+        note(f"left alone after they had cost several gangs: {', '.join(outcome.dropped)}")
+
+
+def _cells(result: ProblemResult) -> list[str]:
+    problem, best = result.problem, result.best
+    failed = ", ".join(f"{count} {status}" for status, count in sorted(result.failures.items()))
+    return [
+        format_shape(problem.shape),
+        format_bytes(problem.nbytes),
+        problem.dtype,
+        problem.mode,
+        problem.input_kind,
+        "(none runs)" if best is None else str(best.candidate),
+        format_us(None if best is None else best.latency_p50_us),
+        format_us(result.library_us),
+        format_ratio(result.library_us, None if best is None else best.latency_p50_us),
+        str(result.num_trials),
+        failed or "-",
+    ]
+
+
+def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
+    environment = outcome.environment
+    return {
+        "database": url,
+        "run_id": outcome.run_id,
+        "reason": outcome.reason,
+        "environment": None if environment is None else {"digest": environment.digest, **environment.to_dict()},
+        "num_trials": outcome.num_trials,
+        "failures": outcome.failures,
+        "dropped": list(outcome.dropped),
+        "num_gangs": outcome.num_gangs,
+        "seconds": outcome.seconds,
+        "problems": [
+            {
+                "problem": result.problem.to_dict(),
+                "variant": None if result.best is None else result.best.variant,
+                "config": None if result.best is None else result.best.config,
+                "latency_p50_us": None if result.best is None else result.best.latency_p50_us,
+                "library_us": result.library_us,
+                "speedup": result.speedup,
+                "num_trials": result.num_trials,
+                "failures": result.failures,
+            }
+            for result in outcome.problems
+        ],
+    }
