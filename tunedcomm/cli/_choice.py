@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tunedcomm.db.select import Decision
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
-    from tunedcomm.spec import Problem
+    from tunedcomm.spec import Limits, NumericsPolicy, Problem
 
 __all__ = [
     "Choice",
@@ -33,11 +33,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A problem, the environment it was asked for, and what dispatch answers."""
+    """A problem, the environment it was asked for, and what dispatch answers.
+
+    Attributes:
+        problem, environment: what was asked.
+        decision: what dispatch runs, with the candidates that it looked at.
+        left_out: variants of which it looked at no candidate, each with the reason.
+    """
 
     problem: Problem
     environment: Environment
     decision: Decision
+    left_out: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the same keys for `lookup --json` and `explain --json`."""
@@ -45,6 +52,7 @@ class Choice:
             "problem": self.problem.to_dict(),
             "asked_for": {"digest": self.environment.digest, **self.environment.to_dict()},
             **self.decision.to_dict(),
+            "left_out": [list(entry) for entry in self.left_out],
         }
 
 
@@ -68,7 +76,28 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
     if forced is None and settings.mode() == "off":
         forced = Candidate.of(problem.op, "library", {})
     decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy, forced=forced)
-    return Choice(problem, environment, decision)
+    return Choice(problem, environment, decision, _left_out(problem, decision, limits, options.policy))
+
+
+def _left_out(
+    problem: Problem, decision: Decision, limits: Limits, policy: NumericsPolicy
+) -> tuple[tuple[str, str], ...]:
+    from tunedcomm.spec import Candidate, admits, check_candidate, variants
+
+    looked_at = {name.partition("(")[0] for name, _ in decision.passed_over} | {decision.candidate.variant}
+    found = []
+    for variant in variants(problem.op).values():
+        if variant.name in looked_at:
+            continue
+        default = Candidate.of(problem.op, variant.name, variant.default(problem, limits))
+        if not admits(policy, variant.numerics):
+            reason = f"its numerics class, {variant.numerics}, is not admitted by the policy {policy!r}"
+        elif variant.is_library and decision.library_us is not None and decision.latency_us is not None:
+            reason = f"{decision.library_us:.2f} µs against {decision.latency_us:.2f} µs"
+        else:
+            reason = check_candidate(problem, default, limits) or "no trial near this problem is stored"
+        found.append((variant.name, reason))
+    return tuple(found)
 
 
 def read_layers(database: str | None) -> Sequence[Layer]:

@@ -46,7 +46,11 @@ class PlainLines:
     def __call__(self, progress: Progress) -> None:
         """Write what has come to an end since the last call."""
         last, self._last = self._last, progress
-        if last is not None and (last.problem, last.final) != (progress.problem, progress.final):
+        if (
+            last is not None
+            and last.problem is not None
+            and (last.problem, last.final) != (progress.problem, progress.final)
+        ):
             self._line(last)
         elif progress.elapsed_s - self._written_s > QUIET_S:
             self._line(progress)

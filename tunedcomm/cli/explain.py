@@ -49,10 +49,10 @@ def explanation(choice: Choice) -> list[str]:
     if decision.environment is not None:
         drift = choice.environment.drift(decision.environment)
         lines.append(f"  measured in   {decision.environment}" + (f"; since then: {', '.join(drift)}" if drift else ""))
-    if decision.passed_over:
+    if passed_over := (*decision.passed_over, *choice.left_out):
         lines.append("  passed over")
-        width = max(len(name) for name, _ in decision.passed_over)
-        lines += [f"    {name.ljust(width)}  {reason}" for name, reason in decision.passed_over]
+        width = max(len(name) for name, _ in passed_over)
+        lines += [f"    {name.ljust(width)}  {reason}" for name, reason in passed_over]
     return lines
 
 

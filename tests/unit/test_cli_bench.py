@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tunedcomm.cli import _gang, bench, main
+
+
+def row(contender: str, latency_us: float) -> dict[str, Any]:
+    return {
+        "op": "all_reduce",
+        "shape": "98304",
+        "message_bytes": 196608,
+        "dtype": "bfloat16",
+        "world_size": 2,
+        "mode": "eager",
+        "input_kind": "plain",
+        "contender": contender,
+        "config": "lamport(num_blocks=8)" if contender == "tuned" else "",
+        "latency_p10_us": latency_us * 0.9,
+        "latency_p50_us": latency_us,
+        "latency_p90_us": latency_us * 1.2,
+        "algbw_gb_s": 49.152,
+        "busbw_gb_s": None,
+        "error": 1.2e-3,
+        "gpu": "host-x86_64",
+        "fabric": "host",
+        "torch": "2.13.0",
+        "triton": "3.9.0",
+        "nccl": "",
+    }
+
+
+class Gang:
+    """Stands in for the ranks: keeps the job and leaves what it was given as the result."""
+
+    def __init__(self, rows: list[dict[str, Any]] | None, code: int = 0) -> None:
+        self.rows, self.code = rows, code
+        self.job: dict[str, Any] = {}
+        self.world_size = 0
+
+    def __call__(
+        self, module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
+    ) -> int:
+        assert module == "tunedcomm.bench_worker"
+        self.job, self.world_size = json.loads(Path(arguments[0]).read_text()), world_size
+        if self.rows is not None:
+            Path(arguments[1]).write_text(json.dumps({"rows": self.rows}))
+        return self.code
+
+
+def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Any:
+    monkeypatch.setattr(bench, "run_module", gang)
+    monkeypatch.setattr(bench, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(_gang, "num_gpus", lambda: gpus)
+    return CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", *arguments])
+
+
+def test_table_compares_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = start(Gang([row("library", 14.0), row("tuned", 4.0)]), monkeypatch, "--shape", "98304")
+    assert shown.exit_code == 0, shown.output
+    line = next(line for line in shown.stdout.splitlines() if "tuned = lamport(num_blocks=8)" in line)
+    for part in ("192 KiB", "98304", "bfloat16", "3.60", "4.00", "4.80", "49.2", "3.50x", "1.2e-03"):
+        assert part in line
+    assert "2 x host-x86_64 (host), torch 2.13.0, triton 3.9.0;" in shown.stdout
+
+
+def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang([])
+    csv = tmp_path / "out.csv"
+    options = ("--shape", "512,1024", "--shape", "2048", "--dtype", "float16", "--contender", "tuned,library")
+    shown = start(gang, monkeypatch, *options, "--mode", "both", "--csv", str(csv), "--seed", "7", gpus=4)
+    assert shown.exit_code == 0, shown.output
+    assert gang.world_size == 4
+    assert gang.job.pop("run_id")
+    assert gang.job == {
+        "op": "all_reduce",
+        "shapes": ["512", "1024", "2048"],
+        "dtypes": ["float16"],
+        "modes": ["graph", "eager"],
+        "input_kinds": ["plain"],
+        "contenders": ["tuned", "library"],
+        "csv": str(csv),
+        "seed": 7,
+    }
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "mode"), [(0, 2, "eager"), (1, 2, "eager"), (4, 4, "graph")])
+def test_defaults_follow_the_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, mode: str) -> None:
+    gang = Gang([])
+    assert start(gang, monkeypatch, gpus=gpus).exit_code == 0
+    assert gang.world_size == ranks
+    assert gang.job["modes"] == [mode]
+    assert gang.job["contenders"] is None
+    assert len(gang.job["shapes"]) >= 3
+
+
+def test_json_gives_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row("library", 14.0)]
+    shown = start(Gang(rows), monkeypatch, "--shape", "98304", "--json")
+    assert json.loads(shown.stdout) == rows
+
+
+@pytest.mark.parametrize("gang", [Gang(None), Gang([], code=1)], ids=["no result", "bad code"])
+def test_failed_ranks_are_exit_code_1(monkeypatch: pytest.MonkeyPatch, gang: Gang) -> None:
+    assert start(gang, monkeypatch, "--shape", "98304").exit_code == 1
+
+
+def test_more_ranks_than_gpus_is_bad_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(Gang([]), monkeypatch, "--world-size", "8", gpus=4).exit_code == 2
+    monkeypatch.setattr(_gang, "num_gpus", lambda: 4)
+    with pytest.raises(typer.BadParameter, match="8 ranks need 8 GPUs, this machine has 4"):
+        _gang.local_ranks(8)
+
+
+def test_run_module_starts_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank_that_signs.py").write_text(
+        "import os, pathlib, sys\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])\n"
+        "sys.exit(os.environ.get('FAIL', 0))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "out"
+    out.mkdir()
+    assert _gang.run_module("rank_that_signs", [str(out)], world_size=2) == 0
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "2", "1": "2"}
+    assert _gang.run_module("rank_that_signs", [str(out)], world_size=2, environment={"FAIL": "3"}) != 0
