@@ -1,0 +1,90 @@
+"""GPU communication kernels that know, for every call, which kernel to run.
+
+Public names are loaded at first use, so that `import tunedcomm` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tunedcomm.communicator import Communicator, get_communicator, release_communicators
+    from tunedcomm.dispatcher import explain, force
+    from tunedcomm.errors import (
+        AgreementError,
+        ConfigError,
+        DatabaseAccessError,
+        DatabaseBusyError,
+        DatabaseCorruptError,
+        DatabaseError,
+        DatabaseVersionError,
+        GroupError,
+        InfeasibleError,
+        NotInitializedError,
+        PeerTimeoutError,
+        SettingError,
+        TunedCommError,
+        TuningError,
+        UnknownNameError,
+        UnsupportedInputError,
+        WorkspaceError,
+    )
+    from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
+    from tunedcomm.spec import Problem
+
+__all__ = [
+    "AgreementError",
+    "Communicator",
+    "ConfigError",
+    "DatabaseAccessError",
+    "DatabaseBusyError",
+    "DatabaseCorruptError",
+    "DatabaseError",
+    "DatabaseVersionError",
+    "GroupError",
+    "InfeasibleError",
+    "NotInitializedError",
+    "PeerTimeoutError",
+    "Problem",
+    "SettingError",
+    "TunedCommError",
+    "TuningError",
+    "UnknownNameError",
+    "UnsupportedInputError",
+    "WorkspaceError",
+    "all_reduce",
+    "all_reduce_",
+    "explain",
+    "force",
+    "get_communicator",
+    "register_symmetric",
+    "release_communicators",
+    "symmetric_empty",
+]
+
+_HOME = {
+    "Communicator": "communicator",
+    "Problem": "spec",
+    "all_reduce": "ops.all_reduce",
+    "all_reduce_": "ops.all_reduce",
+    "explain": "dispatcher",
+    "force": "dispatcher",
+    "get_communicator": "communicator",
+    "register_symmetric": "ops.symmetric",
+    "release_communicators": "communicator",
+    "symmetric_empty": "ops.symmetric",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -27,7 +27,8 @@ def _launch(communicator, problem, variant, inputs, config=None):
     limits = _limits(communicator)
     config = config if config is not None else get_variant("all_reduce", variant).default(problem, limits)
     candidate = Candidate.of("all_reduce", variant, config)
-    assert check_candidate(problem, candidate, limits) is None, candidate
+    reason = check_candidate(problem, candidate, limits)
+    assert reason is None, (candidate, reason)
     launch = communicator.bind(problem, candidate)
     outputs = inputs if problem.in_place else get_op("all_reduce").make_outputs(problem, "cpu")
     if not problem.in_place:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, store_packets
+from tunedcomm.kernels._sync import INTERPRET, SENTINEL, as_mask, load_packets, store_packets
 
 __all__ = ["PACKET_BYTES", "packets_of"]
 
@@ -62,6 +62,8 @@ def read_elements(x, packet, numel, mask, WIDTH: tl.constexpr, TAIL: tl.constexp
     """
     PER: tl.constexpr = 16 // WIDTH
     numel = numel.to(tl.int64)
+    if INTERPRET:
+        mask = as_mask(mask)
     full = mask & (packet < numel // PER)
     w0, w1, w2, w3 = load_packets(x + packet * 16, full)
     if TAIL:
@@ -79,6 +81,8 @@ def write_elements(out, packet, numel, w0, w1, w2, w3, mask, WIDTH: tl.constexpr
     """Write packets to a contiguous, 16-byte aligned tensor at address `out`; nothing behind its end is touched."""
     PER: tl.constexpr = 16 // WIDTH
     numel = numel.to(tl.int64)
+    if INTERPRET:
+        mask = as_mask(mask)
     store_packets(out + packet * 16, w0, w1, w2, w3, mask & (packet < numel // PER))
     if TAIL:
         last = mask & (packet == numel // PER)

@@ -129,10 +129,17 @@ def _wait_asm():
 
 
 @triton.jit
+def as_mask(mask):
+    """Interpreter: comparisons of scalars come out as integers there, which its loads refuse as masks."""
+    return mask.to(tl.int32) != 0
+
+
+@triton.jit
 def load_packets(address, mask):
     """Four words of the packet at each `address` (16-byte aligned); 0 where `mask` is false."""
     if INTERPRET:
         p = address.to(tl.pointer_type(tl.int32))
+        mask = as_mask(mask)
         return (
             tl.load(p, mask=mask, other=0),
             tl.load(p + 1, mask=mask, other=0),
@@ -166,6 +173,7 @@ def store_packets(address, w0, w1, w2, w3, mask, REMOTE: tl.constexpr = False):
     """
     if INTERPRET:
         p = address.to(tl.pointer_type(tl.int32))
+        mask = as_mask(mask)
         tl.store(p, w0, mask=mask)
         tl.store(p + 1, w1, mask=mask)
         tl.store(p + 2, w2, mask=mask)
@@ -205,6 +213,7 @@ def store_packets(address, w0, w1, w2, w3, mask, REMOTE: tl.constexpr = False):
 def _poll_one(address, mask, code, timeout_ns, status):
     """Interpreter: the packet at each `address` once no word of it is the sentinel; 0 where `mask` is false."""
     p = address.to(tl.pointer_type(tl.int32))
+    mask = as_mask(mask)
     waiting = True
     start = _clock_ns()
     while waiting:
@@ -259,7 +268,8 @@ def signal(flag_addresses, epoch, mask):
     block wrote, to its own memory or to peers', is visible to a peer that waits for this epoch.
     """
     if INTERPRET:
-        tl.atomic_xchg(flag_addresses.to(tl.pointer_type(tl.int64)), epoch, mask=mask, sem="release", scope="sys")
+        p = flag_addresses.to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(p, epoch, mask=as_mask(mask), sem="release", scope="sys")
     else:
         tl.debug_barrier()
         tl.inline_asm_elementwise(
@@ -288,6 +298,7 @@ def wait(flag_addresses, epoch, mask, codes, timeout_ns, status):
     """
     if INTERPRET:
         p = flag_addresses.to(tl.pointer_type(tl.int64))
+        mask = as_mask(mask)
         waiting = True
         start = _clock_ns()
         while waiting:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.space import Config, Value
+from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 from tunedcomm.symm.workspace import Workspace
@@ -17,9 +18,9 @@ __all__ = [
     "bind_flagged",
     "bind_plain",
     "blocks_and_threads",
+    "closest",
     "constants_of",
     "kernel_blocks",
-    "nearest",
     "refuse",
     "slice_packets",
 ]
@@ -138,7 +139,23 @@ def bind_flagged(problem: Problem, config: Config, workspace: Workspace, request
     return run
 
 
-def nearest(value: int, allowed: tuple[Value, ...]) -> int:
-    """The allowed value nearest to `value`, the smaller of two equally near ones."""
-    return min((int(v) for v in allowed), key=lambda v: (abs(v - value), v))
+def closest(
+    wish: Config,
+    space: Space,
+    problem: Problem,
+    limits: Limits,
+    infeasible: Callable[[Problem, Config, Limits], str | None],
+) -> dict[str, Value]:
+    """The feasible config nearest to `wish` (numbers by their ratio); `wish` itself where none is feasible."""
 
+    def distance(config: Config) -> float:
+        total = 0.0
+        for name, value in config.items():
+            if isinstance(value, bool) or isinstance(value, str):
+                total += 0.0 if value == wish[name] else 1.0
+            else:
+                total += abs(math.log2(value) - math.log2(max(float(wish[name]), 1.0)))
+        return total
+
+    feasible = [config for config in space.enumerate() if infeasible(problem, config, limits) is None]
+    return min(feasible, key=distance) if feasible else dict(wish)

@@ -34,9 +34,9 @@ from tunedcomm.kernels.all_reduce._common import (
     Launch,
     bind_plain,
     blocks_and_threads,
+    closest,
     constants_of,
     kernel_blocks,
-    nearest,
     refuse,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -110,14 +110,12 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     packets = packets_of(problem.nbytes)
-    warps = 1 if packets <= 1024 else 2 if packets <= 8192 else 8
-    most = 4 if limits.backend == "host" else 128
-    blocks = min(max(packets // (32 * warps), 1), most)
-    return {
-        "num_blocks": nearest(blocks, (1, 2, 4, 8, 16, 32, 64, 128)),
-        "num_warps": warps if limits.backend == "cuda" else 16,
-        "launch_pdl": limits.launch_pdl,
-    }
+    if limits.backend == "host":
+        wish: Config = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = 1 if packets <= 1024 else 2 if packets <= 8192 else 8
+        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:

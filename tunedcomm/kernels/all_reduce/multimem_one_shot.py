@@ -20,7 +20,7 @@ from tunedcomm.kernels._data import mean_packets, num_packets, packets_of, read_
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels._multimem import load_reduce
 from tunedcomm.kernels._sync import store_packets
-from tunedcomm.kernels.all_reduce._common import Launch, kernel_blocks, nearest
+from tunedcomm.kernels.all_reduce._common import Launch, closest, kernel_blocks
 from tunedcomm.kernels.all_reduce._multimem import SPACE, bind_multimem, refuse_multimem, request_multimem
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -66,9 +66,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    if limits.backend == "host":
-        return {"num_blocks": 1, "num_warps": 16}
-    return {"num_blocks": nearest(packets_of(problem.nbytes) // 256, (1, 2, 4, 8, 16, 32)), "num_warps": 8}
+    wish = {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}
+    return closest(wish, SPACE, problem, limits, _infeasible)
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:

@@ -22,7 +22,7 @@ from tunedcomm.kernels._data import mean_packets, num_packets, read_elements, wr
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels._multimem import load_reduce, store_all
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import Launch, kernel_blocks, nearest, slice_packets
+from tunedcomm.kernels.all_reduce._common import Launch, closest, kernel_blocks, slice_packets
 from tunedcomm.kernels.all_reduce._multimem import SPACE, bind_multimem, refuse_multimem, request_multimem
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -77,9 +77,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    if limits.backend == "host":
-        return {"num_blocks": 1, "num_warps": 16}
-    return {"num_blocks": nearest(slice_packets(problem) // 256, (1, 2, 4, 8, 16, 32, 64)), "num_warps": 8}
+    wish = {"num_blocks": min(slice_packets(problem) / 256, 32), "num_warps": 8}
+    return closest(wish, SPACE, problem, limits, _infeasible)
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:

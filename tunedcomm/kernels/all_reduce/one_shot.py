@@ -27,9 +27,9 @@ from tunedcomm.kernels.all_reduce._common import (
     Launch,
     bind_flagged,
     blocks_and_threads,
+    closest,
     constants_of,
     kernel_blocks,
-    nearest,
     refuse,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -110,13 +110,11 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     packets = packets_of(problem.nbytes)
     if limits.backend == "host":
-        return {"num_blocks": 1, "num_warps": 16, "items": 2}
-    warps = 4 if packets <= 2048 else 16
-    return {
-        "num_blocks": nearest(min(max(packets // (32 * warps), 1), 64), (1, 2, 4, 8, 16, 32, 64)),
-        "num_warps": warps,
-        "items": 1,
-    }
+        wish: Config = {"num_blocks": 2, "num_warps": 16, "items": 2}
+    else:
+        warps = 4 if packets <= 2048 else 16
+        wish = {"num_blocks": min(packets / (32 * warps), 64), "num_warps": warps, "items": 1}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:

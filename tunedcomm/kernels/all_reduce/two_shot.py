@@ -35,9 +35,9 @@ from tunedcomm.kernels.all_reduce._common import (
     Launch,
     bind_flagged,
     blocks_and_threads,
+    closest,
     constants_of,
     kernel_blocks,
-    nearest,
     refuse,
     slice_packets,
 )
@@ -145,7 +145,7 @@ def two_shot_inplace_kernel(
 
 _SPACE = Space(
     {
-        "num_blocks": Choice(2, 8, 32, 64, 132, 264),
+        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
         "num_warps": PowerOfTwo(4, 16),
         "items": Choice(1, 2, 4),
         "num_chunks": PowerOfTwo(1, 8),
@@ -179,10 +179,11 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     share = slice_packets(problem)
     if limits.backend == "host":
-        return {"num_blocks": 2, "num_warps": 16, "items": 2, "num_chunks": 1}
-    blocks = nearest(min(max(share // 512, 2), 132), (2, 8, 32, 64, 132))
-    chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4
-    return {"num_blocks": blocks, "num_warps": 16, "items": 1, "num_chunks": chunks}
+        wish: Config = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
+    else:
+        chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4
+        wish = {"num_blocks": min(share / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:

@@ -28,9 +28,9 @@ from tunedcomm.kernels.all_reduce._common import (
     Launch,
     bind_plain,
     blocks_and_threads,
+    closest,
     constants_of,
     kernel_blocks,
-    nearest,
     refuse,
     slice_packets,
 )
@@ -102,7 +102,7 @@ def two_shot_lamport_kernel(
 
 _SPACE = Space(
     {
-        "num_blocks": Choice(2, 4, 8, 16, 32, 64, 96, 132, 264),
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 96, 132, 264),
         "num_warps": PowerOfTwo(1, 16),
         "launch_pdl": Choice(False, True),
     }
@@ -123,14 +123,11 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     share = slice_packets(problem)
     if limits.backend == "host":
-        return {"num_blocks": 2, "num_warps": 16, "launch_pdl": limits.launch_pdl}
-    warps = 4 if share <= 132 * 128 else 8
-    blocks = min(max(share // (32 * warps), 2), 132)
-    return {
-        "num_blocks": nearest(blocks, (2, 4, 8, 16, 32, 64, 96, 132)),
-        "num_warps": warps,
-        "launch_pdl": limits.launch_pdl,
-    }
+        wish: Config = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = 4 if share <= 132 * 128 else 8
+        wish = {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:

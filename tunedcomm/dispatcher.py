@@ -1,0 +1,184 @@
+"""From a problem to a launch: decide once, then look up.
+
+`decide` is the pure part (a snapshot, a problem, limits); `plan_for` binds its choice for a communicator. What a call
+costs after that is one dict lookup and the kernel's C launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tunedcomm import kernels, settings
+from tunedcomm.communicator import Communicator, live_communicators
+from tunedcomm.db.select import Decision, Snapshot, choose
+from tunedcomm.errors import InfeasibleError, UnsupportedInputError
+from tunedcomm.space import Value
+from tunedcomm.spec import (
+    Candidate,
+    Limits,
+    NumericsPolicy,
+    Problem,
+    check_candidate,
+    get_op,
+    get_variant,
+    variants,
+)
+
+__all__ = ["Plan", "decide", "explain", "force", "forced_candidate", "library_plan", "plan_for"]
+
+logger = logging.getLogger("tunedcomm")
+
+POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
+_forced: dict[str, tuple[str, dict[str, Value] | None]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A problem bound to a candidate and ready to launch.
+
+    Attributes:
+        launch: `(inputs, outputs, raw stream handle)`.
+        decision: what was chosen and why.
+        wants_aligned: True for kernels, which take tensors at 16-byte boundaries only.
+    """
+
+    problem: Problem
+    decision: Decision
+    launch: Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
+    wants_aligned: bool
+
+
+def source_hash_of(op: str, variant: str) -> str | None:
+    """Hash of the variant's kernels as they are now; None if there is no such variant."""
+    found = variants(op).get(variant)
+    return None if found is None else kernels.source_hash(found)
+
+
+def _numerics_of(op: str, variant: str) -> str | None:
+    found = variants(op).get(variant)
+    return None if found is None else found.numerics
+
+
+@contextlib.contextmanager
+def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> Iterator[None]:
+    """Run one variant for every problem of `op` inside the `with` block, the same on every rank.
+
+    Args:
+        op, variant: registered names.
+        config: a point of the variant's space; by default the variant's own default for each problem.
+
+    Raises:
+        UnknownNameError, ConfigError: no such op or variant, or a config outside the space. A problem that the variant
+            cannot run raises InfeasibleError when it is called.
+    """
+    kernels.discover()
+    clean = get_variant(get_op(op).name, variant).space.validate(config) if config is not None else None
+    before = _forced.get(op)
+    _forced[op] = (variant, clean)
+    _forget_plans()
+    try:
+        yield
+    finally:
+        if before is None:
+            del _forced[op]
+        else:
+            _forced[op] = before
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    for communicator in live_communicators():
+        communicator.plans.clear()
+
+
+def forced_candidate(problem: Problem, limits: Limits) -> Candidate | None:
+    """What `force()`, else TUNEDCOMM_FORCE_<OP>, names for this problem; None if neither does.
+
+    Raises:
+        InfeasibleError: the forced variant cannot run the problem.
+    """
+    name, config = _forced.get(problem.op, (None, None))
+    name = name or settings.forced(problem.op)
+    if name is None:
+        return None
+    variant = get_variant(problem.op, name)
+    candidate = Candidate.of(problem.op, name, config if config is not None else variant.default(problem, limits))
+    if reason := check_candidate(problem, candidate, limits):
+        raise InfeasibleError(f"{candidate} is forced for {problem}, but cannot run it: {reason}")
+    return candidate
+
+
+def decide(
+    problem: Problem,
+    snapshot: Snapshot,
+    limits: Limits,
+    *,
+    policy: NumericsPolicy = "default",
+    forced: Candidate | None = None,
+) -> Decision:
+    """What a group with this snapshot runs for `problem`, and why. Pure: no clock, no files, no communication."""
+    kernels.discover()
+    spec = get_op(problem.op)
+    return choose(
+        snapshot,
+        problem,
+        feasible=lambda candidate: check_candidate(problem, candidate, limits),
+        source_hash=source_hash_of,
+        numerics_of=_numerics_of,
+        policy=policy,
+        message_bytes=spec.message_bytes,
+        heuristic=None,
+        forced=forced,
+    )
+
+
+def explain(communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default") -> Decision:
+    """The decision for `problem` on a communicator, with every reason; binds and launches nothing."""
+    forced = forced_candidate(problem, communicator.limits)
+    if forced is None and settings.mode() == "off":
+        forced = Candidate.of(problem.op, "library", {})
+    return decide(problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced)
+
+
+def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy) -> Plan:
+    """Decide and bind; a choice that turns out not to fit on the GPU gives way to the library, on every rank alike.
+
+    Raises:
+        UnsupportedInputError: an unknown numerics policy.
+        InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
+    """
+    if policy not in POLICIES:
+        raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(POLICIES)}")
+    decision = explain(communicator, problem, policy=policy)
+    if settings.mode() == "force" and decision.source == "library":
+        raise InfeasibleError(
+            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
+            f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
+        )
+    candidate = decision.candidate
+    try:
+        launch = communicator.bind(problem, candidate)
+    except InfeasibleError as error:
+        if decision.source == "forced":
+            raise
+        logger.warning("%s goes to the library: %s", problem, error)
+        candidate = Candidate.of(problem.op, "library", {})
+        launch = communicator.bind(problem, candidate)
+    logger.info("%s: %s (%s)", problem, candidate, decision.why)
+    return Plan(problem, decision, launch, candidate.variant != "library")
+
+
+def library_plan(communicator: Communicator, problem: Problem) -> Plan:
+    """The library, for a problem first met inside a graph capture, where nothing may be compiled or loaded."""
+    logger.warning(
+        "%s is captured without having been called before: the library serves it in this graph; run the same call once "
+        "before the capture (a warm-up) to have it tuned",
+        problem,
+    )
+    library = Candidate.of(problem.op, "library", {})
+    decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
+    return Plan(problem, decision, communicator.bind(problem, library), False)

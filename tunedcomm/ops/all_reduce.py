@@ -1,0 +1,261 @@
+"""`tunedcomm.all_reduce` and `tunedcomm.all_reduce_`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.communicator import Communicator, get_communicator, on_release
+from tunedcomm.dispatcher import Plan, library_plan, plan_for
+from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.spec import Mode, NumericsPolicy, Problem
+
+__all__ = ["all_reduce", "all_reduce_"]
+
+_DTYPES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+_REDUCTIONS = ("sum", "avg", "max", "min")
+_MISALIGNED = 15  # kernels move 16-byte packets
+
+_raw_stream: Callable[[int], int]
+_is_capturing: Callable[[], bool]
+if torch.cuda.is_available():
+    _raw_stream = torch._C._cuda_getCurrentRawStream
+    _is_capturing = torch._C._cuda_isCurrentStreamCapturing
+else:
+
+    def _raw_stream(device: int) -> int:
+        return 0
+
+    def _is_capturing() -> bool:
+        return False
+
+
+_by_group: dict[tuple[Any, torch.device], Communicator] = {}
+on_release(_by_group.clear)
+
+
+def all_reduce(
+    x: torch.Tensor,
+    *,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+    numerics: NumericsPolicy = "default",
+) -> torch.Tensor:
+    """Reduce `x` elementwise over all ranks of `group`; every rank gets the result.
+
+    Args:
+        x: any shape, any strides, bf16, fp16 or fp32 (kernels), fp64 or an integer type (library). The same number of
+            elements and dtype on every rank. Left as it is unless `out` is `x`.
+        op: `sum`, `avg`, `max` or `min`; `avg` not for integers.
+        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
+        out: where to write, same shape, dtype and device as `x`; any strides; may be `x`.
+        numerics: `default` allows variants whose results are the same bits on every rank; `ordered` only those that sum
+            in fp32 in rank order with one rounding at the end, whose bits do not depend on tuning; `any` allows all.
+
+    Returns:
+        `out`, or a new contiguous tensor of `x`'s shape and dtype.
+
+    Raises:
+        NotInitializedError: no default process group, or a first call inside a graph capture.
+        GroupError: not a member of `group`, or it has no backend for `x`'s device.
+        UnsupportedInputError: a dtype, layout, device, option or `out` that cannot be served; says which and what to do.
+        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+
+    Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
+    synchronises the host.
+    """
+    communicator = _by_group.get((group, x.device))
+    if communicator is None:
+        communicator = _first_call(x, group)
+    capturing = _is_capturing()
+    in_place = out is x
+    symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
+    plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, symmetric, capturing))
+    if plan is None or x.requires_grad or not x.is_contiguous():
+        return _slow_path(communicator, x, op, out, numerics, capturing)
+    address = x.data_ptr()
+    if out is None:
+        out = torch.empty_like(x)
+    elif not in_place and not (
+        out.shape == x.shape
+        and out.dtype == x.dtype
+        and out.device == x.device
+        and out.is_contiguous()
+        and not out.requires_grad
+        and out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    ):
+        return _slow_path(communicator, x, op, out, numerics, capturing)
+    if plan.wants_aligned and (address | out.data_ptr()) & _MISALIGNED:
+        return _slow_path(communicator, x, op, out, numerics, capturing)
+    if communicator.status_view[0]:
+        communicator.check_peers()
+    stream = _raw_stream(communicator.device_index)
+    if stream != communicator.last_streams[capturing]:
+        communicator.order_streams(capturing, stream)
+    plan.launch((x,), (out,), stream)
+    return out
+
+
+def all_reduce_(
+    x: torch.Tensor,
+    *,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    numerics: NumericsPolicy = "default",
+) -> torch.Tensor:
+    """`all_reduce` in place: `x` holds the result and is returned."""
+    return all_reduce(x, op=op, group=group, out=x, numerics=numerics)
+
+
+def _first_call(x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+    if not isinstance(x, torch.Tensor):
+        raise UnsupportedInputError(f"all_reduce wants a torch.Tensor, got {type(x).__name__}")
+    if x.device.type not in ("cuda", "cpu"):
+        raise UnsupportedInputError(f"all_reduce serves cuda and cpu tensors, not {x.device}")
+    communicator = get_communicator(group, x.device)
+    if x.device != communicator.device:
+        raise UnsupportedInputError(
+            f"the tensor is on {x.device}, but rank {communicator.rank} of this group works on {communicator.device}; "
+            "move the tensor, or call torch.cuda.set_device() before the group's first call"
+        )
+    _by_group[group, x.device] = communicator
+    return communicator
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte that a non-empty tensor covers."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _check_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+        raise UnsupportedInputError(
+            f"out has shape {tuple(out.shape)}, {out.dtype}, {out.device}; it must match x: {tuple(x.shape)}, "
+            f"{x.dtype}, {x.device}"
+        )
+    if out.numel() == 0:
+        return
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise UnsupportedInputError("out is an expanded tensor: several of its elements share one place in memory")
+    (low, high), (out_low, out_high) = _extent(x), _extent(out)
+    same = out_low == low and out.stride() == x.stride()
+    if not same and out_low < high and low < out_high:
+        raise UnsupportedInputError("out overlaps x without being x; pass out=x, or a tensor with memory of its own")
+
+
+def _check(x: torch.Tensor, op: str, out: torch.Tensor | None) -> None:
+    """Refuse what no variant takes, with the way out."""
+    if x.layout is not torch.strided:
+        raise UnsupportedInputError(f"all_reduce wants a dense tensor, got layout {x.layout}; call .to_dense() first")
+    if x.is_complex():
+        raise UnsupportedInputError(
+            f"all_reduce does not take {x.dtype}; pass torch.view_as_real(x), whose sum and avg are the same"
+        )
+    if x.dtype not in _DTYPES:
+        allowed = ", ".join(sorted(_DTYPES.values()))
+        raise UnsupportedInputError(f"all_reduce does not take {x.dtype}; allowed: {allowed}")
+    if op not in _REDUCTIONS:
+        raise UnsupportedInputError(f"op={op!r} is no reduction; allowed: {', '.join(_REDUCTIONS)}")
+    if op == "avg" and not x.is_floating_point():
+        raise UnsupportedInputError(f"avg of {x.dtype} would round; use op='sum' and divide, or a floating-point dtype")
+    if torch.is_grad_enabled() and (x.requires_grad or (out is not None and out.requires_grad)):
+        raise UnsupportedInputError(
+            "all_reduce is not differentiable; call it under torch.no_grad() or pass x.detach()"
+        )
+    if out is not None:
+        _check_out(x, out)
+
+
+def _usable(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED
+
+
+def _slow_path(
+    communicator: Communicator,
+    x: torch.Tensor,
+    op: str,
+    out: torch.Tensor | None,
+    numerics: NumericsPolicy,
+    capturing: bool,
+) -> torch.Tensor:
+    """First calls, and everything unusual: checks, plans, and copies into a form that kernels take.
+
+    The problem depends on what every rank passes alike, never on this rank's strides or alignment: those are dealt
+    with by copies that the other ranks do not see.
+    """
+    _check(x, op, out)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    if x.numel() == 0:
+        return result
+    x, target = x.detach(), result.detach()
+    in_place = out is not None and target.data_ptr() == x.data_ptr()
+    if communicator.world_size == 1:
+        return result if in_place else result.copy_(x)
+    symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
+    if symmetric and not _usable(x):
+        raise UnsupportedInputError(
+            "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes: peers address it too"
+        )
+    plan = _plan(communicator, x, op, in_place, numerics, symmetric, capturing)
+    communicator.check_peers()
+    communicator.order_streams(capturing, _raw_stream(communicator.device_index))
+    source = x if _usable(x) else x.clone(memory_format=torch.contiguous_format)
+    if in_place:
+        sink = source
+    else:
+        sink = target if _usable(target) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    plan.launch((source,), (sink,), _raw_stream(communicator.device_index))
+    if sink.data_ptr() != target.data_ptr():
+        target.copy_(sink)
+    return result
+
+
+def _plan(
+    communicator: Communicator,
+    x: torch.Tensor,
+    op: str,
+    in_place: bool,
+    numerics: NumericsPolicy,
+    symmetric: bool,
+    capturing: bool,
+) -> Plan:
+    """The plan from the cache, or made now for both modes; inside a capture a problem not met before cannot be bound."""
+    key = (x.numel(), x.dtype, op, in_place, numerics, symmetric)
+    plan: Plan | None = communicator.plans.get((*key, capturing))
+    if plan is not None:
+        return plan
+    if capturing:
+        return library_plan(communicator, _problem(communicator, key, "graph"))
+    modes: tuple[Mode, ...] = ("eager", "graph") if x.is_cuda else ("eager",)
+    for mode in modes:
+        plan = plan_for(communicator, _problem(communicator, key, mode), numerics)
+        communicator.plans[(*key, mode == "graph")] = plan
+    return communicator.plans[(*key, False)]  # type: ignore[no-any-return]
+
+
+def _problem(communicator: Communicator, key: tuple[Any, ...], mode: Mode) -> Problem:
+    numel, dtype, op, in_place, _, symmetric = key
+    return Problem(
+        op="all_reduce",
+        shape=(numel,),
+        dtype=_DTYPES[dtype],
+        world_size=communicator.world_size,
+        reduction=op,
+        input_kind="symmetric" if symmetric else "plain",
+        in_place=in_place,
+        mode=mode,
+    )

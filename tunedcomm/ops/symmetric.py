@@ -1,0 +1,70 @@
+"""Tensors in symmetric memory: peers address them, so that ops can read and write them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.communicator import get_communicator
+from tunedcomm.errors import UnsupportedInputError, WorkspaceError
+from tunedcomm.symm.buffer import allocate
+
+__all__ = ["register_symmetric", "symmetric_empty"]
+
+
+def symmetric_empty(
+    size: Sequence[int] | int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """A zero-filled tensor in symmetric memory of `group`; collective over the group, never inside a graph capture.
+
+    Pass it, or views of it at the same offset on every rank, to ops of the same group.
+
+    Args:
+        size: the shape, the same on every rank.
+        dtype: any dtype.
+        device: by default the current CUDA device, or the CPU where there is none.
+        group: by default the default group.
+
+    Raises:
+        WorkspaceError: the ranks cannot address each other's memory, or there is too little of it.
+    """
+    where = None if device is None else torch.device(device)
+    if where is not None and where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    communicator = get_communicator(group, where)
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    numel = torch.Size(shape).numel()
+    if communicator.workspace is None:
+        raise WorkspaceError(
+            "the ranks of this group cannot address each other's memory; use an ordinary tensor (`tunedcomm doctor` "
+            "says why)"
+        )
+    buffer = allocate(communicator.group, communicator.device, max(numel * dtype.itemsize, 16))
+    tensor = buffer.local[: numel * dtype.itemsize].view(dtype).view(shape)
+    communicator.register_symmetric(tensor, buffer)
+    return tensor
+
+
+def register_symmetric(x: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Tell the group about a tensor allocated with `torch.distributed._symmetric_memory.empty`; collective.
+
+    Returns:
+        `x`.
+
+    Raises:
+        UnsupportedInputError: not a CUDA tensor.
+        WorkspaceError: not symmetric memory.
+    """
+    if not x.is_cuda:
+        raise UnsupportedInputError(f"only CUDA tensors come from PyTorch's symmetric memory, not {x.device}")
+    from tunedcomm.symm.cuda import map_tensor
+
+    communicator = get_communicator(group, x.device)
+    communicator.register_symmetric(x, map_tensor(x, communicator.group))
+    return x
