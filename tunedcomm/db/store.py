@@ -71,8 +71,8 @@ class Database:
             target: a file or any SQLAlchemy URL.
             create: make the file, its directories and the tables if there are none.
             readonly: never write, not even SQLite's own side files where they are not needed.
-            immutable: the file cannot change while it is open (shipped databases); None finds out from whether its
-                directory can be written. Implies `readonly`.
+            immutable: the file cannot change while it is open (shipped databases), so nothing is locked and no side
+                file is made; None finds out. Implies `readonly`.
             busy_timeout_s: how long to wait for another writer.
 
         Raises:
@@ -88,7 +88,7 @@ class Database:
         if where.path is not None:
             prepare_file(where.path, create=create)
             if readonly and immutable is None:
-                immutable = not os.access(where.path.parent, os.W_OK)
+                immutable = _cannot_change(where.path)
         engine = make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
         try:
             with translated(where):
@@ -336,6 +336,12 @@ _PLAIN = (
     "run_id",
     "created_at",
 )
+
+
+def _cannot_change(path: Path) -> bool:
+    """True where SQLite could make no side files to read a file in WAL mode, and no writer has left any."""
+    writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+    return not writable and not path.with_name(path.name + "-wal").exists()
 
 
 def _login() -> str:

@@ -1,0 +1,273 @@
+"""Bad input: every database that cannot be used gives a named error that says what to do; none is changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from db_samples import H200, candidate, problem, trial
+
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.store import Database
+from tunedcomm.errors import (
+    DatabaseAccessError,
+    DatabaseBusyError,
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseVersionError,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A good database with a few hundred trials, closed."""
+    file = tmp_path / "tuned.db"
+    with Database.open(file, create=True) as database:
+        database.record([trial(config={"num_blocks": i}, latency_us=5 + i) for i in range(300)])
+    return file
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[Path]:
+    """A directory that another user may enter, and no root privileges while the test runs."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        is_root = os.geteuid() == 0
+        yield folder
+        if is_root:
+            os.seteuid(0)
+
+
+def _drop_privileges() -> None:
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseAccessError, match=r"is a directory; give a file in it, e\.g\. .*tuned\.db"):
+        Database.open(tmp_path, create=True)
+
+
+def test_missing(tmp_path: Path) -> None:
+    for readonly in (False, True):
+        with pytest.raises(DatabaseAccessError, match="does not exist; `tunedcomm tune` makes one"):
+            Database.open(tmp_path / "none.db", readonly=readonly)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_parent_that_is_a_file(path: Path) -> None:
+    for below in ("tuned.db", "deeper/tuned.db"):
+        with pytest.raises(DatabaseAccessError, match="Not a directory; check"):
+            Database.open(path / below, create=True)
+
+
+def test_not_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.db")
+    with pytest.raises(DatabaseAccessError, match="not a regular file"):
+        Database.open(tmp_path / "fifo.db")
+
+
+def test_unreadable(ordinary_user: Path) -> None:
+    file = ordinary_user / "tuned.db"
+    Database.open(file, create=True).close()
+    file.chmod(0)
+    _drop_privileges()
+    with pytest.raises(DatabaseAccessError, match=r"cannot read database .*: Permission denied; check the permissions"):
+        Database.open(file)
+
+
+def test_not_writable(ordinary_user: Path) -> None:
+    file = ordinary_user / "tuned.db"
+    with Database.open(file, create=True) as database:
+        database.record([trial()])
+    file.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
+    _drop_privileges()
+    with Database.open(file, readonly=True) as database:
+        assert len(database.trials()) == 1
+    with pytest.raises(DatabaseAccessError), Database.open(file) as database:
+        database.record([trial()])
+    with pytest.raises(DatabaseAccessError, match="set TUNEDCOMM_DB"):
+        Database.open(ordinary_user / "deeper" / "tuned.db", create=True)
+
+
+@pytest.mark.parametrize("content", [b"gpu,latency\nH200,2.9\n", b"SQLite format 3", bytes(4096)])
+def test_not_a_database(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "table.csv"
+    file.write_bytes(content)
+    for create in (False, True):
+        with pytest.raises(DatabaseCorruptError, match="is not a SQLite database"):
+            Database.open(file, create=create)
+    assert file.read_bytes() == content
+
+
+def test_truncated(path: Path) -> None:
+    content = path.read_bytes()
+    for keep in (100, 4096, len(content) // 2, len(content) - 4096):
+        path.write_bytes(content[:keep])
+        with pytest.raises(DatabaseCorruptError, match=r"is damaged .* move it away and tune again"):
+            Database.open(path)
+
+
+def test_damaged_in_the_middle(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    # Everything but the header and the schema's page.
+    content[4096:] = b"\x55" * (len(content) - 4096)
+    path.write_bytes(content)
+    with pytest.raises(DatabaseCorruptError), Database.open(path) as database:
+        database.trials()
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.db"
+    file.touch()
+    for readonly in (False, True):
+        with pytest.raises(DatabaseCorruptError, match="holds no tunedcomm tables"):
+            Database.open(file, readonly=readonly)
+    with Database.open(file, create=True) as database:
+        assert database.trials() == []
+
+
+def test_another_programs_database(tmp_path: Path) -> None:
+    file = tmp_path / "places.sqlite"
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    before = file.read_bytes()
+    for create in (False, True):
+        with pytest.raises(DatabaseCorruptError, match="belongs to another program"):
+            Database.open(file, create=create)
+    with sqlite3.connect(file) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+    assert len(file.read_bytes()) == len(before)
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_written_by_a_newer_version(path: Path, readonly: bool) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE tunedcomm_version SET version_num = '0999'")
+    with pytest.raises(
+        DatabaseVersionError, match=r"written by a newer tunedcomm \(schema '0999'.*: upgrade tunedcomm"
+    ):
+        Database.open(path, readonly=readonly)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM trial").fetchone() == (300,)
+
+
+def test_tables_missing_though_the_version_is_right(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE trial")
+    with pytest.raises(DatabaseCorruptError, match="does not have the tables"), Database.open(path) as database:
+        database.trials()
+
+
+def test_locked_for_longer_than_the_busy_timeout(path: Path) -> None:
+    with Database.open(path, busy_timeout_s=0.2) as database:
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DatabaseBusyError, match=r"locked by another writer .*; wait for it to end"):
+            database.record([trial()])
+        assert len(database.trials()) == 300, "readers do not wait for writers"
+        other.execute("ROLLBACK")
+        other.close()
+        database.record([trial()])
+        assert len(database.trials()) == 301
+
+
+@pytest.mark.parametrize("url", ["nosuchdialect://host/name", "sqlite+nosuch:///x", "", "a\x00b"])
+def test_not_a_usable_target(url: str) -> None:
+    with pytest.raises(DatabaseAccessError):
+        Database.open(url)
+
+
+def test_passwords_stay_out_of_messages() -> None:
+    with pytest.raises(DatabaseAccessError) as caught:
+        Database.open("postgresql+nosuchdriver://user:secret@localhost/name")
+    assert "secret" not in str(caught.value)
+
+
+def test_create_needs_a_writable_database(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="create=True"):
+        Database.open(tmp_path / "x.db", create=True, readonly=True)
+
+
+# A database from elsewhere: whatever a row holds, it is left out with one warning.
+
+_HOSTILE = [
+    "UPDATE trial SET config = '{\"num_blocks\": ' WHERE id = 1",
+    "UPDATE trial SET config = '[1, 2]' WHERE id = 1",
+    'UPDATE trial SET config = \'{"num_blocks": {"a": 1}}\' WHERE id = 1',
+    "UPDATE trial SET config = '{\"num_blocks\": NaN}' WHERE id = 1",
+    "UPDATE trial SET config = x'ff00fe' WHERE id = 1",
+    "UPDATE trial SET config = CAST(x'fffe' AS TEXT) WHERE id = 1",
+    f"UPDATE trial SET config = '{'[' * 9000}' WHERE id = 1",
+    f"UPDATE trial SET config = '{{\"num_blocks\": {'9' * 6000}}}' WHERE id = 1",
+    "UPDATE trial SET latency_p50_us = 'fast' WHERE id = 1",
+    "UPDATE trial SET latency_p50_us = -1.0 WHERE id = 1",
+    "UPDATE trial SET latency_p50_us = 9e999 WHERE id = 1",
+    "UPDATE trial SET latency_p50_us = NULL WHERE id = 1",
+    "UPDATE trial SET baseline_p50_us = 0 WHERE id = 1",
+    "UPDATE trial SET samples = 'many' WHERE id = 1",
+    "UPDATE trial SET created_at = 'yesterday' WHERE id = 1",
+    "UPDATE trial SET created_at = 12345678901234567890 WHERE id = 1",
+    "UPDATE trial SET status = 'ok; DROP TABLE trial' WHERE id = 1",
+    "PRAGMA foreign_keys=OFF; UPDATE trial SET variant_id = 99 WHERE id = 1",
+    "PRAGMA foreign_keys=OFF; UPDATE trial SET problem_id = 99 WHERE id = 1",
+    "UPDATE variant SET numerics = 'exact' WHERE id = 1",
+    "UPDATE variant SET op = 'all_gather' WHERE id = 1",
+    "UPDATE problem SET shape = '2048xbig' WHERE id = 1",
+    f"UPDATE problem SET shape = '{'9' * 30}' WHERE id = 1",
+    f"UPDATE problem SET shape = '{'2x' * 99}2' WHERE id = 1",
+    "UPDATE problem SET dtype = 'float3' WHERE id = 1",
+    "UPDATE problem SET world_size = 'four' WHERE id = 1",
+    "UPDATE problem SET mode = x'00' WHERE id = 1",
+    "UPDATE problem SET in_place = 7 WHERE id = 1",
+    "UPDATE environment SET nodes = 'one' WHERE id = 1",
+    "UPDATE environment SET driver = x'00ff' WHERE id = 1",
+]
+
+
+@pytest.mark.parametrize("statements", _HOSTILE)
+def test_a_hostile_row_is_left_out(tmp_path: Path, statements: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "hostile.db"
+    good = problem(1 << 20)
+    other = trial("two_shot", problem=good, environment=H200)
+    with Database.open(file, create=True) as database:
+        database.record([trial(final=True), other])
+        database.pin(problem(), candidate("one_shot"), environment=H200, reason="")
+    with sqlite3.connect(file) as connection:
+        connection.executescript(statements)
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        found = load_snapshot(H200, 4, layers=[Layer("user", str(file))], strict=True)
+    assert all(row.problem != problem() for row in found.rows)
+    if "UPDATE environment" not in statements:
+        assert [row.problem for row in found.rows] == [good]
+    assert len([r for r in caplog.records if "make no sense" in r.message]) <= 1
+    with Database.open(file) as database:
+        assert len(database.trials()) <= 2
+        database.environments()
+        database.problems()
+        database.pins()
+        database.stats()
+
+
+def test_a_bad_layer_is_left_out_with_one_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = path.parent / "bad.db"
+    bad.write_bytes(b"x" * 5000)
+    wanted = [Layer("site", str(bad)), Layer("site", str(path.parent / "gone.db")), Layer("packaged", str(path))]
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        found = load_snapshot(H200, 4, layers=wanted)
+        again = load_snapshot(H200, 4, layers=wanted)
+    assert len(found.rows) == 2
+    assert found == again
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 2
+    assert "bad.db is not a SQLite database" in messages[0]
+    assert "gone.db does not exist" in messages[1]
+    with pytest.raises(DatabaseError):
+        load_snapshot(H200, 4, layers=wanted, strict=True)

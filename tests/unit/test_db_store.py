@@ -1,0 +1,239 @@
+"""Recording and reading back: round trips, filters, runs, pins, append-only history."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from db_samples import H200, OLDER, START, candidate, problem, trial
+from sqlalchemy import text
+
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.store import Database
+from tunedcomm.errors import DatabaseAccessError, DatabaseError
+from tunedcomm.spec import Problem
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return Database.open(tmp_path / "a" / "b" / "tuned.db", create=True)
+
+
+def test_trials_come_back_as_they_were(database: Database) -> None:
+    run = database.start_run(command="tunedcomm tune", seed=7, budget="60 s", host="node1")
+    gemm = Problem(
+        "ag_gemm", (4096, 3584, 8192), "float16", 2, "", "symmetric", in_place=True, layout="nk", scaling="rowwise"
+    )
+    records = [
+        trial(
+            "lamport",
+            2.9,
+            config={"num_blocks": 4, "launch_pdl": True, "order": "rank"},
+            latency_p10_us=2.8,
+            latency_p90_us=3.1,
+            samples=200,
+            error=1e-3,
+            final=True,
+            run_id=run,
+        ),
+        trial("library", 12.0, problem=gemm, environment=OLDER),
+        trial(
+            "two_shot",
+            None,
+            status="hung",
+            reason="rank 2 did not arrive; 'quoted' \"text\" µs",
+            error=math.inf,
+            after=5,
+        ),
+        trial("one_shot", None, status="infeasible", reason="too large", problem=problem(0)),
+    ]
+    ids = database.record(records)
+    assert len(set(ids)) == 4
+    assert database.trials() == [replace(record, id=key) for record, key in zip(records, ids, strict=True)]
+    assert database.environments() == [H200, OLDER]
+    assert database.problems() == sorted({record.problem for record in records})
+    assert database.problems(op="ag_gemm") == [gemm]
+
+
+def test_each_filter_narrows(database: Database) -> None:
+    other = problem(8192, world_size=2)
+    database.record([trial(), trial(problem=other, final=True), trial(environment=OLDER), trial(status="pruned")])
+    assert len(database.trials()) == 4
+    assert [t.problem for t in database.trials(world_size=2)] == [other]
+    assert [t.problem for t in database.trials(problem=other)] == [other]
+    assert [t.environment for t in database.trials(environment=OLDER)] == [OLDER]
+    assert [t.status for t in database.trials(status="pruned")] == ["pruned"]
+    assert [t.problem for t in database.trials(final=True)] == [other]
+    assert database.trials(op="all_gather") == []
+    assert len(database.trials(op="all_reduce", problem=problem(), final=False)) == 3
+    with pytest.raises(ValueError, match=r"unknown status 'good'; the statuses are ok,"):
+        database.trials(status="good")  # type: ignore[arg-type]
+
+
+def test_history_is_append_only(database: Database) -> None:
+    first = database.record([trial(latency_us=5.0)])
+    second = database.record([trial(latency_us=6.0)])
+    assert first != second
+    assert [t.latency_p50_us for t in database.trials()] == [5.0, 6.0]
+
+
+def test_record_is_all_or_nothing(database: Database) -> None:
+    database.record([trial()])
+    with pytest.raises(DatabaseError, match="nothing of this call was stored"):
+        database.record([trial(), trial(run_id=4711)])
+    assert len(database.trials()) == 1
+    assert database.record([]) == []
+
+
+def test_runs_keep_provenance(database: Database) -> None:
+    run = database.start_run(command="tunedcomm tune --op all_reduce", seed=None, budget="", host="n")
+    assert database.runs()[0].finished_at is None
+    database.finish_run(run)
+    (stored,) = database.runs()
+    assert (stored.id, stored.command, stored.seed, stored.host) == (run, "tunedcomm tune --op all_reduce", None, "n")
+    assert stored.finished_at is not None
+    assert stored.finished_at >= stored.started_at
+    assert stored.started_at.tzinfo is timezone.utc
+    with pytest.raises(ValueError, match="has no run 99"):
+        database.finish_run(99)
+    with pytest.raises(ValueError, match="64 bits"):
+        database.start_run(command="", seed=2**64, budget="", host="")
+
+
+def test_a_pin_replaces_the_earlier_one_of_the_same_hardware(database: Database) -> None:
+    elsewhere = replace(H200, gpu="NVIDIA H100")
+    database.pin(problem(), candidate("one_shot"), environment=OLDER, reason="first")
+    database.pin(problem(), candidate("two_shot"), environment=H200, reason="second")
+    database.pin(problem(), candidate("lamport"), environment=elsewhere, reason="other machine")
+    assert [(p.candidate.variant, p.reason) for p in database.pins()] == [
+        ("two_shot", "second"),
+        ("lamport", "other machine"),
+    ]
+    assert database.unpin(problem(), environment=OLDER)
+    assert not database.unpin(problem(), environment=H200)
+    assert not database.unpin(problem(1 << 20), environment=H200)
+    assert [p.environment for p in database.pins()] == [elsewhere]
+
+
+def test_stats_count_every_table_and_status(database: Database) -> None:
+    database.record([trial(final=True), trial("lamport"), trial(status="hung", latency_us=None)])
+    stats = database.stats()
+    assert {stats[k] for k in ("environments", "problems")} == {1}
+    assert (stats["variants"], stats["trials"], stats["trials_ok"], stats["trials_hung"]) == (2, 3, 2, 1)
+    assert (stats["trials_crashed"], stats["finals"], stats["runs"], stats["pins"]) == (0, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"latency_us": None}, "needs latency_p50_us"),
+        ({"latency_us": 0.0}, "must be finite and > 0, got 0.0"),
+        ({"baseline_p50_us": math.nan}, "baseline_p50_us must be finite"),
+        ({"status": "fine"}, "unknown status 'fine'"),
+        ({"numerics": "exact"}, "unknown numerics class 'exact'"),
+        ({"config": {"num_blocks": 1.5}}, "values are int, bool or str"),
+        ({"samples": -1}, "samples must be >= 0"),
+        ({"variant": ""}, "needs the name of its variant"),
+        ({"created_at": datetime(2026, 1, 1)}, "has no time zone"),
+    ],
+)
+def test_a_record_refuses_nonsense(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        trial(**changes)  # type: ignore[arg-type]
+
+
+def test_times_are_stored_in_utc(database: Database) -> None:
+    from datetime import timedelta
+
+    eastern = timezone(timedelta(hours=-5))
+    database.record([trial(created_at=datetime(2026, 3, 1, 20, 0, 0, 123456, tzinfo=eastern))])
+    assert database.trials()[0].created_at == datetime(2026, 3, 2, 1, 0, 0, 123456, tzinfo=timezone.utc)
+
+
+def test_sqlite_is_set_up_for_concurrency(database: Database) -> None:
+    with database.reading() as connection:
+        pragmas = {
+            name: connection.execute(text(f"PRAGMA {name}")).scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout", "trusted_schema")
+        }
+    assert pragmas == {
+        "journal_mode": "wal",
+        "synchronous": 1,
+        "foreign_keys": 1,
+        "busy_timeout": 30000,
+        "trusted_schema": 0,
+    }
+
+
+def test_any_url_is_accepted(tmp_path: Path) -> None:
+    with Database.open(f"sqlite:///{tmp_path}/by_url.db", create=True) as database:
+        database.record([trial()])
+        assert database.path == tmp_path / "by_url.db"
+        assert database.url == f"sqlite:///{tmp_path}/by_url.db"
+    with Database.open(tmp_path / "by_url.db", readonly=True) as database:
+        assert len(database.trials()) == 1
+    with Database.open("sqlite://", create=True) as memory:
+        memory.record([trial()])
+        assert (len(memory.trials()), memory.path) == (1, None)
+
+
+def test_odd_characters_in_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "a b%20c?d#e&mode=memory" / "tuned.db"
+    with Database.open(path, create=True) as database:
+        database.record([trial()])
+    with Database.open(path, immutable=True) as database:
+        assert len(database.trials()) == 1
+
+
+def test_an_immutable_database_leaves_no_side_files_and_refuses_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "shipped.db"
+    with Database.open(path, create=True) as database:
+        database.record([trial()])
+    before = path.read_bytes()
+    with Database.open(path, immutable=True) as database:
+        assert len(database.trials()) == 1
+        assert database.readonly
+        with pytest.raises(DatabaseAccessError, match="open for reading only"):
+            database.record([trial()])
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("shipped")] == ["shipped.db"]
+    assert path.read_bytes() == before
+
+
+def test_a_reader_sees_what_a_live_writer_has_committed(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.db"
+    with Database.open(path, create=True) as writer:
+        writer.record([trial()])
+        with Database.open(path, readonly=True) as reader:
+            assert len(reader.trials()) == 1
+            writer.record([trial("lamport")])
+            assert len(reader.trials()) == 2
+
+
+def test_bulk_speed(tmp_path: Path) -> None:
+    path = tmp_path / "bulk.db"
+    sizes = [problem(2 << e) for e in range(10, 28)]
+    records = [
+        trial(
+            f"v{i % 7}",
+            5.0 + i % 97,
+            problem=sizes[i % 18],
+            config={"num_blocks": i % 31, "num_warps": i % 5},
+            final=i % 3 == 0 and i < 600,
+            after=i,
+        )
+        for i in range(20_000)
+    ]
+    with Database.open(path, create=True) as database:
+        start = time.perf_counter()
+        database.record(records)
+        assert time.perf_counter() - start < 10
+    start = time.perf_counter()
+    found = load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True)
+    # About 0.1 s on an idle machine; the bound only catches work that grows per stored row.
+    assert time.perf_counter() - start < 2
+    assert 18 * 7 <= len(found.rows) < 600
+    assert START.isoformat() <= min(r.created_at for r in found.rows)
