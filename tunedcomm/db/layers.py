@@ -97,6 +97,7 @@ class _Merge:
 
     environment: Environment
     rows: dict[_Key, Row] = field(default_factory=dict)
+    good: dict[_Key, str] = field(default_factory=dict)
     failures: dict[_Key, FailedTrial] = field(default_factory=dict)
     pins: dict[Problem, Pinned] = field(default_factory=dict)
 
@@ -119,6 +120,7 @@ class _Merge:
             trial_id=trial.id,
         )
         key = (row.problem, row.candidate, row.source_hash)
+        self.good[key] = max(row.created_at, self.good.get(key, ""))
         known = self.rows.get(key)
         if known is None or _better(row, known):
             self.rows[key] = row
@@ -141,7 +143,7 @@ class _Merge:
 
     def snapshot(self, world_size: int) -> Snapshot:
         # A candidate that failed after its last good trial is not to be launched, whoever measured it before.
-        failures = {k: f for k, f in self.failures.items() if not _cleared(self.rows.get(k), f)}
+        failures = {k: f for k, f in self.failures.items() if f.created_at >= self.good.get(k, "")}
         rows = {key: row for key, row in self.rows.items() if key not in failures}
         return Snapshot(
             environment=self.environment,
@@ -163,10 +165,6 @@ def _better(row: Row, known: Row) -> bool:
 def _age(row: Row) -> tuple[Any, ...]:
     # Equal times are told apart by content, so that the order of storing never matters.
     return (row.created_at, -row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
-
-
-def _cleared(row: Row | None, failure: FailedTrial) -> bool:
-    return row is not None and row.created_at > failure.created_at
 
 
 def _one_a_family(trials: list[FailedTrial]) -> tuple[Failure, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, String, Table, false, func, select, true, type_coerce
+from sqlalchemy import ColumnElement, Connection, Select, String, Table, exists, false, func, select, true, type_coerce
+from sqlalchemy.orm import aliased
 
 from tunedcomm.db import rows as parse
 from tunedcomm.db.records import FAILED, PinRecord, TrialRecord
@@ -224,12 +225,22 @@ def _ok_trial(row: Any, problem: Problem, environment: Environment, variant: Sto
 def failed_trials(
     connection: Connection, environments: dict[int, Environment], world_size: int, reader: Reader
 ) -> list[FailedTrial]:
-    """Every trial of these environments that was incorrect, crashed or hung."""
+    """Trials that were incorrect, crashed or hung, where the same candidate was not good on the same problem since."""
     problems = load_problems(connection, Reader(), ProblemRow.world_size == world_size)
     variants = load_variants(connection, Reader())
     columns = (TrialRow.id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.config, TrialRow.status)
+    since = aliased(TrialRow)
+    good_since = exists().where(
+        since.environment_id.in_(list(environments)),
+        since.status == "ok",
+        since.final.in_([False, True]),  # lets the index be used through to the candidate
+        since.problem_id == TrialRow.problem_id,
+        since.variant_id == TrialRow.variant_id,
+        since.config_digest == TrialRow.config_digest,
+        since.created_at > TrialRow.created_at,
+    )
     query = select(*(_raw(column) for column in (*columns, TrialRow.created_at))).where(
-        TrialRow.environment_id.in_(list(environments)), TrialRow.status.in_(FAILED)
+        TrialRow.environment_id.in_(list(environments)), TrialRow.status.in_(FAILED), ~good_since
     )
     found = []
     for row in connection.execute(query).mappings():

@@ -1,0 +1,431 @@
+"""Selection: each rule of `db/select.py`, on made-up latencies."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from db_samples import H200, NUMERICS, OLDER, candidate, decide, problem, row, snapshot
+
+from tunedcomm.db.score import MAX_NOISE, MIN_NOISE, noise
+from tunedcomm.db.select import MAX_GAP, Decision, Failure, Pinned, Row
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.spec import Candidate
+
+
+def reasons(decision: Decision) -> dict[str, str]:
+    return dict(decision.passed_over)
+
+
+def curve(variant: str, latencies: dict[int, float], library: dict[int, float] | None = None, **more: Any) -> list[Row]:
+    """Finals of one candidate at several sizes."""
+    return [
+        row(variant, latency, size, baseline_p50_us=(library or {}).get(size, 10.0), **more)
+        for size, latency in latencies.items()
+    ]
+
+
+def test_importing_selection_needs_neither_torch_nor_a_database() -> None:
+    code = (
+        "import sys; import tunedcomm.db.select; "
+        "print(sorted({'torch', 'triton', 'sqlalchemy', 'alembic', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Exact
+
+
+def test_the_fastest_challenger_wins_and_says_by_how_much() -> None:
+    decision = decide([row("library", 10.0), row("lamport", 2.5), row("one_shot", 5.0, trial_id=8)])
+    assert decision.candidate == candidate("lamport")
+    assert (decision.source, decision.latency_us, decision.library_us) == ("exact", 2.5, 10.0)
+    assert (decision.runner_up, decision.runner_up_us) == (candidate("one_shot"), 5.0)
+    assert (decision.trial_id, decision.layer, decision.environment) == (7, "user", H200)
+    assert "lamport(num_blocks=4) takes 2.50 µs, 4.00x as fast as the library (10.00 µs)" in decision.why
+    assert "+100.0% to the runner-up one_shot(num_blocks=4)" in decision.why
+    assert "trial 7 of the user layer" in decision.why
+    assert reasons(decision) == {"one_shot(num_blocks=4)": "5.00 µs against 2.50 µs of lamport(num_blocks=4)"}
+
+
+def test_runs_are_compared_by_their_ratio_to_the_library() -> None:
+    slow_run = row("one_shot", 6.0, baseline_p50_us=20.0)
+    fast_run = row("two_shot", 5.0, baseline_p50_us=10.0)
+    decision = decide([slow_run, fast_run])
+    assert decision.candidate == candidate("one_shot")
+    assert decision.library_us == 15.0
+    assert decision.latency_us == pytest.approx(4.5)
+    assert decision.runner_up_us == pytest.approx(7.5)
+
+
+def test_a_challenger_must_beat_the_library_by_more_than_the_noise() -> None:
+    assert decide([row("lamport", 9.95)]).candidate == candidate("library")
+    assert decide([row("lamport", 9.85)]).candidate == candidate("lamport")
+    erratic = {"latency_p10_us": 5.0, "latency_p90_us": 15.0, "samples": 100}
+    decision = decide([row("lamport", 9.55, **erratic), row("library", 10.0, trial_id=3)])
+    assert (decision.candidate, decision.source, decision.trial_id) == (candidate("library"), "exact", 3)
+    assert "no challenger beats it by more than the noise; the nearest is lamport(num_blocks=4)" in decision.why
+    assert "by more than the noise of 5.0%" in reasons(decision)["lamport(num_blocks=4)"]
+    assert decide([row("lamport", 9.45, **erratic)]).candidate == candidate("lamport")
+
+
+def test_without_a_measurement_of_the_library_nothing_beats_it() -> None:
+    decision = decide([row("lamport", 2.0, baseline_p50_us=None)])
+    assert decision.candidate == candidate("library")
+    assert reasons(decision) == {"lamport(num_blocks=4)": "was never compared with the library"}
+    both = [row("lamport", 2.0, baseline_p50_us=None), row("library", 10.0, baseline_p50_us=None)]
+    assert decide(both).candidate == candidate("lamport")
+
+
+def test_noise_is_half_the_spread_over_the_root_of_the_samples_within_bounds() -> None:
+    assert noise(row("lamport", 10.0)) == MIN_NOISE
+    assert noise(row("lamport", 10.0, latency_p10_us=8.0, latency_p90_us=12.0, samples=100)) == pytest.approx(0.02)
+    assert noise(row("lamport", 10.0, latency_p10_us=8.0, latency_p90_us=12.0, samples=1)) == MAX_NOISE
+    assert noise(row("lamport", 10.0, latency_p10_us=9.99, latency_p90_us=10.0, samples=100)) == MIN_NOISE
+    assert noise(row("lamport", 10.0, latency_p10_us=1.0, latency_p90_us=99.0, samples=0)) == MIN_NOISE
+
+
+def test_near_ties_go_to_the_candidate_that_wins_nearby() -> None:
+    tie = [row("one_shot", 5.00), row("two_shot", 5.03)]
+    assert decide(tie).candidate == candidate("one_shot"), "without neighbours the name decides"
+    near = [row("one_shot", 6.0, 8192), row("two_shot", 5.0, 8192)]
+    decision = decide(tie + near)
+    assert decision.candidate == candidate("two_shot")
+    assert decision.runner_up == candidate("one_shot")
+    assert "a tie within the noise" in reasons(decision)["one_shot(num_blocks=4)"]
+    against = [row("one_shot", 3.0, size) for size in (1024, 2048)] + [
+        row("two_shot", 4.0, size) for size in (1024, 2048)
+    ]
+    assert decide(tie + near + against).candidate == candidate("one_shot")
+
+
+def test_re_measuring_within_the_noise_does_not_flip_a_tie() -> None:
+    neighbours = [
+        row("one_shot", 3.0, 2048),
+        row("two_shot", 3.3, 2048),
+        row("one_shot", 6, 8192),
+        row("two_shot", 7, 8192),
+    ]
+    rng = random.Random(0)
+    chosen = {
+        decide(
+            [
+                row("one_shot", 5 * rng.uniform(0.997, 1.003)),
+                row("two_shot", 5 * rng.uniform(0.997, 1.003)),
+                *neighbours,
+            ]
+        ).candidate.variant
+        for _ in range(50)
+    }
+    assert chosen == {"one_shot"}
+
+
+def test_ties_lost_equally_often_go_to_the_smaller_loss() -> None:
+    tie = [row("one_shot", 5.0), row("two_shot", 5.0), row("lamport", 5.04)]
+    near = [row("lamport", 3.0, 8192), row("one_shot", 4.0, 8192), row("two_shot", 3.5, 8192)]
+    assert decide([*tie, *near]).candidate == candidate("lamport")
+    far = [row("atomic", 3.0, 8192), row("one_shot", 4.0, 8192), row("two_shot", 3.5, 8192)]
+    assert decide([*tie[:2], *far], policy="any").candidate == candidate("two_shot")
+
+
+def test_more_conclusive_rows_outrank_faster_ones() -> None:
+    final = row("one_shot", 5.0)
+    for other, reason in (
+        (row("two_shot", 3.0, final=False), "not measured in the finals"),
+        (row("two_shot", 3.0, environment=OLDER, drift=True), "measured only under other software"),
+        (row("two_shot", 3.0, layer="packaged", layer_rank=1), "the user layer, which is nearer"),
+    ):
+        decision = decide([final, other])
+        assert decision.candidate == candidate("one_shot")
+        assert reason in reasons(decision)["two_shot(num_blocks=4)"]
+        assert decide([other]).candidate == candidate("two_shot"), "used where there is nothing better"
+
+
+# What is never considered
+
+
+def test_numerics_policy() -> None:
+    rows = [row("atomic", 2.0), row("two_shot", 5.0), row("library", 10.0)]
+    decision = decide(rows)
+    assert decision.candidate == candidate("two_shot")
+    assert reasons(decision) == {
+        "atomic(num_blocks=4)": "numerics class 'unordered' is not admitted by policy 'default'"
+    }
+    assert decide(rows, policy="any").candidate == candidate("atomic")
+    assert decide(rows, policy="ordered").candidate == candidate("two_shot")
+
+
+def test_policy_ordered_never_returns_the_library() -> None:
+    slow = [row("one_shot", 12.0), row("library", 10.0)]
+    assert decide(slow).candidate == candidate("library")
+    assert decide(slow, policy="ordered").candidate == candidate("one_shot")
+    far = problem(1 << 30)
+    assert decide(slow, far).candidate == candidate("library")
+    decision = decide(slow, far, policy="ordered")
+    assert (decision.candidate, decision.source) == (candidate("one_shot"), "interpolated")
+    with pytest.raises(
+        InfeasibleError, match=r"policy 'ordered' admits no candidate .* run `tunedcomm tune`, or allow"
+    ):
+        decide([row("library", 10.0)], policy="ordered")
+
+
+def test_infeasible_candidates_are_passed_over_with_their_reason() -> None:
+    def feasible(which: Candidate) -> str | None:
+        return "needs more staging" if which.variant == "lamport" else None
+
+    decision = decide([row("lamport", 2.0), row("two_shot", 5.0)], feasible=feasible)
+    assert decision.candidate == candidate("two_shot")
+    assert reasons(decision) == {"lamport(num_blocks=4)": "needs more staging"}
+
+
+def test_stale_and_unknown_kernels_are_passed_over() -> None:
+    decision = decide([row("lamport", 2.0, source_hash="before"), row("retired", 1.0), row("one_shot", 5.0)])
+    assert decision.candidate == candidate("one_shot")
+    assert "its source has changed" in reasons(decision)["lamport(num_blocks=4)"]
+    assert "'retired' has no source here" in reasons(decision)["retired(num_blocks=4)"]
+    only = decide([row("lamport", 2.0, source_hash="before")])
+    assert (only.candidate, only.source) == (candidate("library"), "library")
+    assert "its source has changed" in reasons(only)["lamport(num_blocks=4)"]
+
+
+# Forced and pinned
+
+
+def test_forced_overrides_everything_but_feasibility() -> None:
+    rows = [row("lamport", 2.0), row("atomic", 9.0)]
+    pins = (Pinned(problem=problem(), candidate=candidate("lamport"), reason=""),)
+    decision = decide(snapshot(rows, pins=pins), forced=candidate("atomic"))
+    assert (decision.candidate, decision.source, decision.latency_us) == (candidate("atomic"), "forced", 9.0)
+    assert "though policy 'default' excludes it" in decision.why
+    assert decide(rows, forced=candidate("library")).candidate == candidate("library")
+    with pytest.raises(InfeasibleError, match=r"forced candidate atomic\(num_blocks=4\) cannot run .*: too large;"):
+        decide(rows, forced=candidate("atomic"), feasible=lambda which: "too large")
+    with pytest.raises(InfeasibleError, match="it is a candidate of all_gather"):
+        decide(rows, forced=Candidate.of("all_gather", "library", {}))
+
+
+def test_a_pin_comes_before_measurements_but_not_before_policy_and_feasibility() -> None:
+    def pinned(variant: str, asked: int = 4096) -> Any:
+        pin = Pinned(problem=problem(asked), candidate=candidate(variant), reason="bit-exact run", layer="site")
+        return snapshot([row("lamport", 2.0), row("two_shot", 5.0)], pins=(pin,))
+
+    decision = decide(pinned("two_shot"))
+    assert (decision.candidate, decision.source, decision.layer) == (candidate("two_shot"), "pin", "site")
+    assert "bit-exact run" in decision.why
+    assert decide(pinned("library")).candidate == candidate("library")
+    assert decide(pinned("two_shot", 8192)).source == "exact"
+    decision = decide(pinned("atomic"))
+    assert decision.candidate == candidate("lamport")
+    assert reasons(decision)["atomic(num_blocks=4)"].startswith("pinned, but numerics class 'unordered'")
+    decision = decide(pinned("two_shot"), feasible=lambda which: "no" if which.variant == "two_shot" else None)
+    assert decision.candidate == candidate("lamport")
+
+
+# Between the sizes
+
+
+LIBRARY = {4096: 10.0, 16384: 20.0}
+
+
+def test_between_two_sizes_latencies_are_straight_lines_in_log_log() -> None:
+    rows = [
+        *curve("one_shot", {4096: 4.0, 16384: 16.0}, LIBRARY),
+        *curve("two_shot", {4096: 7.0, 16384: 7.5}, LIBRARY),
+        *curve("lamport", {4096: 1.0}, LIBRARY),
+    ]
+    decision = decide(rows, problem(8192))
+    assert (decision.candidate, decision.source) == (candidate("two_shot"), "interpolated")
+    assert decision.latency_us == pytest.approx((7.0 * 7.5) ** 0.5)
+    assert decision.runner_up_us == pytest.approx(8.0)
+    assert decision.library_us == pytest.approx(200**0.5)
+    assert decision.why.startswith("predicted between 4096 and 16384 bytes: two_shot(num_blocks=4) takes 7.25 µs")
+    assert decide(rows, problem(4098)).candidate == candidate("one_shot")
+    assert decide(rows, problem(16000)).candidate == candidate("two_shot")
+
+
+def test_interpolated_challengers_must_beat_the_library_too() -> None:
+    decision = decide(curve("one_shot", {4096: 9.9, 16384: 20.4}, LIBRARY), problem(8192))
+    assert (decision.candidate, decision.source) == (candidate("library"), "interpolated")
+    assert decision.latency_us == pytest.approx(200**0.5)
+
+
+def test_where_no_candidate_was_measured_at_both_sizes_the_nearest_size_serves() -> None:
+    rows = [row("one_shot", 4.0, 4096), row("two_shot", 5.0, 16384)]
+    below, above = decide(rows, problem(6000)), decide(rows, problem(12000))
+    assert (below.candidate, above.candidate) == (candidate("one_shot"), candidate("two_shot"))
+    assert below.latency_us is None
+    assert "as at the nearest measured size, 4096 bytes" in below.why
+
+
+def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
+    rows = curve("one_shot", {4096: 4.0, 16384: 5.0})
+    for size, source in ((2048, "interpolated"), (2046, "library"), (32768, "interpolated"), (32770, "library")):
+        decision = decide(rows, problem(size))
+        assert decision.source == source, size
+        assert decision.candidate == candidate("one_shot" if source == "interpolated" else "library")
+    assert "nothing measured at 16384 bytes, the nearest size, may serve" in decide(rows, problem(1 << 20)).why
+
+
+def test_sizes_too_far_apart_are_not_joined() -> None:
+    near = curve("one_shot", {4096: 4.0, 4096 * MAX_GAP: 9.0})
+    assert decide(near, problem(16384)).source == "interpolated"
+    far = curve("one_shot", {4096: 4.0, 8192 * MAX_GAP: 9.0})
+    assert decide(far, problem(16384)).source == "library"
+    assert decide(far, problem(8000)).source == "interpolated"
+
+
+def test_sizes_whose_candidates_cannot_run_are_looked_past() -> None:
+    rows = [*curve("one_shot", {2048: 4.0, 16384: 6.0}), row("lamport", 2.0, 4096), row("lamport", 2.0, 8192)]
+    decision = decide(rows, problem(6000), feasible=lambda which: "no" if which.variant == "lamport" else None)
+    assert decision.candidate == candidate("one_shot")
+    assert "between 2048 and 16384" in decision.why
+
+
+def test_only_the_most_conclusive_rows_are_interpolated() -> None:
+    finals = curve("one_shot", {4096: 5.0, 16384: 6.0})
+    mixed = [row("two_shot", 1.0, 4096), row("two_shot", 1.0, 16384, final=False)]
+    decision = decide(finals + mixed, problem(8192))
+    assert decision.candidate == candidate("one_shot")
+    assert reasons(decision)["two_shot(num_blocks=4)"] == "not measured in the finals"
+
+
+def test_candidates_that_failed_in_the_family_are_not_interpolated() -> None:
+    rows = curve("lamport", {4096: 2.0, 16384: 3.0}) + curve("one_shot", {4096: 5.0, 16384: 6.0})
+    failure = Failure(problem=problem(8192), candidate=candidate("lamport"), source_hash="current", status="incorrect")
+    decision = decide(snapshot(rows, failures=(failure,)), problem(6000))
+    assert decision.candidate == candidate("one_shot")
+    assert "was incorrect at all_reduce 4096" in reasons(decision)["lamport(num_blocks=4)"]
+    exact = decide(snapshot(rows, failures=(failure,)), problem(4096))
+    assert exact.candidate == candidate("lamport"), "where it was measured it was right"
+    for other in (replace(failure, source_hash="before"), replace(failure, problem=problem(8192, mode="eager"))):
+        assert decide(snapshot(rows, failures=(other,)), problem(6000)).candidate == candidate("lamport")
+
+
+def test_other_extents_of_a_shape_must_agree() -> None:
+    def shaped(tokens: int, hidden: int, **changes: Any) -> Any:
+        return problem(shape=(tokens, hidden), **changes)
+
+    rows = [replace(row("one_shot", 5.0), problem=shaped(m, 1024)) for m in (4, 16)]
+    assert decide(rows, shaped(8, 1024)).source == "interpolated"
+    assert decide(rows, shaped(8, 2048)).source == "library"
+
+
+# Relatives
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "said"),
+    [
+        ({}, {"reduction": "avg"}, "reduction=sum"),
+        ({}, {"in_place": True}, "in_place=False"),
+        ({"in_place": True}, {}, "in_place=True"),
+        ({}, {"input_kind": "symmetric"}, "input_kind=plain"),
+        ({}, {"dtype": "float16"}, "dtype=bfloat16"),
+        ({"dtype": "float16"}, {"reduction": "avg"}, "reduction=sum, dtype=float16"),
+        ({}, {"reduction": "avg", "in_place": True}, "reduction=sum, in_place=False"),
+    ],
+)
+def test_a_family_without_rows_asks_its_relatives(stored: dict[str, Any], asked: dict[str, Any], said: str) -> None:
+    rows = [row("one_shot", 4.0, 4096, like=stored), row("one_shot", 6.0, 16384, like=stored)]
+    decision = decide(rows, problem(8192, **asked))
+    assert (decision.candidate, decision.source) == (candidate("one_shot"), "interpolated")
+    assert f"predicted between 4096 and 16384 bytes with {said}: " in decision.why
+    same_size = decide(rows, problem(4096, **asked))
+    assert (same_size.source, same_size.latency_us) == ("interpolated", 4.0)
+    assert f"measured at 4096 bytes with {said}: " in same_size.why
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        ({"mode": "eager"}, {}),
+        ({"input_kind": "symmetric"}, {}),
+        ({"reduction": "avg"}, {}),
+        ({}, {"reduction": "max"}),
+        ({}, {"dtype": "float32", "shape": (1024,)}),
+        ({"dtype": "float16", "mode": "eager"}, {"mode": "graph"}),
+    ],
+)
+def test_what_never_relaxes(stored: dict[str, Any], asked: dict[str, Any]) -> None:
+    decision = decide([row("one_shot", 4.0, like=stored)], problem(**asked))
+    assert (decision.candidate, decision.source) == (candidate("library"), "library")
+    assert "nothing of this kind is measured" in decision.why
+
+
+def test_relatives_are_asked_in_order_and_checked_for_feasibility() -> None:
+    rows = [row("one_shot", 4.0, like={"in_place": True}), row("two_shot", 2.0, like={"dtype": "float16"})]
+    asked = problem(reduction="avg")
+    assert decide(rows, asked).candidate == candidate("one_shot")
+    decision = decide(rows, asked, feasible=lambda which: "no avg" if which.variant == "one_shot" else None)
+    assert decision.candidate == candidate("two_shot")
+    assert decide(rows, asked, feasible=lambda which: "no avg").candidate == candidate("library")
+
+
+# Heuristic, library, and the whole
+
+
+def test_the_heuristic_comes_before_the_library_if_it_may_run() -> None:
+    def rule(asked: object) -> Candidate:
+        return candidate("two_shot")
+
+    assert decide([], heuristic=rule).source == "heuristic"
+    assert decide([row("one_shot", 4.0)], heuristic=rule).source == "exact"
+    decision = decide([], heuristic=rule, feasible=lambda which: "no")
+    assert (decision.source, reasons(decision)) == ("library", {"two_shot(num_blocks=4)": "no"})
+    failure = Failure(problem=problem(64), candidate=candidate("two_shot"), source_hash="current", status="hung")
+    assert decide(snapshot([], failures=(failure,)), heuristic=rule).source == "library"
+    assert decide([], heuristic=lambda asked: candidate("atomic")).source == "library"
+    assert decide([], heuristic=lambda asked: None).source == "library"
+    assert decide([], heuristic=lambda asked: candidate("library")).candidate == candidate("library")
+
+
+def test_an_empty_snapshot_gives_the_library() -> None:
+    decision = decide([])
+    assert (decision.candidate, decision.source, decision.passed_over) == (candidate("library"), "library", ())
+    assert decide([], problem(0)).candidate == candidate("library")
+    assert decide(curve("one_shot", {4096: 4.0}), problem(0)).candidate == candidate("library")
+
+
+def test_huge_sizes_are_no_trouble() -> None:
+    rows = [row("one_shot", 4.0, 2**62), row("one_shot", 3.0, 2)]
+    assert decide(rows, problem(2**61)).candidate == candidate("one_shot")
+    assert decide(rows, problem(2**40)).candidate == candidate("library")
+
+
+def test_decisions_are_pure_and_do_not_depend_on_row_order() -> None:
+    rng = random.Random(3)
+    rows = [
+        row(
+            variant,
+            rng.uniform(2, 12),
+            1024 << e,
+            num_blocks=blocks,
+            final=rng.random() < 0.7,
+            layer_rank=rng.randint(0, 2),
+        )
+        for variant in ("one_shot", "two_shot", "lamport", "atomic")
+        for blocks in (1, 4)
+        for e in range(6)
+    ]
+    for size in (1024, 1500, 5000, 40000, 70000, 100):
+        first = decide(rows, problem(size))
+        for _ in range(5):
+            rng.shuffle(rows)
+            assert decide(rows, problem(size)) == first
+        assert first.candidate.variant in NUMERICS
+        assert str(first.candidate) not in reasons(first)
+        json.dumps(first.to_dict(), allow_nan=False)
+
+
+def test_to_dict_is_plain() -> None:
+    data = decide([row("lamport", 2.5), row("one_shot", 5.0)]).to_dict()
+    assert (data["variant"], data["config"], data["source"]) == ("lamport", {"num_blocks": 4}, "exact")
+    assert data["runner_up"] == "one_shot(num_blocks=4)"
+    assert data["environment"]["gpu"] == "NVIDIA H200"
+    assert data["passed_over"] == [["one_shot(num_blocks=4)", "5.00 µs against 2.50 µs of lamport(num_blocks=4)"]]

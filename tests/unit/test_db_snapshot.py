@@ -1,0 +1,282 @@
+"""Snapshots: which rows they hold, in what order, under which digest."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, trial
+
+from tunedcomm.db import layers as layers_module
+from tunedcomm.db.layers import Layer, layers, load_snapshot, packaged_databases, user_database
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.select import Failure, Pinned, Snapshot
+from tunedcomm.db.store import Database
+
+
+def stored(path: Path, *records: TrialRecord) -> Layer:
+    """A layer named after its file that holds these trials."""
+    with Database.open(path, create=True) as database:
+        database.record(records)
+    return Layer(path.stem, str(path))
+
+
+def variants_of(found: Snapshot) -> list[str]:
+    return [r.candidate.variant for r in found.rows]
+
+
+def _many() -> list[TrialRecord]:
+    made = []
+    for e in range(4):
+        p = problem(4096 << e)
+        for i, variant in enumerate(["library", "one_shot", "two_shot"]):
+            made += [
+                trial(variant, 5.0 + i + e, problem=p, final=e < 2, samples=10 * i, after=i),
+                trial(variant, 4.0 + i + e, problem=p, environment=OLDER, after=i),
+                trial(variant, 9.0 + i, problem=p, config={"num_blocks": 64} if i else {}, after=i),
+                trial(variant, None, problem=p, status="pruned", config={"num_blocks": 2}),
+            ]
+        made.append(trial("lamport", None, problem=p, status="hung", config={"num_blocks": 1}))
+    return made
+
+
+def test_storing_order_does_not_matter(tmp_path: Path) -> None:
+    records = _many()
+    digests, texts = set(), set()
+    for seed in range(5):
+        random.Random(seed).shuffle(records)
+        half = random.Random(seed).randint(1, len(records) - 1)
+        layer = Layer("user", stored(tmp_path / f"{seed}.db", *records[:half]).target)
+        stored(tmp_path / f"{seed}.db", *records[half:])
+        found = load_snapshot(H200, 4, layers=[layer], strict=True)
+        digests.add(found.digest)
+        texts.add(replace(found, rows=tuple(replace(r, trial_id=None) for r in found.rows)).to_json())
+    assert len(digests) == len(texts) == 1
+
+
+def test_json_round_trip_is_exact() -> None:
+    found = snapshot(
+        [
+            row("lamport", 0.1 + 0.2, latency_p10_us=1 / 3, latency_p90_us=2.9, environment=OLDER, drift=True),
+            row("two_shot", 1e-7, 1 << 40, baseline_p50_us=None, trial_id=None, like={"in_place": True}),
+        ],
+        pins=(Pinned(problem=problem(2), candidate=candidate("two_shot"), reason='µ "quoted"'),),
+        failures=(Failure(problem=problem(4), candidate=candidate("atomic"), source_hash="x", status="hung"),),
+        notes=("a note",),
+    )
+    again = Snapshot.from_json(found.to_json())
+    assert again == found
+    assert again.digest == found.digest
+    assert again.to_json() == found.to_json()
+
+
+def test_digest_covers_what_decides_and_nothing_else() -> None:
+    base = snapshot([row("lamport", 3.0), row("library", 10.0)])
+    assert base.digest == snapshot([row("library", 10.0), row("lamport", 3.0, trial_id=99)]).digest
+    for other in (
+        snapshot([row("lamport", 3.0)]),
+        snapshot([row("lamport", 3.0001), row("library", 10.0)]),
+        snapshot([row("lamport", 3.0, num_blocks=8), row("library", 10.0)]),
+        snapshot([row("lamport", 3.0, source_hash="x"), row("library", 10.0)]),
+        snapshot([row("lamport", 3.0, final=False), row("library", 10.0)]),
+        replace(base, environment=OLDER),
+        replace(base, world_size=2),
+    ):
+        assert other.digest != base.digest
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format":2}', "null", "\x00"])
+def test_from_json_refuses_what_is_no_snapshot(text: str) -> None:
+    with pytest.raises(ValueError, match="not a tunedcomm snapshot of format 1"):
+        Snapshot.from_json(text)
+
+
+def test_only_ok_rows_of_this_hardware_and_world_size(tmp_path: Path) -> None:
+    layer = stored(
+        tmp_path / "user.db",
+        trial("one_shot"),
+        trial("two_shot", status="pruned"),
+        trial("lamport", environment=replace(H200, gpu="NVIDIA H100")),
+        trial("lamport", environment=replace(H200, multicast=True)),
+        trial("lamport", problem=problem(world_size=2)),
+        trial("atomic", environment=replace(H200, memory_gib=96)),
+    )
+    assert variants_of(load_snapshot(H200, 4, layers=[layer])) == ["atomic", "one_shot"]
+    assert variants_of(load_snapshot(H200, 2, layers=[layer])) == ["lamport"]
+    assert load_snapshot(replace(H200, nodes=2), 4, layers=[layer]).rows == ()
+
+
+def test_the_newest_row_of_a_candidate_is_kept(tmp_path: Path) -> None:
+    newer, older = trial(latency_us=6.0, after=9), trial(latency_us=5.0, after=1)
+    layer = stored(tmp_path / "user.db", newer, older)
+    assert [r.latency_p50_us for r in load_snapshot(H200, 4, layers=[layer]).rows] == [6.0]
+    layer = stored(tmp_path / "finals.db", replace(newer, final=True), replace(older, final=True))
+    assert [r.latency_p50_us for r in load_snapshot(H200, 4, layers=[layer]).rows] == [6.0]
+
+
+def test_finals_come_before_newer_rows_that_are_none(tmp_path: Path) -> None:
+    layer = stored(tmp_path / "user.db", trial(latency_us=6.0, final=True), trial(latency_us=5.0, after=9))
+    (kept,) = load_snapshot(H200, 4, layers=[layer]).rows
+    assert (kept.latency_p50_us, kept.final) == (6.0, True)
+
+
+def test_all_finals_but_only_the_best_of_each_variant_where_there_are_none(tmp_path: Path) -> None:
+    without = [trial(v, 5.0 + i, config={"num_blocks": i}) for v in ("one_shot", "two_shot") for i in range(20)] + [
+        trial("library", 11.0)
+    ]
+    finals = [
+        trial("one_shot", 5.0 + i, config={"num_blocks": i}, problem=problem(8192), final=True) for i in range(20)
+    ]
+    losers = [trial("two_shot", 9.0, problem=problem(8192))]
+    found = load_snapshot(H200, 4, layers=[stored(tmp_path / "user.db", *without, *finals, *losers)])
+    assert len([r for r in found.rows if r.problem == problem(8192)]) == 20
+    few = [r for r in found.rows if r.problem == problem()]
+    assert [str(r.candidate) for r in few] == [
+        "library()",
+        "one_shot(num_blocks=0)",
+        "one_shot(num_blocks=1)",
+        "two_shot(num_blocks=0)",
+        "two_shot(num_blocks=1)",
+    ]
+
+
+def test_finals_of_an_old_kernel_do_not_hide_what_was_measured_of_the_new_one(tmp_path: Path) -> None:
+    layer = stored(
+        tmp_path / "user.db", trial("one_shot", 3.0, final=True, source_hash="before"), trial("one_shot", 4.0, after=5)
+    )
+    found = load_snapshot(H200, 4, layers=[layer])
+    assert [r.source_hash for r in found.rows] == ["before", "current"]
+    assert decide(found).latency_us == 4.0
+
+
+def test_nearer_layers_come_first_but_finals_and_same_software_before_them(tmp_path: Path) -> None:
+    user = stored(tmp_path / "user.db", trial("one_shot", 5.0), trial("two_shot", 5.0), trial("lamport", 5.0))
+    site = stored(
+        tmp_path / "site.db",
+        trial("one_shot", 6.0, after=9),
+        trial("two_shot", 6.0, final=True),
+        trial("atomic", 6.0, environment=OLDER, after=9),
+    )
+    packaged = stored(tmp_path / "packaged.db", trial("atomic", 7.0), trial("lamport", 4.0))
+    found = load_snapshot(H200, 4, layers=[user, site, packaged])
+    kept = {r.candidate.variant: (r.layer, r.layer_rank, r.latency_p50_us) for r in found.rows}
+    assert kept == {
+        "one_shot": ("user", 0, 5.0),
+        "two_shot": ("site", 1, 6.0),
+        "lamport": ("user", 0, 5.0),
+        "atomic": ("packaged", 2, 7.0),
+    }
+
+
+def test_rows_of_older_software_are_used_with_one_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = replace(H200, torch="2.11.7")
+    old = [trial("one_shot", environment=OLDER), trial("two_shot", environment=OLDER)]
+    user = stored(tmp_path / "user.db", *old, trial("one_shot", 7.0))
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        found = load_snapshot(H200, 4, layers=[user])
+        load_snapshot(H200, 4, layers=[user])
+    assert {r.candidate.variant: (r.latency_p50_us, r.drift) for r in found.rows} == {
+        "one_shot": (7.0, False),
+        "two_shot": (5.0, True),
+    }
+    assert len(found.notes) == 1
+    assert (
+        "1 of 2 rows were measured under other software (torch 2.9.0 → 2.11.0, triton 3.5.0 → 3.6.0)" in found.notes[0]
+    )
+    assert [r.message for r in caplog.records] == list(found.notes)
+    assert all(r.drift for r in load_snapshot(other, 4, layers=[user]).rows)
+
+
+def test_tunedcomms_own_version_is_no_drift(tmp_path: Path) -> None:
+    user = stored(tmp_path / "user.db", trial(environment=replace(H200, tunedcomm="0.0.9")))
+    found = load_snapshot(H200, 4, layers=[user])
+    assert (found.notes, [r.drift for r in found.rows]) == ((), [False])
+
+
+@pytest.mark.parametrize("status", ["incorrect", "crashed", "hung"])
+def test_a_candidate_that_failed_later_is_dropped_from_every_layer(tmp_path: Path, status: str) -> None:
+    failed = trial(latency_us=None, status=status, after=5)
+    user = stored(tmp_path / "user.db", failed)
+    packaged = stored(tmp_path / "packaged.db", trial(final=True), trial("two_shot", final=True))
+    found = load_snapshot(H200, 4, layers=[user, packaged])
+    assert variants_of(found) == ["two_shot"]
+    assert [(f.candidate, f.status) for f in found.failures] == [(candidate("one_shot"), status)]
+    stored(tmp_path / "user.db", trial(after=6))
+    found = load_snapshot(H200, 4, layers=[user, packaged])
+    assert found.failures == ()
+    assert variants_of(found) == ["one_shot", "two_shot"]
+
+
+def test_a_good_trial_after_a_failure_counts_even_where_finals_hide_it(tmp_path: Path) -> None:
+    failed = trial(latency_us=None, status="hung", after=5)
+    layer = stored(tmp_path / "user.db", trial(final=True), failed)
+    assert load_snapshot(H200, 4, layers=[layer]).rows == ()
+    stored(tmp_path / "user.db", trial(after=6))
+    found = load_snapshot(H200, 4, layers=[layer])
+    assert ([r.final for r in found.rows], found.failures) == ([True], ())
+    stored(tmp_path / "user.db", replace(failed, created_at=trial(after=7).created_at))
+    assert load_snapshot(H200, 4, layers=[layer]).rows == ()
+
+
+def test_pins_of_this_hardware_nearest_layer_first(tmp_path: Path) -> None:
+    targets = []
+    for name, variant in (("user", "one_shot"), ("site", "two_shot")):
+        with Database.open(tmp_path / f"{name}.db", create=True) as database:
+            database.pin(problem(), candidate(variant), environment=OLDER, reason=name)
+            database.pin(problem(64), candidate(variant), environment=replace(H200, nodes=2), reason="elsewhere")
+        targets.append(Layer(name, str(tmp_path / f"{name}.db")))
+    found = load_snapshot(H200, 4, layers=targets)
+    assert [(p.candidate.variant, p.reason, p.layer) for p in found.pins] == [("one_shot", "user", "user")]
+    assert load_snapshot(H200, 2, layers=targets).pins == ()
+
+
+def test_layers_are_user_then_site_then_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    for name in ("b.db", "a.db", "notes.txt"):
+        (tmp_path / "site" / name).touch()
+    (tmp_path / "shipped.db").touch()
+    monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "mine.db"))
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", os.pathsep.join([str(tmp_path / "site"), "", "/x/one.db"]))
+    monkeypatch.setattr(layers_module, "packaged_databases", lambda: [tmp_path / "shipped.db"])
+    assert [(layer.name, layer.target) for layer in layers()] == [
+        ("user", str(tmp_path / "mine.db")),
+        ("site", str(tmp_path / "site" / "a.db")),
+        ("site", str(tmp_path / "site" / "b.db")),
+        ("site", "/x/one.db"),
+        ("packaged", str(tmp_path / "shipped.db")),
+    ]
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", "postgresql+psycopg://u@h:5432/t;/x/two.db")
+    site = [layer.target for layer in layers() if layer.name == "site"]
+    assert site == ["postgresql+psycopg://u@h:5432/t", "/x/two.db"]
+
+
+def test_where_the_user_database_lies_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TUNEDCOMM_DB")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert user_database() == str(tmp_path / "tunedcomm" / "tuned.db")
+
+
+def test_a_user_database_that_was_never_made_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = load_snapshot(H200, 4, layers=[Layer("user", str(tmp_path / "never.db"))])
+    assert (found.rows, caplog.records) == ((), [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_packaged_databases_of_a_checkout_and_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "tunedcomm" / "db" / "layers.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(layers_module, "__file__", str(module))
+    beside, within = tmp_path / "tuning_db", tmp_path / "tunedcomm" / "_tuning_db"
+    beside.mkdir()
+    (beside / "h200.db").touch()
+    assert packaged_databases() == [], "next to an installed package it is somebody else's"
+    (tmp_path / "pyproject.toml").touch()
+    assert packaged_databases() == [beside / "h200.db"]
+    within.mkdir()
+    (within / "b.db").touch()
+    (within / "a.db").touch()
+    assert packaged_databases() == [within / "a.db", within / "b.db"]
