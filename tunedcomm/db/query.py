@@ -210,7 +210,7 @@ def _ok_trial(row: Any, problem: Problem, environment: Environment, variant: Sto
         id=row["id"],
         problem=problem,
         environment=environment,
-        candidate=Candidate.of(problem.op, variant.name, reader.config(row["config"])),
+        candidate=reader.candidate(problem.op, variant.name, row["config"]),
         source_hash=variant.source_hash,
         latency_p10_us=times["latency_p10_us"],
         latency_p50_us=times["latency_p50_us"],
@@ -248,7 +248,7 @@ def failed_trials(
         if problem is None or variant is None or variant.op != problem.op:
             continue
         try:
-            candidate = Candidate.of(problem.op, variant.name, reader.config(row["config"]))
+            candidate = reader.candidate(problem.op, variant.name, row["config"])
             created_at = parse.time_of(row["created_at"]).isoformat()
         except ValueError as error:
             reader.skipped.add(f"trial {row['id']}: {error}")
@@ -321,7 +321,7 @@ def pins(connection: Connection, reader: Reader) -> list[PinRecord]:
                 PinRecord(
                     problem=problem,
                     environment=environment,
-                    candidate=Candidate.of(problem.op, variant, reader.config(row["config"])),
+                    candidate=reader.candidate(problem.op, variant, row["config"]),
                     reason=parse.text_of(row["reason"], "reason"),
                     user=parse.text_of(row["user"], "user"),
                     created_at=parse.time_of(row["created_at"]),

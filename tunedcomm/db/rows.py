@@ -17,7 +17,7 @@ from tunedcomm.db.records import STATUSES, Status
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
-from tunedcomm.spec import InputKind, Mode, Numerics, Problem, parse_shape
+from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem, parse_shape
 
 __all__ = ["Reader", "Skipped", "StoredVariant"]
 
@@ -159,6 +159,7 @@ class Reader:
     def __init__(self) -> None:
         self.skipped = Skipped()
         self._configs: dict[object, dict[str, Value] | str] = {}
+        self._candidates: dict[tuple[str, str, object], Candidate] = {}
 
     def config(self, value: object) -> dict[str, Value]:
         """Like `parse_config`; the caller must not change the result."""
@@ -172,3 +173,10 @@ class Reader:
         if isinstance(known, str):
             raise ValueError(known)
         return known
+
+    def candidate(self, op: str, variant: str, config: object) -> Candidate:
+        """The candidate with a stored config; one object for all rows that name it."""
+        key = (op, variant, config)
+        if key not in self._candidates:
+            self._candidates[key] = Candidate.of(op, variant, self.config(config))
+        return self._candidates[key]
