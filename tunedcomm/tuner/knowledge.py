@@ -7,18 +7,30 @@ differs in versions only are good for proposals.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, check_candidate, get_op, get_variant
+from tunedcomm.spec import (
+    Candidate,
+    Limits,
+    Numerics,
+    NumericsPolicy,
+    Problem,
+    admits,
+    check_candidate,
+    get_op,
+    get_variant,
+)
 from tunedcomm.tuner.job import FAILED, Job, StoredTrial
 
 __all__ = ["Knowledge"]
 
 # Finalists a family: more would cost the sweep more time than their curves are worth.
 _MAX_FINALISTS = 24
+# The strictest policy that admits a numerics class.
+_NARROWEST: Mapping[Numerics, NumericsPolicy] = {"ordered": "ordered", "library": "default", "unordered": "any"}
 
 
 class Knowledge:
@@ -66,23 +78,30 @@ class Knowledge:
                 settled[candidate] = trial.latency_us if trial.status not in FAILED else None
         return settled
 
-    def best_us(self, problem: Problem) -> float:
-        """Least latency of an `ok` trial; infinity if there is none."""
-        return min((trial.latency_us or math.inf for trial in self._ok(problem)), default=math.inf)
+    def best_us(self, problem: Problem, numerics: Numerics) -> float:
+        """Least latency that a candidate of this numerics class has to come near; infinity if nothing is `ok` yet.
+
+        Classes that promise less do not count: a fast unordered candidate must not end the measuring of ordered ones,
+        which some callers insist on. Nor does the library: how far it is ahead of the best challenger is worth knowing.
+        """
+        policy = _NARROWEST[numerics]
+        rivals = [t for t in self._challengers(problem) if admits(policy, _numerics(t.candidate))]
+        return min((trial.latency_us or math.inf for trial in rivals), default=math.inf)
 
     def winners(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
-        """The best `count` candidates of `problem` that `policy` admits, best first; equal times in a fixed order."""
-        ranked = sorted(self._ok(problem), key=lambda trial: (trial.latency_us or math.inf, str(trial.candidate)))
-        admitted = [
-            t.candidate for t in ranked if admits(policy, get_variant(t.problem.op, t.candidate.variant).numerics)
-        ]
-        return admitted[:count]
+        """The best `count` challengers that `policy` admits, best first; equal times in a fixed order."""
+        ranked = sorted(
+            self._challengers(problem), key=lambda trial: (trial.latency_us or math.inf, str(trial.candidate))
+        )
+        return [t.candidate for t in ranked if admits(policy, _numerics(t.candidate))][:count]
 
     def proposals(self, problem: Problem, count: int) -> list[Candidate]:
         """Winners worth trying first: of the nearest shapes, of other families at this shape, of other versions."""
         measure = get_op(problem.op).message_bytes
         here = math.log2(measure(problem) + 1)
-        near = [other for other in self._results if other != problem and other.op == problem.op and self._ok(other)]
+        near = [
+            other for other in self._results if other != problem and other.op == problem.op and self._challengers(other)
+        ]
         near.sort(key=lambda o: (abs(math.log2(measure(o) + 1) - here), o.family != problem.family, str(o)))
         found: list[Candidate] = []
         for other in near[:3]:
@@ -120,8 +139,13 @@ class Knowledge:
             if other.family == problem.family and candidate in results
         )
 
-    def _ok(self, problem: Problem) -> list[StoredTrial]:
-        return [trial for trial in self._results.get(problem, {}).values() if trial.status == "ok"]
+    def _challengers(self, problem: Problem) -> list[StoredTrial]:
+        trials = self._results.get(problem, {}).values()
+        return [t for t in trials if t.status == "ok" and not get_variant(problem.op, t.candidate.variant).is_library]
+
+
+def _numerics(candidate: Candidate) -> Numerics:
+    return get_variant(candidate.op, candidate.variant).numerics
 
 
 def _current(trial: StoredTrial, source_hash: Callable[[str, str], str]) -> bool:

@@ -116,7 +116,9 @@ def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> Probl
     ran = [r for r in ran if r.final] or ran
     best = min(ran, key=lambda r: (r.latency_p50_us or 0.0, str(r.candidate)), default=None)
     library = [r.latency_p50_us for r in ran if r.variant == "library"]
-    library_us = (best.baseline_p50_us if best else None) or (library[0] if library else None)
+    library_us = library[0] if library else None
+    if best is not None and best.variant != "library":  # the library measured by itself is another run
+        library_us = best.baseline_p50_us or library_us
     failures: Counter[str] = Counter(r.status for r in tried if r.status in FAILED)
     return ProblemResult(
         problem=problem, best=best, library_us=library_us, num_trials=len(tried), failures=dict(failures)

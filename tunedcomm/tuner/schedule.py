@@ -44,7 +44,7 @@ class Command:
         kind: run a trial, or end.
         problem, candidate: of the trial.
         baseline: the library's candidate, measured interleaved with it; None where the library cannot run.
-        threshold_us: only a candidate whose first look is within reach of this gets more samples.
+        threshold_us: latency of the best rival so far; candidates out of its reach get fewer samples.
         full_check: check thoroughly, odd sizes included.
         final: measure as in the finals.
         reason: why it ends.
@@ -58,6 +58,11 @@ class Command:
     full_check: bool = True
     final: bool = False
     reason: str = ""
+
+    @property
+    def is_library(self) -> bool:
+        """True for the baseline itself, which is always measured well."""
+        return self.candidate is not None and get_variant(self.candidate.op, self.candidate.variant).is_library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +205,7 @@ class Schedule:
             problem=problem,
             candidate=candidate,
             baseline=library if works else None,
-            threshold_us=math.inf if final else self._knowledge.best_us(problem),
+            threshold_us=self._knowledge.best_us(problem, get_variant(problem.op, candidate.variant).numerics),
             full_check=not self._knowledge.checked(problem, candidate),
             final=final,
         )

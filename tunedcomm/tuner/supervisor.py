@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ _log = logging.getLogger("tunedcomm")
 
 _POLL_S = 0.05
 _EXIT_WAIT_S = 20.0
+_MAX_ERROR = 500
 # Gangs in a row that may die without one result and without a candidate to blame.
 _MAX_FRUITLESS = 3
 # Set by whatever launched the supervisor; a gang is a job of its own.
@@ -38,9 +40,10 @@ _LAUNCHER_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|GROUP_WORLD_SIZE|"
     r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING)"
 )
-_SIGNAL = re.compile(r"Signal \d+ \((SIG\w+)\) received")
-_EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)")
-_ROOT_RANK = re.compile(r"Root Cause.*?rank\s*:\s*(\d+)", re.DOTALL)
+# The launcher's summary: a rank with its exit code, minus a signal's number where one killed it.
+_EXIT = re.compile(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+_ROOT_CAUSE = "Root Cause"
+_EXCEPTION = re.compile(r"(?:\[rank(\d+)\]:\s*)?([\w.]*(?:Error|Exception|Interrupt)\b.*)")
 
 
 def gang_environment(settings: Settings) -> dict[str, str]:
@@ -247,26 +250,20 @@ class Supervisor:
 def describe_death(folder: Path, code: int) -> str:
     """A sentence on why a gang died, from what its ranks and its launcher left."""
     output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
-    parts = []
-    rank = _ROOT_RANK.search(output)
-    who = f"rank {rank.group(1)}" if rank else "a rank"
-    if killed := _SIGNAL.search(output):
-        parts.append(f"{who} was killed by {killed.group(1)}")
-    elif ended := _EXIT_CODE.search(output):
-        parts.append(f"{who} ended with exit code {ended.group(1)}")
-    else:
-        parts.append(f"the launcher ended with code {code}")
-    parts += read_failures(folder)
-    if last := _last_error(output):
-        parts.append(last)
-    return "; ".join(dict.fromkeys(parts))
+    summary = output[output.find(_ROOT_CAUSE) :] if _ROOT_CAUSE in output else ""
+    exits = [(int(rank), int(exit_code)) for rank, exit_code in _EXIT.findall(output)]
+    # The launcher ends the other ranks by SIGTERM; any other signal is the cause, whoever was seen dead first.
+    killed = [(rank, -exit_code) for rank, exit_code in exits if exit_code < 0 and -exit_code != signal.SIGTERM]
+    if killed:
+        return f"rank {killed[0][0]} was killed by {signal.Signals(killed[0][1]).name}"
+    root = _EXIT.search(summary)
+    parts = [f"rank {root[1]} ended with exit code {root[2]}" if root else f"the launcher ended with code {code}"]
+    parts += read_failures(folder) or [_first_error(output, root[1] if root else None)]
+    return "; ".join(part for part in parts if part)
 
 
-def _last_error(output: str) -> str:
-    """The first line that looks like an uncaught exception's: later ones are its echo on other ranks."""
-    lines = [line.strip() for line in output.splitlines()]
-    for line in lines:
-        text = re.sub(r"^\[rank\d+\]:\s*", "", line)
-        if re.match(r"[\w.]*(Error|Exception|Interrupt)\b.*", text):
-            return text[:400]
-    return ""
+def _first_error(output: str, rank: str | None) -> str:
+    """The exception that ended `rank`, or the first one at all: later ones are its echo on other ranks."""
+    found = [match for line in output.splitlines() if (match := _EXCEPTION.match(line.strip()))]
+    mine = [match for match in found if match[1] == rank] or found
+    return mine[0][2][:_MAX_ERROR] if mine else ""

@@ -297,9 +297,16 @@ class TrialRunner:
         if verdict.trouble:
             return Outcome(status=verdict.trouble.status, reason=verdict.reason, error=error)
         # A pure function of numbers that every rank holds: the gathered look, and what rank 0 broadcast.
-        if latencies[0].p50_us > self._settings.reach * command.threshold_us:
+        near = command.is_library or latencies[0].p50_us <= self._settings.reach * command.threshold_us
+        if not near and not command.final:
             return Outcome(status="pruned", reason=_too_slow(latencies[0], command), latency=latencies[0], error=error)
-        return self._more(bench, made[0], command, error)
+        return self._more(bench, made[0], self._rounds_for(command, near=near), error)
+
+    def _rounds_for(self, command: Command, *, near: bool) -> int:
+        if not command.final:
+            return self._settings.more_rounds
+        # A finalist that is far off at this shape needs a point on its curve, not a precise one.
+        return self._settings.final_rounds if near else self._settings.first_rounds
 
     def _captured(self, bench: Bench) -> bool:
         return self._stream is not None and bench.problem.mode == "graph" and not bench.problem.in_place
@@ -311,9 +318,8 @@ class TrialRunner:
         reason = found.reason and f"replayed: {found.reason}"
         return self._gang.vote(Trouble.NONE if found.right else Trouble.INCORRECT, reason, found.error)
 
-    def _more(self, bench: Bench, contender: Contender, command: Command, error: float | None) -> Outcome:
+    def _more(self, bench: Bench, contender: Contender, rounds: int, error: float | None) -> Outcome:
         """More samples, interleaved with the library."""
-        rounds = self._settings.final_rounds if command.final else self._settings.more_rounds
         contenders = [contender] if bench.contender is None else [contender, bench.contender]
         verdict, latencies = self._rounds(bench, lambda: contenders, len(contenders), rounds)
         if verdict.trouble:

@@ -1,0 +1,211 @@
+"""An op of its own with good variants and with every kind of bad one; a sweep imports it as a plugin."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.errors import PeerTimeoutError
+from tunedcomm.space import Choice, Config, Space, Value
+from tunedcomm.spec import Limits, Numerics, OpSpec, Problem, Variant, register_op, register_variant
+
+OP = "planted_sum"
+Tensors = tuple[torch.Tensor, ...]
+Launch = Callable[[Tensors, Tensors, int], None]
+
+
+def make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> Tensors:
+    generator = torch.Generator().manual_seed(seed * 31 + rank)
+    if kind == "integers":
+        return (torch.randint(-8, 9, (problem.numel,), generator=generator).to(torch.float32),)
+    return (torch.randn(problem.numel, generator=generator),)
+
+
+def reference(problem: Problem, inputs: Sequence[Tensors], rank: int) -> Tensors:
+    return (torch.stack([values.double() for (values,) in inputs]).sum(0),)
+
+
+def ordered_reference(problem: Problem, inputs: Sequence[Tensors], rank: int) -> Tensors:
+    total = torch.zeros_like(inputs[0][0])
+    for (values,) in inputs:
+        total += values
+    return (total,)
+
+
+register_op(
+    OpSpec(
+        name=OP,
+        summary="sum over ranks",
+        reductions=("sum",),
+        dtypes=("float32",),
+        shape_help="number of elements",
+        rank_of_shape=1,
+        make_inputs=make_inputs,
+        make_outputs=lambda problem, device: (torch.empty(problem.numel),),
+        reference=reference,
+        tolerance={"float32": 1e-6},
+        message_bytes=lambda problem: problem.nbytes,
+        busbw_factor=None,
+        default_shapes=lambda backend, itemsize: [(64,), (1024,)],
+        ordered_reference=ordered_reference,
+    )
+)
+
+
+def add_up(inputs: Tensors, outputs: Tensors) -> None:
+    outputs[0].copy_(inputs[0])
+    dist.all_reduce(outputs[0])
+
+
+def plant(
+    name: str,
+    bind: Callable[[Problem, Config, Any], Launch],
+    *,
+    space: Space | None = None,
+    numerics: Numerics = "ordered",
+    infeasible: Callable[[Problem, Config, Limits], str | None] = lambda problem, config, limits: None,
+) -> None:
+    points = space or Space()
+
+    def default(problem: Problem, limits: Limits) -> dict[str, Value]:
+        return next(points.enumerate())
+
+    register_variant(
+        Variant(
+            op=OP,
+            name=name,
+            numerics=numerics,
+            summary=name,
+            space=points,
+            infeasible=infeasible,
+            default=default,
+            bind=bind,
+            num_blocks=lambda problem, config: 1,
+        )
+    )
+
+
+def good(problem: Problem, config: Config, workspace: Any) -> Launch:
+    delay_s = int(config.get("delay_ms", 0)) / 1e3
+
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        time.sleep(delay_s)
+        add_up(inputs, outputs)
+
+    return launch
+
+
+def wrong_by_one_element(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        add_up(inputs, outputs)
+        if dist.get_rank() == 1:
+            outputs[0][-1] += 1.0
+
+    return launch
+
+
+def wrong_second_launch(problem: Problem, config: Config, workspace: Any) -> Launch:
+    kept: list[torch.Tensor] = []
+
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        add_up(inputs, outputs)
+        kept.append(outputs[0].clone())
+        outputs[0].copy_(kept[0])
+
+    return launch
+
+
+def nan_on_odd_sizes(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        filled = outputs[0].clone()
+        add_up(inputs, outputs)
+        whole = problem.numel // 4 * 4
+        outputs[0][whole:] = filled[whole:]
+
+    return launch
+
+
+def other_bits(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        add_up(inputs, outputs)
+        # The next float: within any tolerance, but not what every ordered variant gives.
+        outputs[0].copy_(torch.nextafter(outputs[0], torch.full_like(outputs[0], 1e9)))
+
+    return launch
+
+
+def bind_fails_on_one_rank(problem: Problem, config: Config, workspace: Any) -> Launch:
+    if dist.get_rank() == 1:
+        raise RuntimeError("planted compile error")
+    return good(problem, config, workspace)
+
+
+def bind_takes_for_ever(problem: Problem, config: Config, workspace: Any) -> Launch:
+    time.sleep(600)
+    return good(problem, config, workspace)
+
+
+def raises_on_one_rank(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("planted launch error")
+        add_up(inputs, outputs)
+
+    return launch
+
+
+def segfaults(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        add_up(inputs, outputs)
+
+    return launch
+
+
+def deadlocks(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(600)
+        add_up(inputs, outputs)
+
+    return launch
+
+
+def peer_times_out(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        raise PeerTimeoutError("planted: waited for rank 0")
+
+    return launch
+
+
+def never_feasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    return "planted: not on this machine"
+
+
+plant("library", good, numerics="library")
+# Far enough apart to be told apart on a busy machine; the fastest one is not for everybody.
+plant("good", good, space=Space({"delay_ms": Choice(40, 20, 100)}))
+plant("unordered", good, space=Space({"delay_ms": Choice(5)}), numerics="unordered")
+plant("infeasible", good, infeasible=never_feasible)
+
+BAD: dict[str, str] = {
+    "wrong_by_one_element": "incorrect",
+    "wrong_second_launch": "incorrect",
+    "nan_on_odd_sizes": "incorrect",
+    "other_bits": "incorrect",
+    "bind_fails_on_one_rank": "compile_error",
+    "bind_takes_for_ever": "hung",
+    "raises_on_one_rank": "crashed",
+    "segfaults": "crashed",
+    "deadlocks": "hung",
+    "peer_times_out": "hung",
+}
+for _name in BAD:
+    plant(_name, globals()[_name])

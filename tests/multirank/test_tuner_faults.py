@@ -1,0 +1,209 @@
+"""A sweep over good and bad variants ends, measures the good ones and records each bad one under its status."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import planted
+import pytest
+
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.store import Database
+from tunedcomm.errors import TuningError
+from tunedcomm.tuner.processes import is_alive
+from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec, sweep
+
+GOOD = ("good(delay_ms=100)", "good(delay_ms=20)", "good(delay_ms=40)")
+
+
+def spec_of(*variants: str, **changes: object) -> SweepSpec:
+    values: dict[str, object] = {
+        "op": planted.OP,
+        "dtypes": ("float32",),
+        "backend": "host",
+        "world_size": 2,
+        "variants": variants,
+        "plugins": ("planted",),
+        "trials": 30,
+        "compile_timeout_s": 5.0,
+        "trial_timeout_s": 5.0,
+        "command": "pytest",
+    }
+    return SweepSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def gang_processes() -> set[int]:
+    """Processes of gangs that descend from this one; launchers carry this process's pid in their command line."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"tunedcomm.tuner.launch" in words and str(os.getpid()).encode() in words:
+            found.add(int(folder.name))
+    return {pid for pid in found if is_alive(pid)}
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SweepOutcome, list[TrialRecord], Path]]:
+    """One sweep of everything at one shape: each lost gang costs seconds, so all tests look at the same one."""
+    path = tmp_path_factory.mktemp("faults") / "tuned.db"
+    with Database.open(path, create=True) as database:
+        outcome = sweep(spec_of(shapes=((64,),)), database)
+        yield outcome, database.trials(), path
+
+
+def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
+    outcome, trials, _ = swept
+    ran = {str(t.candidate) for t in trials if t.status in ("ok", "pruned")}
+    assert ran == {"library()", "unordered(delay_ms=5)", *GOOD}
+    assert outcome.reason == "done"
+    assert not outcome.unsolved
+    ok = [t for t in trials if t.status == "ok"]
+    assert all(t.samples >= 2 and t.baseline_p50_us and t.error is not None and t.error < 1e-6 for t in ok)
+    assert all(t.latency_p10_us <= t.latency_p50_us <= t.latency_p90_us for t in ok)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("variant", sorted(planted.BAD))
+def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecord], Path], variant: str) -> None:
+    _, trials, _ = swept
+    mine = [trial for trial in trials if trial.variant == variant]
+    assert [trial.status for trial in mine] == [planted.BAD[variant]]
+    assert mine[0].reason
+
+
+@pytest.mark.parametrize(
+    ("variant", "text"),
+    [
+        ("raises_on_one_rank", "planted launch error"),
+        ("bind_fails_on_one_rank", "on rank 1 of 2: RuntimeError: planted compile error"),
+        ("segfaults", "SIGSEGV"),
+        ("peer_times_out", "waited for rank 0"),
+        ("deadlocks", "no sign of life for 5 s while launching"),
+        ("bind_takes_for_ever", "while binding"),
+        ("wrong_by_one_element", "on rank 1 of 2: .*1 of 64 elements"),
+        ("wrong_second_launch", "launch 2"),
+        ("nan_on_odd_sizes", r"shape \((63|67),\).*nan"),
+        ("other_bits", "bits of the ordered sum"),
+        ("infeasible", "planted: not on this machine"),
+    ],
+)
+def test_reason_says_what_happened(
+    swept: tuple[SweepOutcome, list[TrialRecord], Path], variant: str, text: str
+) -> None:
+    _, trials, _ = swept
+    (trial,) = [trial for trial in trials if trial.variant == variant]
+    assert re.search(text, trial.reason), trial.reason
+
+
+def test_no_process_is_left(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
+    assert not gang_processes()
+
+
+def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
+    _, trials, path = swept
+    with Database.open(path) as database:
+        outcome = sweep(spec_of(shapes=((64,),)), database)
+        assert outcome.num_trials == 0
+        assert outcome.num_gangs == 1
+        assert len(database.trials()) == len(trials)
+        assert outcome.problems[0].failures == {"incorrect": 4, "compile_error": 1, "hung": 3, "crashed": 2}
+
+
+def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        outcome = sweep(spec_of("good", "unordered"), database, seen.append)
+        finals = database.trials(final=True)
+    assert {trial.problem.shape for trial in finals} == {(64,), (1024,)}
+    by_shape = [{str(t.candidate) for t in finals if t.problem.shape == shape} for shape in ((64,), (1024,))]
+    assert by_shape[0] == by_shape[1] >= {"library()", "unordered(delay_ms=5)", "good(delay_ms=20)"}
+    for result in outcome.problems:
+        assert result.best is not None
+        assert result.best.final
+        assert result.best.variant == "library"
+        assert result.speedup == 1.0
+    assert seen[-1].problems_done == 2
+    assert seen[-1].trials == outcome.num_trials
+
+
+def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
+    spec = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        assert sweep(spec, database).failures == {"incorrect": 1}
+        again = sweep(spec_of("wrong_by_one_element", shapes=((64,),), finals=False, retry=True), database)
+        assert again.failures == {"incorrect": 1}
+        assert again.num_trials == 1
+
+
+def test_gang_that_cannot_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "nonsense")
+    with (
+        Database.open(tmp_path / "tuned.db", create=True) as database,
+        pytest.raises(TuningError, match=r"3 gangs .*TUNEDCOMM_WORKSPACE_MIB='nonsense'"),
+    ):
+        sweep(spec_of("good"), database)
+
+
+SWEEP_SCRIPT = """
+import sys
+import test_tuner_faults as t
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.sweep import sweep
+with Database.open(sys.argv[1], create=True) as database:
+    sweep(t.spec_of("good", "deadlocks", shapes=((64,),), trial_timeout_s=300.0), database)
+"""
+
+
+def test_killed_supervisor_takes_its_gang_along_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.db"
+    Database.open(path, create=True).close()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    supervisor = subprocess.Popen([sys.executable, "-c", SWEEP_SCRIPT, str(path)], env=environment)
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline and _stored(path) < 2:
+            time.sleep(0.3)
+        ranks = _descendants(supervisor.pid)
+        assert len(ranks) >= 3  # the launcher and two ranks
+    finally:
+        supervisor.send_signal(signal.SIGKILL)
+        supervisor.wait()
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in ranks if is_alive(pid)]
+    before = _stored(path)
+    with Database.open(path) as database:
+        sweep(spec_of("good", shapes=((64,),), finals=False), database)
+        candidates = [str(trial.candidate) for trial in database.trials() if trial.status in ("ok", "pruned")]
+    assert before >= 2
+    assert sorted(candidates) == [*GOOD, "library()"]
+
+
+def _stored(path: Path) -> int:
+    with Database.open(path) as database:
+        return len(database.trials())
+
+
+def _descendants(root: int) -> set[int]:
+    """Pids below `root`, itself not included."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents[int(folder.name)] = int(stat[1])
+    found: set[int] = set()
+    while new := {pid for pid, parent in parents.items() if parent in found | {root}} - found:
+        found |= new
+    return found
