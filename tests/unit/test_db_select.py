@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from db_samples import H200, NUMERICS, OLDER, candidate, decide, problem, row, snapshot
+from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot
 
 from tunedcomm.db.score import MAX_NOISE, MIN_NOISE, noise
 from tunedcomm.db.select import MAX_GAP, Decision, Failure, Pinned, Row
@@ -314,118 +313,3 @@ def test_other_extents_of_a_shape_must_agree() -> None:
     rows = [replace(row("one_shot", 5.0), problem=shaped(m, 1024)) for m in (4, 16)]
     assert decide(rows, shaped(8, 1024)).source == "interpolated"
     assert decide(rows, shaped(8, 2048)).source == "library"
-
-
-# Relatives
-
-
-@pytest.mark.parametrize(
-    ("stored", "asked", "said"),
-    [
-        ({}, {"reduction": "avg"}, "reduction=sum"),
-        ({}, {"in_place": True}, "in_place=False"),
-        ({"in_place": True}, {}, "in_place=True"),
-        ({}, {"input_kind": "symmetric"}, "input_kind=plain"),
-        ({}, {"dtype": "float16"}, "dtype=bfloat16"),
-        ({"dtype": "float16"}, {"reduction": "avg"}, "reduction=sum, dtype=float16"),
-        ({}, {"reduction": "avg", "in_place": True}, "reduction=sum, in_place=False"),
-    ],
-)
-def test_a_family_without_rows_asks_its_relatives(stored: dict[str, Any], asked: dict[str, Any], said: str) -> None:
-    rows = [row("one_shot", 4.0, 4096, like=stored), row("one_shot", 6.0, 16384, like=stored)]
-    decision = decide(rows, problem(8192, **asked))
-    assert (decision.candidate, decision.source) == (candidate("one_shot"), "interpolated")
-    assert f"predicted between 4096 and 16384 bytes with {said}: " in decision.why
-    same_size = decide(rows, problem(4096, **asked))
-    assert (same_size.source, same_size.latency_us) == ("interpolated", 4.0)
-    assert f"measured at 4096 bytes with {said}: " in same_size.why
-
-
-@pytest.mark.parametrize(
-    ("stored", "asked"),
-    [
-        ({"mode": "eager"}, {}),
-        ({"input_kind": "symmetric"}, {}),
-        ({"reduction": "avg"}, {}),
-        ({}, {"reduction": "max"}),
-        ({}, {"dtype": "float32", "shape": (1024,)}),
-        ({"dtype": "float16", "mode": "eager"}, {"mode": "graph"}),
-    ],
-)
-def test_what_never_relaxes(stored: dict[str, Any], asked: dict[str, Any]) -> None:
-    decision = decide([row("one_shot", 4.0, like=stored)], problem(**asked))
-    assert (decision.candidate, decision.source) == (candidate("library"), "library")
-    assert "nothing of this kind is measured" in decision.why
-
-
-def test_relatives_are_asked_in_order_and_checked_for_feasibility() -> None:
-    rows = [row("one_shot", 4.0, like={"in_place": True}), row("two_shot", 2.0, like={"dtype": "float16"})]
-    asked = problem(reduction="avg")
-    assert decide(rows, asked).candidate == candidate("one_shot")
-    decision = decide(rows, asked, feasible=lambda which: "no avg" if which.variant == "one_shot" else None)
-    assert decision.candidate == candidate("two_shot")
-    assert decide(rows, asked, feasible=lambda which: "no avg").candidate == candidate("library")
-
-
-# Heuristic, library, and the whole
-
-
-def test_the_heuristic_comes_before_the_library_if_it_may_run() -> None:
-    def rule(asked: object) -> Candidate:
-        return candidate("two_shot")
-
-    assert decide([], heuristic=rule).source == "heuristic"
-    assert decide([row("one_shot", 4.0)], heuristic=rule).source == "exact"
-    decision = decide([], heuristic=rule, feasible=lambda which: "no")
-    assert (decision.source, reasons(decision)) == ("library", {"two_shot(num_blocks=4)": "no"})
-    failure = Failure(problem=problem(64), candidate=candidate("two_shot"), source_hash="current", status="hung")
-    assert decide(snapshot([], failures=(failure,)), heuristic=rule).source == "library"
-    assert decide([], heuristic=lambda asked: candidate("atomic")).source == "library"
-    assert decide([], heuristic=lambda asked: None).source == "library"
-    assert decide([], heuristic=lambda asked: candidate("library")).candidate == candidate("library")
-
-
-def test_an_empty_snapshot_gives_the_library() -> None:
-    decision = decide([])
-    assert (decision.candidate, decision.source, decision.passed_over) == (candidate("library"), "library", ())
-    assert decide([], problem(0)).candidate == candidate("library")
-    assert decide(curve("one_shot", {4096: 4.0}), problem(0)).candidate == candidate("library")
-
-
-def test_huge_sizes_are_no_trouble() -> None:
-    rows = [row("one_shot", 4.0, 2**62), row("one_shot", 3.0, 2)]
-    assert decide(rows, problem(2**61)).candidate == candidate("one_shot")
-    assert decide(rows, problem(2**40)).candidate == candidate("library")
-
-
-def test_decisions_are_pure_and_do_not_depend_on_row_order() -> None:
-    rng = random.Random(3)
-    rows = [
-        row(
-            variant,
-            rng.uniform(2, 12),
-            1024 << e,
-            num_blocks=blocks,
-            final=rng.random() < 0.7,
-            layer_rank=rng.randint(0, 2),
-        )
-        for variant in ("one_shot", "two_shot", "lamport", "atomic")
-        for blocks in (1, 4)
-        for e in range(6)
-    ]
-    for size in (1024, 1500, 5000, 40000, 70000, 100):
-        first = decide(rows, problem(size))
-        for _ in range(5):
-            rng.shuffle(rows)
-            assert decide(rows, problem(size)) == first
-        assert first.candidate.variant in NUMERICS
-        assert str(first.candidate) not in reasons(first)
-        json.dumps(first.to_dict(), allow_nan=False)
-
-
-def test_to_dict_is_plain() -> None:
-    data = decide([row("lamport", 2.5), row("one_shot", 5.0)]).to_dict()
-    assert (data["variant"], data["config"], data["source"]) == ("lamport", {"num_blocks": 4}, "exact")
-    assert data["runner_up"] == "one_shot(num_blocks=4)"
-    assert data["environment"]["gpu"] == "NVIDIA H200"
-    assert data["passed_over"] == [["one_shot(num_blocks=4)", "5.00 µs against 2.50 µs of lamport(num_blocks=4)"]]
