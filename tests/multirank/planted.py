@@ -1,4 +1,7 @@
-"""An op of its own with good variants and with every kind of bad one; a sweep imports it as a plugin."""
+"""An op of its own with good variants and with every kind of bad one; a sweep imports it as a plugin.
+
+Registers when it is imported, so tests name it and leave the importing to the sweep.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from planted_cases import BAD, OP
 
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Numerics, OpSpec, Problem, Variant, register_op, register_variant
 
-OP = "planted_sum"
 Tensors = tuple[torch.Tensor, ...]
 Launch = Callable[[Tensors, Tensors, int], None]
 
@@ -195,17 +198,5 @@ plant("good", good, space=Space({"delay_ms": Choice(40, 20, 100)}))
 plant("unordered", good, space=Space({"delay_ms": Choice(5)}), numerics="unordered")
 plant("infeasible", good, infeasible=never_feasible)
 
-BAD: dict[str, str] = {
-    "wrong_by_one_element": "incorrect",
-    "wrong_second_launch": "incorrect",
-    "nan_on_odd_sizes": "incorrect",
-    "other_bits": "incorrect",
-    "bind_fails_on_one_rank": "compile_error",
-    "bind_takes_for_ever": "hung",
-    "raises_on_one_rank": "crashed",
-    "segfaults": "crashed",
-    "deadlocks": "hung",
-    "peer_times_out": "hung",
-}
 for _name in BAD:
     plant(_name, globals()[_name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -11,21 +12,31 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import planted
 import pytest
+from planted_cases import BAD, GOOD, OP
 
+from tunedcomm import spec
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.tuner.processes import is_alive
 from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
-GOOD = ("good(delay_ms=100)", "good(delay_ms=20)", "good(delay_ms=40)")
+
+@pytest.fixture(scope="module", autouse=True)
+def planted_op() -> Iterator[None]:
+    """Registered for this module alone: other tests look at every registered op."""
+    module = importlib.import_module("planted")
+    yield
+    spec._ops.pop(OP)
+    for key in [key for key in spec._variants if key[0] == OP]:
+        spec._variants.pop(key)
+    sys.modules.pop(module.__name__)
 
 
 def spec_of(*variants: str, **changes: object) -> SweepSpec:
     values: dict[str, object] = {
-        "op": planted.OP,
+        "op": OP,
         "dtypes": ("float32",),
         "backend": "host",
         "world_size": 2,
@@ -72,11 +83,11 @@ def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord]
     assert all(t.latency_p10_us <= t.latency_p50_us <= t.latency_p90_us for t in ok)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("variant", sorted(planted.BAD))
+@pytest.mark.parametrize("variant", sorted(BAD))
 def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecord], Path], variant: str) -> None:
     _, trials, _ = swept
     mine = [trial for trial in trials if trial.variant == variant]
-    assert [trial.status for trial in mine] == [planted.BAD[variant]]
+    assert [trial.status for trial in mine] == [BAD[variant]]
     assert mine[0].reason
 
 
@@ -136,9 +147,9 @@ def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path)
 
 
 def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
-    spec = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
+    wanted = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
     with Database.open(tmp_path / "tuned.db", create=True) as database:
-        assert sweep(spec, database).failures == {"incorrect": 1}
+        assert sweep(wanted, database).failures == {"incorrect": 1}
         again = sweep(spec_of("wrong_by_one_element", shapes=((64,),), finals=False, retry=True), database)
         assert again.failures == {"incorrect": 1}
         assert again.num_trials == 1

@@ -1,24 +1,26 @@
 """Compiles coming candidates on CPUs into Triton's cache, so that a gang finds its binaries there.
 
-The pool is a process of its own (`python -m tunedcomm.tuner.compile_pool SUPERVISOR_PID`) that sees no GPU, reads
-pickled `(request, compute capability)` pairs from its standard input and spreads them over worker processes. What fails
-to compile here fails again in the gang, which records it; so failures are only counted.
+The pool is a process of its own (`python -m tunedcomm.tuner.compile_pool SUPERVISOR_PID WORKERS`) that sees no GPU,
+reads requests as JSON lines from its standard input and spreads them over worker processes. What fails to compile here
+fails again in the gang, which records it; so it is ignored here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
+from tunedcomm.kernels._launch import CompileRequest, compile_request
 from tunedcomm.tuner.processes import die_with_parent, kill_processes
 
 __all__ = ["CompilePool", "num_workers"]
@@ -57,9 +59,9 @@ class CompilePool:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._seen: set[Any] = set()
+        self._seen: set[CompileRequest] = set()
 
-    def submit(self, requests: Iterable[Any], compute_capability: int) -> int:
+    def submit(self, requests: Iterable[CompileRequest], compute_capability: int) -> int:
         """Hand over those requests that are new, in order; returns how many those were."""
         stream = self._process.stdin
         assert stream is not None
@@ -67,7 +69,7 @@ class CompilePool:
         self._seen.update(fresh)
         try:
             for request in fresh:
-                pickle.dump((request, compute_capability), stream)
+                stream.write(encode(request, compute_capability))
             stream.flush()
         except OSError as error:
             _log.warning("the compile pool is gone (%s); the gang compiles for itself", error)
@@ -107,29 +109,33 @@ def _prepare_worker(master: int) -> None:
     os.nice(_NICENESS)
 
 
-def _compile(request: Any, compute_capability: int) -> bool:
-    """Compile one request in a worker; True if it worked."""
+def encode(request: CompileRequest, compute_capability: int) -> bytes:
+    """One line of the pool's input."""
+    return json.dumps([asdict(request), compute_capability]).encode() + b"\n"
+
+
+def decode(line: bytes) -> tuple[CompileRequest, int]:
+    """Inverse of `encode`."""
+    data, compute_capability = json.loads(line)
+    constants = tuple((name, value) for name, value in data["constants"])
+    return CompileRequest(**{**data, "constants": constants}), compute_capability
+
+
+def _compile(request: CompileRequest, compute_capability: int) -> None:
+    """Compile one request in a worker."""
     from triton.backends.compiler import GPUTarget
 
-    from tunedcomm.kernels._launch import compile_request
-
-    try:
+    # The gang meets the same error and records it.
+    with contextlib.suppress(Exception):
         compile_request(request, GPUTarget("cuda", compute_capability, 32))
-    except Exception:  # noqa: BLE001 - the gang meets the same error and records it
-        return False
-    return True
 
 
 def _serve(stream: IO[bytes], workers: int) -> None:
     """Read requests until the stream ends, then wait for the last of them."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _prepare_worker, (os.getpid(),)) as executor:
-        while True:
-            try:
-                request, compute_capability = pickle.load(stream)  # noqa: S301 - from our own parent process
-            except EOFError:
-                return
-            executor.submit(_compile, request, compute_capability)
+        for line in stream:
+            executor.submit(_compile, *decode(line))
 
 
 if __name__ == "__main__":

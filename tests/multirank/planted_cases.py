@@ -1,0 +1,19 @@
+"""Names of what `planted` registers, for tests that must not register it themselves."""
+
+from __future__ import annotations
+
+OP = "planted_sum"
+GOOD = ("good(delay_ms=100)", "good(delay_ms=20)", "good(delay_ms=40)")
+# Variant to the status under which it must end.
+BAD: dict[str, str] = {
+    "wrong_by_one_element": "incorrect",
+    "wrong_second_launch": "incorrect",
+    "nan_on_odd_sizes": "incorrect",
+    "other_bits": "incorrect",
+    "bind_fails_on_one_rank": "compile_error",
+    "bind_takes_for_ever": "hung",
+    "raises_on_one_rank": "crashed",
+    "segfaults": "crashed",
+    "deadlocks": "hung",
+    "peer_times_out": "hung",
+}

@@ -1,0 +1,241 @@
+"""The supervisor's parts: jobs and events as files, how deaths are described, what a sweep is resolved to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunedcomm import kernels
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.errors import TuningError, UnknownNameError
+from tunedcomm.hardware import Environment
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.compile_pool import decode, encode
+from tunedcomm.tuner.events import EventReader, EventWriter, read_failures, write_failure
+from tunedcomm.tuner.job import Job, Settings, StoredTrial
+from tunedcomm.tuner.outcome import summarise_problem
+from tunedcomm.tuner.plan import SweepSpec, resolve
+from tunedcomm.tuner.processes import is_alive, kill_processes
+from tunedcomm.tuner.supervisor import describe_death, gang_environment
+
+HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "1")
+PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
+SETTINGS = Settings(backend="host", world_size=2, trials=8, variants=("one_shot",), plugins=("planted",))
+
+SUMMARY = """
+[rank0]: Traceback (most recent call last):
+[rank0]: RuntimeError: Connection closed by peer
+[rank1]: ValueError: planted
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 9932)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 9933)
+"""
+
+
+def test_job_survives_its_file(tmp_path: Path) -> None:
+    candidate = Candidate.of("all_reduce", "lamport", {"launch_pdl": True, "num_blocks": 4})
+    stored = StoredTrial(
+        problem=PROBLEM, candidate=candidate, status="ok", source_hash="a", environment=HERE.digest, latency_us=3.5
+    )
+    job = Job(
+        problems=(PROBLEM,),
+        settings=SETTINGS,
+        seconds_left=12.5,
+        stored=(stored,),
+        environments=((HERE.digest, HERE.to_dict()),),
+        tried=frozenset({(PROBLEM.digest, candidate)}),
+        dropped=frozenset({"two_shot"}),
+    )
+    job.save(tmp_path / "job.json")
+    assert Job.load(tmp_path / "job.json") == job
+
+
+def test_reader_waits_for_whole_lines(tmp_path: Path) -> None:
+    reader = EventReader(tmp_path)
+    assert reader.read() == []
+    writer = EventWriter(tmp_path)
+    writer.write("ready", {"a": 1})
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "tri')
+        file.flush()
+        assert [event["event"] for event in reader.read()] == ["ready"]
+        assert reader.read() == []
+        file.write(b'al"}\n')
+    assert reader.read() == [{"event": "trial"}]
+
+
+def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> None:
+    write_failure(tmp_path, 1, "ValueError: b")
+    write_failure(tmp_path, 0, "ValueError: a")
+    (tmp_path / "failure-2.json").write_text('{"rank": 2, "err')
+    assert read_failures(tmp_path) == ["rank 0: ValueError: a", "rank 1: ValueError: b"]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (-11, "rank 1 was killed by SIGSEGV"),
+        (-9, "rank 1 was killed by SIGKILL"),
+        (1, "rank 1 ended with exit code 1; ValueError: planted"),
+    ],
+)
+def test_death_is_blamed_on_its_root_cause(tmp_path: Path, code: int, text: str) -> None:
+    (tmp_path / "output.txt").write_text(SUMMARY.format(code=code))
+    assert describe_death(tmp_path, 1) == text
+
+
+def test_death_without_summary_names_the_launchers_code(tmp_path: Path) -> None:
+    (tmp_path / "output.txt").write_text("ModuleNotFoundError: No module named 'x'\n")
+    assert describe_death(tmp_path, 3) == "the launcher ended with code 3; ModuleNotFoundError: No module named 'x'"
+
+
+def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    environment = gang_environment(SETTINGS)
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(environment)
+    assert environment["NCCL_NVLS_ENABLE"] == "0"
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["TUNEDCOMM_PEER_TIMEOUT_S"] == "2"
+
+
+CHILD = """
+import os, sys, time
+from tunedcomm.tuner.processes import die_with_parent
+die_with_parent(int(sys.argv[1]))
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_child_dies_with_its_parent_and_at_once_if_it_is_gone() -> None:
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": path}
+    middle = "import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())]); "
+    middle += "print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", middle, CHILD], env=environment, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "up\n"
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+    orphan = subprocess.run([sys.executable, "-c", CHILD, "1"], env=environment, timeout=60, check=False)
+    assert orphan.returncode == 1
+
+
+def test_kill_processes_reports_none_left() -> None:
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    assert kill_processes([sleeper.pid], 5.0) == []
+    assert sleeper.wait() == -9
+
+
+def test_compile_requests_travel_as_lines() -> None:
+    request = CompileRequest("a.b", "kernel", (("AVG", False), ("BLOCK", 64)), 4, launch_pdl=True)
+    line = encode(request, 90)
+    assert line.endswith(b"\n")
+    assert decode(line) == (request, 90)
+
+
+def test_host_defaults_are_small_and_eager() -> None:
+    kernels.discover()
+    problems, settings = resolve(SweepSpec(op="all_reduce", backend="host"))
+    assert {problem.mode for problem in problems} == {"eager"}
+    assert {problem.world_size for problem in problems} == {2}
+    assert settings.backend == "host"
+    assert len(problems) * settings.trials <= 40  # about a second each
+
+
+def test_product_of_options_and_overrides() -> None:
+    kernels.discover()
+    spec = SweepSpec(
+        op="all_reduce",
+        backend="host",
+        world_size=3,
+        shapes=((64,), (128,)),
+        dtypes=("bfloat16", "float16"),
+        modes=("graph", "eager"),
+        trials=5,
+        peer_timeout_s=3.0,
+    )
+    problems, settings = resolve(spec)
+    assert len(set(problems)) == 8
+    assert (settings.trials, settings.peer_timeout_s, settings.world_size) == (5, 3.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"op": "all_reduec"}, UnknownNameError, "did you mean 'all_reduce'"),
+        ({"variants": ("lamprot",)}, UnknownNameError, "did you mean 'lamport'"),
+        ({"reductions": ("xor",)}, ValueError, "no reduction 'xor'; allowed: sum"),
+        ({"dtypes": ("int8",)}, ValueError, "no dtype 'int8'"),
+        ({"shapes": ((4, 4),)}, ValueError, "does not fit all_reduce"),
+        ({"world_size": 1}, TuningError, "world size 1"),
+        ({"backend": "cuda", "world_size": 64}, TuningError, "world size 64 cannot be tuned here"),
+        ({"problems": (PROBLEM,), "world_size": 3}, TuningError, "one world size"),
+    ],
+)
+def test_bad_sweeps_are_refused_with_what_is_allowed(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    kernels.discover()
+    with pytest.raises(error, match=text):
+        resolve(SweepSpec(**{"op": "all_reduce", "backend": "host", **changes}))
+
+
+def record(variant: str, us: float | None, status: str = "ok", **changes: Any) -> TrialRecord:
+    values: dict[str, Any] = {
+        "numerics": "library" if variant == "library" else "ordered",
+        "config": {},
+        "created_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
+    }
+    return TrialRecord(
+        problem=PROBLEM,
+        environment=HERE,
+        variant=variant,
+        source_hash="a",
+        status=status,
+        latency_p50_us=us,
+        **{**values, **changes},
+    )
+
+
+def test_summary_prefers_finals_and_the_interleaved_baseline() -> None:
+    trials = [
+        record("library", 10.0),
+        record("one_shot", 2.0, baseline_p50_us=9.0),
+        record("library", 8.0, final=True),
+        record("one_shot", 4.0, baseline_p50_us=12.0, final=True),
+        record("two_shot", 3.0, numerics="unordered", final=True),
+        record("lamport", None, "hung", reason="x"),
+    ]
+    result = summarise_problem(PROBLEM, trials)
+    assert result.best is not None
+    assert (result.best.variant, result.best.latency_p50_us) == ("one_shot", 4.0)
+    assert result.speedup == 3.0
+    assert result.failures == {"hung": 1}
+    assert result.num_trials == 3
+
+
+def test_summary_of_nothing_has_no_winner() -> None:
+    result = summarise_problem(PROBLEM, [record("lamport", None, "crashed", reason="x")])
+    assert (result.best, result.speedup, result.failures) == (None, None, {"crashed": 1})
