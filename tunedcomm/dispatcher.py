@@ -20,6 +20,7 @@ from tunedcomm.space import Value
 from tunedcomm.spec import (
     Candidate,
     Limits,
+    Numerics,
     NumericsPolicy,
     Problem,
     check_candidate,
@@ -58,7 +59,7 @@ def source_hash_of(op: str, variant: str) -> str | None:
     return None if found is None else kernels.source_hash(found)
 
 
-def _numerics_of(op: str, variant: str) -> str | None:
+def _numerics_of(op: str, variant: str) -> Numerics | None:
     found = variants(op).get(variant)
     return None if found is None else found.numerics
 

@@ -48,7 +48,7 @@ class Gang:
     def __call__(
         self, module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
     ) -> int:
-        assert module == "tunedcomm.bench_worker"
+        assert module == "tunedcomm.cli._bench_rank"
         self.job, self.world_size = json.loads(Path(arguments[0]).read_text()), world_size
         if self.rows is not None:
             Path(arguments[1]).write_text(json.dumps({"rows": self.rows}))

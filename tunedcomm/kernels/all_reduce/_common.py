@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
@@ -140,22 +140,23 @@ def bind_flagged(problem: Problem, config: Config, workspace: Workspace, request
 
 
 def closest(
-    wish: Config,
+    wish: Mapping[str, float],
     space: Space,
     problem: Problem,
     limits: Limits,
     infeasible: Callable[[Problem, Config, Limits], str | None],
 ) -> dict[str, Value]:
-    """The feasible config nearest to `wish` (numbers by their ratio); `wish` itself where none is feasible."""
+    """The feasible config nearest to `wish` (numbers by their ratio), or the nearest of all where none is feasible."""
 
     def distance(config: Config) -> float:
         total = 0.0
         for name, value in config.items():
-            if isinstance(value, bool) or isinstance(value, str):
-                total += 0.0 if value == wish[name] else 1.0
+            if isinstance(value, (bool, str)):
+                total += float(value != wish[name])
             else:
-                total += abs(math.log2(value) - math.log2(max(float(wish[name]), 1.0)))
+                total += abs(math.log2(value) - math.log2(max(wish[name], 1.0)))
         return total
 
-    feasible = [config for config in space.enumerate() if infeasible(problem, config, limits) is None]
-    return min(feasible, key=distance) if feasible else dict(wish)
+    points = list(space.enumerate())
+    feasible = [config for config in points if infeasible(problem, config, limits) is None]
+    return min(feasible or points, key=distance)

@@ -111,7 +111,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     packets = packets_of(problem.nbytes)
     if limits.backend == "host":
-        wish: Config = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
     else:
         warps = 1 if packets <= 1024 else 2 if packets <= 8192 else 8
         wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}

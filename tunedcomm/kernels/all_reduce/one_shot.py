@@ -110,7 +110,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     packets = packets_of(problem.nbytes)
     if limits.backend == "host":
-        wish: Config = {"num_blocks": 2, "num_warps": 16, "items": 2}
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
     else:
         warps = 4 if packets <= 2048 else 16
         wish = {"num_blocks": min(packets / (32 * warps), 64), "num_warps": warps, "items": 1}

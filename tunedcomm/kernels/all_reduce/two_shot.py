@@ -179,7 +179,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     share = slice_packets(problem)
     if limits.backend == "host":
-        wish: Config = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
     else:
         chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4
         wish = {"num_blocks": min(share / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}

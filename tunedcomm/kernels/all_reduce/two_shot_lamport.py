@@ -123,7 +123,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     share = slice_packets(problem)
     if limits.backend == "host":
-        wish: Config = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
     else:
         warps = 4 if share <= 132 * 128 else 8
         wish = {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}

@@ -1,0 +1,110 @@
+"""Host cost of one eager call, µs: tunedcomm against PyTorch's operator and NCCL, in one process.
+
+    torchrun --nproc-per-node 4 bench/eager_cost.py --csv bench/results/eager_cost.csv
+
+The time is that of the Python thread from call to return, with the device kept ahead (few calls in flight at a time),
+median over blocks of calls. Columns as in the other files of bench/results; `latency` here is host time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import tunedcomm
+from tunedcomm.cli._bench_rank import COLUMNS
+
+
+def host_us(call: Callable[[], object], blocks: int = 60, calls: int = 50) -> tuple[float, float, float]:
+    """p10, median, p90 over blocks of µs a call."""
+    times = []
+    for _ in range(blocks + 5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) * 1e6 / calls)
+    times = sorted(times[5:])
+    return times[len(times) // 10], statistics.median(times), times[9 * len(times) // 10]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, default=4096)
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    numel = args.bytes // 2
+    x = torch.randn(numel, device=device).to(torch.bfloat16)
+    out = torch.empty_like(x)
+    held = symm_mem.empty(numel, dtype=torch.bfloat16, device=device)
+    symm_mem.rendezvous(held, dist.group.WORLD)
+    held.copy_(x)
+    name = dist.group.WORLD.group_name
+    communicator = tunedcomm.get_communicator()
+    tunedcomm.all_reduce(x)
+    tunedcomm.all_reduce(x, out=out)
+    plan = communicator.plans[numel, x.dtype, "sum", False, "default", False, False]
+    stream = torch.cuda.current_stream().cuda_stream
+    contenders: dict[str, tuple[str, Callable[[], object]]] = {
+        "tuned": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x)),
+        "tuned_out": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x, out=out)),
+        "plan_launch": (str(plan.decision.candidate), lambda: plan.launch((x,), (out,), stream)),
+        "torch_one_shot": ("symmetric input", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)),
+        "library": ("in place", lambda: dist.all_reduce(x)),
+        "empty_like": ("allocation of the output alone", lambda: torch.empty_like(x)),
+    }
+    rows = []
+    for contender, (config, call) in contenders.items():
+        call()
+        low, middle, high = host_us(call)
+        slowest = torch.tensor([low, middle, high], device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        rows.append((contender, config, [round(value, 3) for value in slowest.tolist()]))
+    if rank == 0:
+        environment, run_id = communicator.environment, secrets.token_hex(6)
+        for contender, config, (low, middle, high) in rows:
+            print(f"{contender:16} {middle:7.2f} us a call on the host (p10 {low:.2f}, p90 {high:.2f})  {config}")
+        if args.csv:
+            args.csv.parent.mkdir(parents=True, exist_ok=True)
+            fresh = not args.csv.exists()
+            with args.csv.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                if fresh:
+                    writer.writeheader()
+                for contender, config, (low, middle, high) in rows:
+                    writer.writerow(
+                        {
+                            "op": "all_reduce", "shape": numel, "message_bytes": args.bytes, "dtype": "bfloat16",
+                            "world_size": dist.get_world_size(), "mode": "eager", "contender": f"host_cost:{contender}",
+                            "config": config, "latency_p10_us": low, "latency_p50_us": middle, "latency_p90_us": high,
+                            "gpu": environment.gpu, "fabric": environment.fabric, "torch": environment.torch,
+                            "triton": environment.triton, "nccl": environment.nccl, "driver": environment.driver,
+                            "tunedcomm": environment.tunedcomm, "command": " ".join(["bench/eager_cost.py", *sys.argv[1:]]),
+                            "run_id": run_id, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                            "input_kind": "plain", "in_place": False, "reduction": "sum",
+                        }
+                    )  # fmt: skip
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""What each rank of a GPU test runs: `torchrun tests/gpu/bodies.py NAME` prints one line of JSON per rank on success."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import tunedcomm
+from tunedcomm import kernels, spec
+from tunedcomm.communicator import get_communicator
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
+
+ORDERED = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(BITS[a.element_size()]), b.contiguous().view(BITS[b.element_size()]))
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def expected_of(problem: Problem, seed: int, kind: str = "random") -> tuple[torch.Tensor, torch.Tensor]:
+    """(this rank's input, exact bits of every ordered variant)."""
+    op = get_op("all_reduce")
+    everyone = [op.make_inputs(problem, rank, seed, kind, "cuda") for rank in range(problem.world_size)]
+    (expected,) = op.ordered_reference(problem, everyone, 0)
+    return everyone[dist.get_rank()][0], expected
+
+
+def variants_body() -> dict[str, object]:
+    """Every ordered variant, odd sizes, dtypes and reductions: exact bits."""
+    comm, checked = get_communicator(), 0
+    for seed, numel in enumerate((1, 5, 64, 1001, 4096, 65537, 1 << 20, 3_000_001)):
+        for dtype in ("bfloat16", "float16", "float32"):
+            for reduction in ("sum", "avg"):
+                problem = Problem("all_reduce", (numel,), dtype, comm.world_size, reduction=reduction)
+                x, expected = expected_of(problem, seed)
+                if numel > 16:
+                    tiny = torch.finfo(x.dtype).smallest_normal / 8
+                    x[:4] = torch.tensor([-0.0, -0.0, tiny, -tiny], device="cuda").to(x.dtype)
+                    everyone = [torch.empty_like(x) for _ in range(comm.world_size)]
+                    dist.all_gather(everyone, x)
+                    (expected,) = get_op("all_reduce").ordered_reference(problem, [(e,) for e in everyone], 0)
+                for name in ORDERED:
+                    variant = get_variant("all_reduce", name)
+                    config = variant.default(problem, comm.limits)
+                    candidate = Candidate.of("all_reduce", name, config)
+                    if check_candidate(problem, candidate, comm.limits) is not None:
+                        continue
+                    launch = comm.bind(problem, candidate)
+                    for _ in range(3):
+                        out = torch.full_like(x, float("nan"))
+                        launch((x,), (out,), stream())
+                        assert same_bits(out, expected), (problem, str(candidate))
+                    checked += 1
+    assert checked > 150, checked
+    return {"checked": checked}
+
+
+def chain_body() -> dict[str, object]:
+    """Back-to-back launches that depend on each other over rotating buffers, replayed with new inputs.
+
+    With programmatic dependent launch a kernel starts before its predecessor ends: if it read its input, or overwrote
+    a buffer, too early, stale values of the replay before would show.
+    """
+    comm, replays, length = get_communicator(), 40, 12
+    for name in ORDERED:
+        for pdl in (False, True):
+            for numel in (2048, 65536, 524288):
+                problem = Problem("all_reduce", (numel,), "float32", comm.world_size)
+                variant = get_variant("all_reduce", name)
+                config = dict(variant.default(problem, comm.limits))
+                if "launch_pdl" in config:
+                    config["launch_pdl"] = pdl
+                elif pdl:
+                    continue
+                if check_candidate(problem, Candidate.of("all_reduce", name, config), comm.limits):
+                    continue
+                launch = comm.bind(problem, Candidate.of("all_reduce", name, config))
+                buffers = [torch.zeros(numel, device="cuda") for _ in range(3)]
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.stream(side):
+                    launch((buffers[0],), (buffers[1],), stream())
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph, stream=side):
+                        for i in range(length):
+                            launch((buffers[i % 3],), (buffers[(i + 1) % 3],), stream())
+                for replay in range(replays):
+                    x, expected = expected_of(problem, replay, "integers")
+                    buffers[0].copy_(x)
+                    graph.replay()
+                    wanted = expected * float(comm.world_size) ** (length - 1)
+                    assert torch.equal(buffers[length % 3], wanted), (name, pdl, numel, replay)
+                comm.check_peers()
+    return {}
+
+
+def streams_body() -> dict[str, object]:
+    """Eager calls from two streams in turn, and a graph replayed while eager calls run on another stream."""
+    group_size = dist.get_world_size()
+    shuffle = random.Random(5)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    cases = [expected_of(Problem("all_reduce", (n,), "bfloat16", group_size), n) for n in (512, 4096, 40000, 600000)]
+    for x, _ in cases:
+        tunedcomm.all_reduce(x, numerics="ordered")
+    torch.cuda.synchronize()
+    for _ in range(200):
+        x, expected = cases[shuffle.randrange(len(cases))]
+        with torch.cuda.stream(streams[shuffle.randrange(2)]):
+            torch.cuda._sleep(random.randrange(30000))
+            results.append((tunedcomm.all_reduce(x, numerics="ordered"), expected))
+    torch.cuda.synchronize()
+    assert all(same_bits(out, expected) for out, expected in results)
+
+    x, expected = cases[1]
+    out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(streams[0]):
+        with torch.cuda.graph(graph, stream=streams[0]):
+            for _ in range(20):
+                tunedcomm.all_reduce(x, out=out, numerics="ordered")
+    torch.cuda.synchronize()
+    late = []
+    for round_number in range(30):
+        with torch.cuda.stream(streams[0]):
+            out.fill_(float("nan"))
+            graph.replay()
+            late.append((out.clone(), expected))
+        with torch.cuda.stream(streams[1]):
+            for step in range(5):
+                y, wanted = cases[(round_number + step) % len(cases)]
+                late.append((tunedcomm.all_reduce(y, numerics="ordered"), wanted))
+    torch.cuda.synchronize()
+    assert all(same_bits(a, b) for a, b in late)
+    return {"calls": len(results) + len(late)}
+
+
+def groups_body() -> dict[str, object]:
+    """Overlapping groups of 2, 3 and all ranks, used in turn."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    members = [list(range(world_size))] + [[i, (i + 1) % world_size] for i in range(world_size)]
+    if world_size >= 4:
+        members += [[0, 1, 2], [1, 2, 3]]
+    groups = [(sorted(set(ranks)), dist.new_group(sorted(set(ranks)))) for ranks in members]
+    calls = 0
+    for round_number in range(6):
+        for ranks, group in groups:
+            if rank not in ranks:
+                continue
+            x = torch.full((3000 + 7 * round_number,), float(rank + 1), device="cuda")
+            for numerics in ("default", "any"):
+                out = tunedcomm.all_reduce(x, group=group, numerics=numerics)
+                assert torch.equal(out, torch.full_like(x, float(sum(r + 1 for r in ranks)))), (ranks, round_number)
+            for name in ORDERED:
+                with tunedcomm.force("all_reduce", name):
+                    out = tunedcomm.all_reduce(x, group=group)
+                assert torch.equal(out, torch.full_like(x, float(sum(r + 1 for r in ranks)))), (ranks, name)
+            calls += 1
+    outside = next((group for ranks, group in groups if rank not in ranks), None)
+    if outside is not None:
+        try:
+            tunedcomm.all_reduce(torch.ones(4, device="cuda"), group=outside)
+        except tunedcomm.GroupError:
+            calls += 1
+        else:
+            raise AssertionError("a call on a group of others must raise")
+    return {"calls": calls}
+
+
+def stress_body() -> dict[str, object]:
+    """Random variants, configs, sizes and per-rank delays on one lane, outputs poisoned, a deadline."""
+    comm = get_communicator()
+    shuffle, launches = random.Random(11), 0
+    noise = random.Random(dist.get_rank())
+    limits, deadline = comm.limits, float(os.environ.get("STRESS_SECONDS", "20"))
+    cases = {}
+    begin = time.monotonic()
+    while True:
+        stop = [time.monotonic() - begin > deadline]
+        dist.broadcast_object_list(stop, src=0)
+        if stop[0]:
+            break
+        pending = []
+        for _ in range(50):
+            numel = shuffle.choice((1, 8, 333, 2048, 8192, 30000, 131072, 262144, 1_000_003))
+            dtype = shuffle.choice(("bfloat16", "float32"))
+            problem = Problem("all_reduce", (numel,), dtype, comm.world_size)
+            name = shuffle.choice(ORDERED)
+            variant = get_variant("all_reduce", name)
+            if (numel, dtype, name) not in cases:
+                feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, limits) is None]
+                picked = shuffle.sample(feasible, min(2, len(feasible)))
+                bound = []
+                for config in picked:
+                    try:
+                        bound.append(comm.bind(problem, Candidate.of("all_reduce", name, config)))
+                    except tunedcomm.InfeasibleError:
+                        continue
+                cases[numel, dtype, name] = (bound, *expected_of(problem, numel))
+            bound, x, expected = cases[numel, dtype, name]
+            if not bound:
+                continue
+            out = torch.full_like(x, float("nan"))
+            if noise.random() < 0.3:
+                torch.cuda._sleep(noise.randrange(200_000))
+            shuffle.choice(bound)((x,), (out,), stream())
+            pending.append((out, expected, problem, name))
+            launches += 1
+        torch.cuda.synchronize()
+        comm.check_peers()
+        for out, expected, problem, name in pending:
+            assert same_bits(out, expected), (problem, name, launches)
+    return {"launches": launches}
+
+
+def symmetric_body() -> dict[str, object]:
+    """Symmetric inputs, in and out of place, views at an offset, and torch's own allocations."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    comm = get_communicator()
+    for numel in (64, 5000, 300_000):
+        for name in ("one_shot", "two_shot", "lamport"):
+            problem = Problem("all_reduce", (numel,), "bfloat16", comm.world_size)
+            values, expected = expected_of(problem, numel)
+            whole = tunedcomm.symmetric_empty(numel + 64, dtype=torch.bfloat16)
+            x = whole[64:]
+            with tunedcomm.force("all_reduce", name):
+                x.copy_(values)
+                out = tunedcomm.all_reduce(x)
+                assert same_bits(out, expected), (name, numel)
+                assert same_bits(x, values), "out of place leaves the input alone"
+                assert tunedcomm.all_reduce_(x) is x
+                assert same_bits(x, expected), (name, numel)
+            torch.cuda.synchronize()
+            dist.barrier()
+    theirs = symm_mem.empty(4096, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
+    tunedcomm.register_symmetric(theirs)
+    theirs.fill_(1.0)
+    with tunedcomm.force("all_reduce", "two_shot"):
+        tunedcomm.all_reduce_(theirs)
+    assert torch.equal(theirs, torch.full_like(theirs, float(comm.world_size)))
+    return {}
+
+
+def lost_peer_body() -> dict[str, object]:
+    """One rank never calls: the others raise within the bound, and the group refuses further calls."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(2048, device="cuda")
+    with tunedcomm.force("all_reduce", os.environ.get("LOST_VARIANT", "lamport")):
+        tunedcomm.all_reduce(x)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == world_size - 1:
+            time.sleep(8)
+            return {"waited": 0.0}
+        begin = time.monotonic()
+        tunedcomm.all_reduce(x)
+        torch.cuda.synchronize()
+        waited = time.monotonic() - begin
+        try:
+            tunedcomm.all_reduce(x)
+        except tunedcomm.PeerTimeoutError as error:
+            assert f"rank {world_size - 1}" in str(error), str(error)
+            return {"waited": waited}
+    raise AssertionError("the call after the bound must raise")
+
+
+def dispatch_body() -> dict[str, object]:
+    """The public call as users make it: any tensor, first in a capture, unusual strides and alignment."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    total = float(sum(range(1, world_size + 1)))
+    base = torch.full((64, 130), float(rank + 1), device="cuda", dtype=torch.bfloat16)
+    for x in (base, base.t(), base[:, 1:], base[3:, ::2], base.view(-1)[1:1025], base[:0], base.view(-1)[3:4]):
+        out = tunedcomm.all_reduce(x)
+        assert out.shape == x.shape
+        assert torch.equal(out, torch.full_like(out, total)), x.shape
+        held = x.clone(memory_format=torch.preserve_format)
+        assert tunedcomm.all_reduce_(held) is held
+        assert torch.equal(held, torch.full_like(held, total))
+    strided = torch.zeros(64, 260, device="cuda", dtype=torch.bfloat16)[:, ::2]
+    assert tunedcomm.all_reduce(base, out=strided) is strided
+    assert torch.equal(strided, torch.full_like(strided, total))
+    for dtype in (torch.int32, torch.float64, torch.uint8):
+        x = torch.full((33,), rank + 1, device="cuda", dtype=dtype)
+        assert torch.equal(tunedcomm.all_reduce(x), torch.full_like(x, int(total)))
+    for op, wanted in (("max", float(world_size)), ("min", 1.0), ("avg", total / world_size)):
+        assert torch.equal(tunedcomm.all_reduce(base, op=op), torch.full_like(base, wanted))
+    fresh = torch.full((777,), float(rank + 1), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # never called before: the library serves it
+        out = tunedcomm.all_reduce(fresh)
+    graph.replay()
+    assert torch.equal(out, torch.full_like(out, total))
+    return {}
+
+
+def main(name: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    kernels.discover()
+    assert spec.variants("all_reduce")
+    begin = time.monotonic()
+    result = globals()[f"{name}_body"]()
+    torch.cuda.synchronize()
+    result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    if name == "lost_peer":
+        os._exit(0)  # the group is out of step by design
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

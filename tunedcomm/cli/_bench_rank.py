@@ -1,0 +1,325 @@
+"""One rank of `tunedcomm bench`: `python -m tunedcomm.cli._bench_rank JOB RESULT` under the elastic launcher.
+
+All contenders of a problem run in one process and interleaved, a replay (or an eager loop) each in turn.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm import kernels
+from tunedcomm.cli._peers import peers_of
+from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.dispatcher import decide
+from tunedcomm.metrics import algbw_gb_s
+from tunedcomm.ops.all_reduce import all_reduce
+from tunedcomm.ops.symmetric import symmetric_empty
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, parse_shape, variants
+from tunedcomm.tuner.measure import Contender, calls_for, contend, summarise, take_rounds
+
+__all__ = ["COLUMNS", "main"]
+
+COLUMNS = (
+    "op,shape,message_bytes,dtype,world_size,mode,contender,config,latency_p10_us,latency_p50_us,latency_p90_us,"
+    "algbw_gb_s,busbw_gb_s,num_sms,error,gpu,fabric,torch,triton,nccl,driver,tunedcomm,command,run_id,date,"
+    "input_kind,in_place,reduction"
+).split(",")
+_FIRST_ROUNDS, _ROUNDS = 3, 25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entrant:
+    """A contender before it is captured.
+
+    Attributes:
+        name, config: columns of the row.
+        num_sms: blocks it occupies, None where that is not known.
+        load: puts the input where the entrant reads it.
+        run: one launch on the current stream.
+        result: where its result is.
+    """
+
+    name: str
+    config: str
+    num_sms: int | None
+    load: Callable[[torch.Tensor], None]
+    run: Callable[[], None]
+    result: Callable[[], torch.Tensor]
+
+
+class _Ranks:
+    """What `take_rounds` needs of a gang."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._token = torch.zeros(1, device=device)
+        self.on_gpu = device.type == "cuda"
+
+    def device_barrier(self) -> None:
+        dist.all_reduce(self._token)
+
+
+def _tuned(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Entrant:
+    """What a user's call runs, through the public function."""
+    decision = decide(problem, communicator.snapshot, communicator.limits)
+    variant = get_variant(problem.op, decision.candidate.variant)
+    blocks = variant.num_blocks(problem, decision.candidate.config_dict)
+    out = x if problem.in_place else torch.empty_like(x)
+
+    def run() -> None:
+        all_reduce(x, op=problem.reduction, out=out)
+
+    return Entrant("tuned", str(decision.candidate), blocks if blocks >= 0 else None, x.copy_, run, lambda: out)
+
+
+def _library(problem: Problem, x: torch.Tensor) -> Entrant:
+    """NCCL (gloo) in place, the form that needs no copy, on memory of its own."""
+    from tunedcomm.kernels.all_reduce.library import all_reduce_by_library
+
+    held = torch.empty(problem.numel, dtype=x.dtype, device=x.device)
+
+    def run() -> None:
+        all_reduce_by_library(held, problem.reduction, dist.group.WORLD)
+
+    return Entrant("library", "in place", None, held.copy_, run, lambda: held)
+
+
+def _candidate_of(communicator: Communicator, problem: Problem, name: str) -> Candidate | None:
+    """The variant's best stored candidate for the problem, else its default; None where it cannot run."""
+    rows = [r for r in communicator.snapshot.family_rows(problem) if r.problem == problem]
+    rows = [r for r in rows if r.candidate.variant == name and r.source_hash == kernels.source_hash(_variant(problem, name))]
+    rows.sort(key=lambda row: row.latency_p50_us)
+    found = [row.candidate for row in rows]
+    found.append(Candidate.of(problem.op, name, _variant(problem, name).default(problem, communicator.limits)))
+    return next((c for c in found if check_candidate(problem, c, communicator.limits) is None), None)
+
+
+def _variant(problem: Problem, name: str) -> Any:
+    return get_variant(problem.op, name)
+
+
+def _named(communicator: Communicator, problem: Problem, name: str, x: torch.Tensor) -> Entrant | None:
+    candidate = _candidate_of(communicator, problem, name)
+    if candidate is None:
+        return None
+    launch = communicator.bind(problem, candidate)
+    out = x if problem.in_place else torch.empty_like(x)
+    blocks = _variant(problem, name).num_blocks(problem, candidate.config_dict)
+
+    def run() -> None:
+        stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
+        launch((x,), (out,), stream)
+
+    return Entrant(name, str(candidate), blocks if blocks >= 0 else None, x.copy_, run, lambda: out)
+
+
+def _entrants(communicator: Communicator, problem: Problem, x: torch.Tensor, wanted: Callable[[str], bool]) -> list[Entrant]:
+    found = [_library(problem, x)]
+    if wanted("tuned"):
+        found.append(_tuned(communicator, problem, x))
+    for name in variants(problem.op):
+        if name != "library" and wanted(name):
+            entrant = _named(communicator, problem, name, x)
+            found += [entrant] if entrant is not None else []
+    for peer in peers_of(problem, communicator.device, wanted):
+        found.append(Entrant(peer.name, peer.config, None, peer.load, peer.run, peer.result))
+    return found
+
+
+def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    difference = (result.view(-1).double() - reference).norm() / reference.norm().clamp_min(1e-30)
+    worst = difference.reshape(1)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst.item())
+
+
+class _Bencher:
+    """Runs the problems of a job on one rank."""
+
+    def __init__(self, communicator: Communicator, job: dict[str, Any]) -> None:
+        self._communicator = communicator
+        self._job = job
+        self._ranks = _Ranks(communicator.device)
+        on_gpu = communicator.device.type == "cuda"
+        self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None
+
+    def rows(self, problem: Problem) -> list[dict[str, Any]]:
+        """Rows of every contender that can run `problem`, the fastest setting of each name."""
+        if self._stream is None:
+            return self._measure(problem)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            rows = self._measure(problem)
+        torch.cuda.synchronize()
+        return rows
+
+    def _measure(self, problem: Problem) -> list[dict[str, Any]]:
+        spec, device = get_op(problem.op), self._communicator.device
+        ranks = range(problem.world_size)
+        everyone = [spec.make_inputs(problem, rank, self._job["seed"], "random", device) for rank in ranks]
+        (values,) = everyone[self._communicator.rank]
+        (reference,) = spec.reference(problem, everyone, self._communicator.rank)
+        del everyone
+        x = torch.empty_like(values)
+        if problem.input_kind == "symmetric":
+            x = symmetric_empty(problem.numel, dtype=values.dtype, device=device)
+        names = self._job["contenders"]
+        entrants = _entrants(self._communicator, problem, x, lambda name: names is None or name in names)
+        errors = []
+        for entrant in entrants:
+            entrant.load(values)
+            entrant.run()  # eager first: binds plans of both modes, compiles what compiles late
+            if problem.mode == "graph" and entrant.name == "tuned":
+                entrant.load(values)
+                entrant.run()
+            errors.append(_error(entrant.result(), reference))
+        del reference
+        calls = self._calls(problem, entrants[0])
+        contenders = [self._contend(problem, entrant, calls) for entrant in entrants]
+        latencies = self._time(entrants, contenders, values)
+        rows = [
+            self._row(problem, entrant, latency, error)
+            for entrant, latency, error in zip(entrants, latencies, errors, strict=True)
+        ]
+        best: dict[str, dict[str, Any]] = {}
+        for row in sorted(rows, key=lambda row: row["latency_p50_us"]):
+            best.setdefault(row["contender"], row)
+        return list(best.values())
+
+    def _calls(self, problem: Problem, entrant: Entrant) -> int:
+        if self._stream is None:
+            return 1
+        probe = [self._contend(problem, entrant, 10)]
+        take_rounds(self._ranks, probe, 1, self._stream)
+        mine = take_rounds(self._ranks, probe, 2, self._stream)[0]
+        slowest = torch.tensor([max(mine)], device=self._communicator.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return calls_for(float(slowest.item()))
+
+    def _contend(self, problem: Problem, entrant: Entrant, calls: int) -> Contender:
+        def launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            entrant.run()
+
+        return contend(launch, (), (), calls=calls, graph=problem.mode == "graph", stream=self._stream)
+
+    def _time(self, entrants: list[Entrant], contenders: list[Contender], values: torch.Tensor) -> list[Any]:
+        """Rounds of everyone; inputs are restored in between, since in place they grow from launch to launch."""
+        times: list[list[float]] = [[] for _ in contenders]
+        rounds = _ROUNDS if self._stream is not None else 3
+        for _ in range(rounds):
+            for entrant in entrants:
+                entrant.load(values)
+            for index, new in enumerate(take_rounds(self._ranks, contenders, 1, self._stream)):
+                times[index] += new
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, times)
+        return [summarise([by_rank[index] for by_rank in everyone]) for index in range(len(contenders))]
+
+    def _row(self, problem: Problem, entrant: Entrant, latency: Any, error: float) -> dict[str, Any]:
+        spec, environment = get_op(problem.op), self._communicator.environment
+        size = spec.message_bytes(problem)
+        algbw = algbw_gb_s(size, latency.p50_us)
+        factor = spec.busbw_factor(problem.world_size) if spec.busbw_factor else None
+        return {
+            "op": problem.op,
+            "shape": "x".join(str(extent) for extent in problem.shape),
+            "message_bytes": size,
+            "dtype": problem.dtype,
+            "world_size": problem.world_size,
+            "mode": problem.mode,
+            "contender": entrant.name,
+            "config": entrant.config,
+            "latency_p10_us": round(latency.p10_us, 3),
+            "latency_p50_us": round(latency.p50_us, 3),
+            "latency_p90_us": round(latency.p90_us, 3),
+            "algbw_gb_s": round(algbw, 3),
+            "busbw_gb_s": round(algbw * factor, 3) if factor is not None else None,
+            "num_sms": None if entrant.num_sms is None else min(entrant.num_sms, environment.num_sms),
+            "error": float(f"{error:.3e}"),
+            "gpu": environment.gpu,
+            "fabric": environment.fabric,
+            "torch": environment.torch,
+            "triton": environment.triton,
+            "nccl": environment.nccl,
+            "driver": environment.driver,
+            "tunedcomm": environment.tunedcomm,
+            "command": self._job["command"],
+            "run_id": self._job["run_id"],
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "input_kind": problem.input_kind,
+            "in_place": problem.in_place,
+            "reduction": problem.reduction,
+        }
+
+
+def _problems(job: dict[str, Any], world_size: int) -> list[Problem]:
+    return [
+        Problem(
+            op=job["op"],
+            shape=parse_shape(shape),
+            dtype=dtype,
+            world_size=world_size,
+            input_kind=kind,
+            in_place=kind == "symmetric",
+            mode=mode,
+        )
+        for mode in job["modes"]
+        for kind in job["input_kinds"]
+        for dtype in job["dtypes"]
+        for shape in job["shapes"]
+    ]
+
+
+def _append_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists() or path.stat().st_size == 0
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if fresh:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def main(job_file: str, result_file: str) -> int:
+    """Body of one rank; rank 0 writes the rows."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    job.setdefault("command", shlex.join(["tunedcomm", "bench", "--op", job["op"]]))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    kernels.discover()
+    communicator = get_communicator(None, device)
+    bencher = _Bencher(communicator, job)
+    rows: list[dict[str, Any]] = []
+    for problem in _problems(job, communicator.world_size):
+        rows += bencher.rows(problem)
+        communicator.check_peers()
+        if communicator.rank == 0:
+            sys.stderr.write(f"  {problem}\n")
+            sys.stderr.flush()
+    if communicator.rank == 0:
+        if job["csv"]:
+            _append_csv(Path(job["csv"]), rows)
+        Path(result_file).write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,105 @@
+"""Other projects' all_reduce, for comparison where they are installed; and PyTorch's own operators at their best.
+
+Each is run in the form that suits it most: PyTorch's operators and Kraken's one-shot on symmetric inputs, without the
+copies that a plain input would cost them. A peer that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from tunedcomm.spec import Problem
+
+__all__ = ["PEERS", "Peer", "peers_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """A contender that is no variant of ours.
+
+    Attributes:
+        name: as in the column `contender`.
+        config: what it ran with.
+        load: copies the caller's input to where the peer reads it.
+        run: one launch on the current stream.
+        result: where the result is afterwards.
+    """
+
+    name: str
+    config: str
+    load: Callable[[torch.Tensor], None]
+    run: Callable[[], None]
+    result: Callable[[], torch.Tensor]
+
+
+PEERS = ("torch_one_shot_symmetric", "torch_two_shot_symmetric", "kraken")
+
+
+def _symmetric(problem: Problem, device: torch.device) -> torch.Tensor:
+    tensor = symm_mem.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=device)
+    symm_mem.rendezvous(tensor, dist.group.WORLD)
+    return tensor
+
+
+def _torch_one_shot(problem: Problem, device: torch.device) -> Peer:
+    held = _symmetric(problem, device)
+    out = torch.empty_like(held)
+    name = dist.group.WORLD.group_name
+
+    def run() -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_out(held, "sum", name, out)
+
+    return Peer("torch_one_shot_symmetric", "", lambda x: _copy(held, x), run, lambda: out)
+
+
+def _torch_two_shot(problem: Problem, device: torch.device) -> Peer:
+    held = _symmetric(problem, device)
+    name = dist.group.WORLD.group_name
+
+    def run() -> None:
+        torch.ops.symm_mem.two_shot_all_reduce_(held, "sum", name)
+
+    return Peer("torch_two_shot_symmetric", "", lambda x: _copy(held, x), run, lambda: held)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _kraken(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """Kraken's one- and two-shot, each with its defaults and with grids that suit larger messages."""
+    import kraken
+
+    held = _symmetric(problem, device)
+    result: list[torch.Tensor] = [held]
+    for function in (kraken.comm.one_shot_all_reduce, kraken.comm.two_shot_all_reduce):
+        if function is kraken.comm.one_shot_all_reduce and problem.nbytes > 16 << 20:
+            continue
+        for blocks, warps, block_size in ((24, 32, 8192), (64, 16, 4096), (128, 8, 2048), (24, 8, 2048)):
+
+            def run(function=function, blocks=blocks, warps=warps, block_size=block_size) -> None:  # type: ignore[no-untyped-def]
+                result[0] = function(held, max_num_blocks=blocks, num_warps=warps, BLOCK_SIZE=block_size)
+
+            config = f"{function.__name__} max_num_blocks={blocks} num_warps={warps} BLOCK_SIZE={block_size}"
+            yield Peer("kraken", config, lambda x: _copy(held, x), run, lambda: result[0])
+
+
+def peers_of(problem: Problem, device: torch.device, wanted: Callable[[str], bool]) -> Iterator[Peer]:
+    """The peers that can run `problem`; several of one name are its settings, of which the best counts."""
+    if device.type != "cuda" or problem.reduction != "sum" or problem.world_size not in (2, 4, 8):
+        return
+    granular = problem.nbytes % (16 * problem.world_size) == 0 and problem.numel > 0
+    if not granular or problem.dtype not in ("bfloat16", "float32"):
+        return
+    if wanted("torch_one_shot_symmetric") and problem.nbytes <= 32 << 20:
+        yield _torch_one_shot(problem, device)
+    if wanted("torch_two_shot_symmetric"):
+        yield _torch_two_shot(problem, device)
+    if wanted("kraken") and problem.dtype == "bfloat16" and importlib.util.find_spec("kraken") is not None:
+        yield from _kraken(problem, device)
