@@ -79,6 +79,7 @@ def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert shown.exit_code == 0, shown.output
     assert gang.world_size == 4
     assert gang.job.pop("run_id")
+    assert gang.job.pop("command").startswith("tunedcomm")
     assert gang.job == {
         "op": "all_reduce",
         "shapes": ["512", "1024", "2048"],

@@ -71,7 +71,8 @@ def store(path: Path, trials: Sequence[TrialRecord]) -> str:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> str:
-    trials = [trial("library", 14.0), trial("lamport", 4.0), trial("two_shot", 7.0)]
+    slow = trial("two_shot_lamport", 30.0, status="pruned", reason="30 µs at first look", final=False)
+    trials = [trial("library", 14.0), trial("lamport", 4.0), trial("two_shot", 7.0), slow]
     return store(tmp_path / "stored.db", trials)
 
 
@@ -99,6 +100,9 @@ def test_explain_says_why_others_were_passed_over(stored: str) -> None:
     assert "two_shot(" in passed_over
     assert "14.00 µs against 4.00 µs" in passed_over
     assert "multicast" in next(line for line in passed_over.splitlines() if "multimem_two_shot" in line)
+    assert "pruned: 30 µs at first look" in next(
+        line for line in passed_over.splitlines() if "two_shot_lamport" in line
+    )
     assert "no trial" in next(line for line in passed_over.splitlines() if " one_shot" in line)
 
 

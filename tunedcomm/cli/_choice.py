@@ -11,7 +11,7 @@ from tunedcomm.cli._output import note
 from tunedcomm.errors import DatabaseError, UnknownNameError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tunedcomm.db.layers import Layer
     from tunedcomm.db.select import Decision
@@ -76,11 +76,27 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
     if forced is None and settings.mode() == "off":
         forced = Candidate.of(problem.op, "library", {})
     decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy, forced=forced)
-    return Choice(problem, environment, decision, _left_out(problem, decision, limits, options.policy))
+    stored = _stored_reasons(problem, environment, layers)
+    return Choice(problem, environment, decision, _left_out(problem, decision, limits, options.policy, stored))
+
+
+def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence[Layer]) -> dict[str, str]:
+    """Variant to how its latest trial of this very problem on this hardware ended, where none of its trials ran."""
+    found: dict[str, str] = {}
+    for layer in reversed(layers):
+        try:
+            with open_layer(layer) as database:
+                trials = database.trials(problem=problem)
+        except DatabaseError:
+            continue  # noted when the snapshot was loaded
+        for trial in trials:
+            if trial.environment.hard_key == environment.hard_key and trial.status != "infeasible":
+                found[trial.variant] = f"{trial.status}: {trial.reason}" if trial.reason else trial.status
+    return found
 
 
 def _left_out(
-    problem: Problem, decision: Decision, limits: Limits, policy: NumericsPolicy
+    problem: Problem, decision: Decision, limits: Limits, policy: NumericsPolicy, stored: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
     from tunedcomm.spec import Candidate, admits, check_candidate, variants
 
@@ -90,12 +106,14 @@ def _left_out(
         if variant.name in looked_at:
             continue
         default = Candidate.of(problem.op, variant.name, variant.default(problem, limits))
+        reason: str | None
         if not admits(policy, variant.numerics):
             reason = f"its numerics class, {variant.numerics}, is not admitted by the policy {policy!r}"
         elif variant.is_library and decision.library_us is not None and decision.latency_us is not None:
             reason = f"{decision.library_us:.2f} µs against {decision.latency_us:.2f} µs"
         else:
-            reason = check_candidate(problem, default, limits) or "no trial near this problem is stored"
+            reason = check_candidate(problem, default, limits)
+            reason = reason or stored.get(variant.name) or "no trial near this problem is stored"
         found.append((variant.name, reason))
     return tuple(found)
 

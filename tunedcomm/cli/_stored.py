@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tunedcomm.db.records import TrialRecord
     from tunedcomm.hardware import Environment
 
-__all__ = ["Contest", "contests", "read_trials", "winner"]
+__all__ = ["Contest", "contests", "library_us", "read_trials", "winner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,11 @@ def contests(layer: str, trials: Iterable[TrialRecord]) -> list[Contest]:
 def _order(contest: Contest) -> tuple[object, ...]:
     environment, p = contest.environment, contest.problem
     return (environment.gpu, environment.digest, p.op, p.world_size, p.dtype, p.mode, p.family, p.numel)
+
+
+def library_us(trial: TrialRecord) -> float | None:
+    """The library's median in the trial's own run; its own latency where the trial is the library."""
+    return trial.latency_p50_us if trial.variant == "library" else trial.baseline_p50_us
 
 
 def winner(trials: Sequence[TrialRecord]) -> TrialRecord | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,6 +78,7 @@ def bench(
         "csv": None if csv is None else str(csv.absolute()),
         "seed": seed,
         "run_id": secrets.token_hex(6),
+        "command": shlex.join(["tunedcomm", *sys.argv[1:]]),
     }
     note(f"comparing {len(shapes)} shapes of {spec.name} on {ranks} ranks")
     rows = _run(job, ranks)

@@ -8,7 +8,7 @@ import typer
 
 from tunedcomm.cli._options import DatabaseOption, HardwareOption, JsonOption
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, table
-from tunedcomm.cli._stored import Contest, contests, read_trials, winner
+from tunedcomm.cli._stored import Contest, contests, library_us, read_trials, winner
 from tunedcomm.spec import format_shape
 
 __all__ = ["db_list"]
@@ -56,8 +56,8 @@ def _cells(contest: Contest) -> list[str]:
         kind,
         str(best.candidate),
         format_us(best.latency_p50_us),
-        format_us(best.baseline_p50_us),
-        format_ratio(best.baseline_p50_us, best.latency_p50_us),
+        format_us(library_us(best)),
+        format_ratio(library_us(best), best.latency_p50_us),
         str(len(contest.trials)),
     ]
 
@@ -75,7 +75,7 @@ def _to_dict(contest: Contest) -> dict[str, Any]:
             "variant": best.variant,
             "config": best.config,
             "latency_p50_us": best.latency_p50_us,
-            "baseline_p50_us": best.baseline_p50_us,
+            "library_us": library_us(best),
             "trial_id": best.id,
         },
     }

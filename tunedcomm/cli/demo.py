@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from tunedcomm.cli._output import emit, emit_json, note
 from tunedcomm.cli.explain import explanation
 from tunedcomm.cli.tune import report, run_sweep
 from tunedcomm.spec import format_shape
+
+if TYPE_CHECKING:
+    from tunedcomm.hardware import Environment
 
 __all__ = ["demo"]
 
@@ -55,18 +58,8 @@ def demo(
         note("no candidate runs here; `tunedcomm doctor` says what is missing")
         raise typer.Exit(1)
 
-    note("2/3 explain what dispatch chooses, and why")
     texts = [format_shape(extents) for extents in shapes]
-    options = [
-        ProblemOptions(op=op.name, shape=text, dtype="bfloat16", world_size=ranks, mode=CallMode.eager)
-        for text in texts
-    ]
-    choices = [choose(o, hardware=outcome.environment.digest, database=db) for o in options]
-    if as_json:
-        emit_json([choice.to_dict() for choice in choices])
-    for line in [] if as_json else [line for choice in choices for line in explanation(choice)]:
-        emit(line)
-
+    _explain(texts, ranks, outcome.environment, db, as_json=as_json)
     note("3/3 run tunedcomm.all_reduce through that database and check the sums")
     code = run_module("tunedcomm.cli._demo_rank", texts, world_size=ranks, environment={"TUNEDCOMM_DB": url})
     if code:
@@ -74,3 +67,21 @@ def demo(
         raise typer.Exit(1)
     if not as_json:
         emit(f"all sums right on {ranks} ranks, dispatched from {url}")
+
+
+def _explain(shapes: list[str], world_size: int, environment: Environment, db: str, *, as_json: bool) -> None:
+    note("2/3 explain what dispatch chooses, and why")
+    choices = [
+        choose(
+            ProblemOptions(op="all_reduce", shape=shape, dtype="bfloat16", world_size=world_size, mode=CallMode.eager),
+            hardware=environment.digest,
+            database=db,
+        )
+        for shape in shapes
+    ]
+    if as_json:
+        emit_json([choice.to_dict() for choice in choices])
+        return
+    for choice in choices:
+        for line in explanation(choice):
+            emit(line)
