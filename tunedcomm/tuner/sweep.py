@@ -85,7 +85,9 @@ class _Sweep:
         self._begin = time.monotonic()
         self._tally = _Tally()
         self._environment: Environment | None = None
-        self._records = stored_records(database, problems)
+        self._records: dict[Problem, list[TrialRecord]] = {problem: [] for problem in problems}
+        for record in stored_records(database, problems):
+            self._records[record.problem].append(record)
         self._pending: list[TrialRecord] = []
         self._current: tuple[Problem | None, Candidate | None, bool] = (None, None, False)
         self._planned = self._compiled_ahead = 0
@@ -136,12 +138,13 @@ class _Sweep:
             left = self._spec.budget_s - (time.monotonic() - self._begin)
             if left <= 0:
                 return None
+        records = [record for found in self._records.values() for record in found]
         return Job(
             problems=self._problems,
             settings=self._settings,
             seconds_left=left,
-            stored=tuple(_steering(record) for record in self._records),
-            environments=tuple({r.environment.digest: r.environment.to_dict() for r in self._records}.items()),
+            stored=tuple(_steering(record) for record in records),
+            environments=tuple({r.environment.digest: r.environment.to_dict() for r in records}.items()),
             tried=frozenset(self._tally.tried),
             dropped=self._dropped(),
         )
@@ -206,7 +209,7 @@ class _Sweep:
         self._tell()
 
     def _add(self, record: TrialRecord) -> None:
-        self._records.append(record)
+        self._records[record.problem].append(record)
         self._pending.append(record)
         self._tally.tried.add((record.problem.digest, record.candidate))
         if record.status == "infeasible":
@@ -261,8 +264,7 @@ class _Sweep:
         )
 
     def _result(self, problem: Problem) -> ProblemResult:
-        mine = [r for r in self._records if r.problem == problem and r.environment == self._environment]
-        return summarise_problem(problem, mine)
+        return summarise_problem(problem, [r for r in self._records[problem] if r.environment == self._environment])
 
 
 def _candidate(event: dict[str, Any]) -> Candidate:
