@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import optuna
 
-from tunedcomm.space import Value
+from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant, variants
 from tunedcomm.tuner.job import Settings
 
@@ -18,8 +18,8 @@ __all__ = ["Search", "default_candidates"]
 
 # Candidates drawn at random before the model is trusted; seeds and stored trials count.
 _STARTUP_TRIALS = 16
-# A discrete sampler repeats itself. After so many useless draws in a row a fresh candidate is taken at random.
-_MAX_REDRAWS = 12
+# Draws before a candidate is taken at random: only where a draw's variant has nothing left.
+_MAX_DRAWS = 4
 
 
 def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
@@ -173,15 +173,28 @@ class Search:
         return self._study
 
     def _sample(self) -> Candidate:
-        """A candidate that is feasible and new."""
+        """A candidate that is feasible and new.
+
+        A sampler of discrete values repeats itself and knows nothing of feasibility. What it draws stands for the
+        nearest candidate that is left, so that a repeated optimum leads on to its neighbours.
+        """
         study = self._sampler()
-        for _ in range(_MAX_REDRAWS):
+        for _ in range(_MAX_DRAWS):
             trial = study.ask()
             variant = str(trial.suggest_categorical("variant", sorted(self._spaces)))
             config = self._spaces[variant].suggest(_Suggests(trial), prefix=f"{variant}.")
-            candidate = Candidate.of(next(iter(self._left)).op, variant, config)
-            if candidate in self._left:
-                self._asked[candidate] = trial
-                return candidate
+            drawn = Candidate.of(next(iter(self._left)).op, variant, config)
+            if drawn in self._left:
+                self._asked[drawn] = trial
+                return drawn
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            if rivals := [candidate for candidate in self._left if candidate.variant == variant]:
+                distances = [_distance(self._spaces[variant], drawn, rival) for rival in rivals]
+                return self._rng.choice([r for r, d in zip(rivals, distances, strict=True) if d == min(distances)])
         return self._rng.choice(list(self._left))
+
+
+def _distance(space: Space, one: Candidate, other: Candidate) -> int:
+    """Steps along the axes from one config to another."""
+    a, b = one.config_dict, other.config_dict
+    return sum(abs(axis.values().index(a[name]) - axis.values().index(b[name])) for name, axis in space.axes)
