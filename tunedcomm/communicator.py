@@ -91,7 +91,8 @@ class Communicator:
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
         self.any_symmetric = False
-        self.device_index = device.index if device.type == "cuda" else 0
+        # What the hot path compares the current CUDA device with: CPU tensors beside GPUs take the slow path.
+        self.device_index = device.index if device.type == "cuda" else -int(torch.cuda.is_available())
         self.status_view = self.workspace.status_view if self.workspace else memoryview(b"\0")
         self.last_streams = [-1, -1]  # raw handle of the stream that last used the eager and the graph lane
 

@@ -128,7 +128,7 @@ def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) 
 def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> Settings:
     """Interpreted launches take about 0.1 s, so the host gets few trials, few samples and patient watchdogs."""
     if backend == "cuda":
-        base = Settings(backend=backend, world_size=world_size, trials=96, patience=32)
+        base = Settings(backend=backend, world_size=world_size, trials=160, patience=48)
     else:
         base = Settings(
             backend=backend,

@@ -17,6 +17,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
+from tunedcomm.tuner.check import odd_problems
 from tunedcomm.tuner.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.job import FAILED, Job, Settings, StoredTrial
 from tunedcomm.tuner.outcome import ProblemResult, Progress, SweepOutcome, summarise_problem
@@ -233,9 +234,11 @@ class _Sweep:
         for problem in self._problems:
             allowed = search_space(problem, limits, job)
             first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
+            odd = odd_problems(get_op(problem.op), problem)  # checks launch these too
             for candidate in [*first, *allowed]:
                 variant = get_variant(candidate.op, candidate.variant)
-                requests.update(dict.fromkeys(variant.compile_requests(problem, candidate.config_dict)))
+                for shape in (problem, *odd):
+                    requests.update(dict.fromkeys(variant.compile_requests(shape, candidate.config_dict)))
             if len(requests) >= _MAX_COMPILE_AHEAD:
                 break
         wanted = list(requests)[:_MAX_COMPILE_AHEAD]

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
+_MIN_BLOCKS = 8  # fewer never won where there was work for that many
 _KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -73,6 +74,8 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, mos
         return f"{work_packets} packets leave some of {blocks} blocks without work"
     if blocks * per_round * most_rounds < work_packets:
         return f"{work_packets} packets need more than {most_rounds} rounds of {blocks} blocks"
+    if limits.backend == "cuda" and blocks < _MIN_BLOCKS and work_packets >= _MIN_BLOCKS * per_round:
+        return f"{blocks} blocks leave the links idle at {work_packets} packets"
     return None
 
 

@@ -51,9 +51,9 @@ __all__ = ["TWO_SHOT", "two_shot_inplace_kernel", "two_shot_kernel"]
 @triton.jit
 def two_shot_kernel(
     x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    x0, x1, x2, x3, x4, x5, x6, scatter, gather,
+    x0, x1, x2, x3, x4, x5, x6, scatter, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK: tl.constexpr, NUM_CHUNKS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """Plain input. In round c: push chunk c, reduce chunk c − 1, collect chunk c − 2.
 
@@ -65,10 +65,10 @@ def two_shot_kernel(
     lanes = tl.arange(0, BLOCK).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    span = ((share + step - 1) // step + NUM_CHUNKS - 1) // NUM_CHUNKS * step
+    span = ((share + step - 1) // step + num_chunks - 1) // num_chunks * step
 
-    for c in tl.range(0, NUM_CHUNKS + 2):
-        if c < NUM_CHUNKS:
+    for c in tl.range(0, num_chunks + 2):
+        if c < num_chunks:
             for start in tl.range(first + c * span, tl.minimum(share, (c + 1) * span), step):
                 at = start + lanes
                 here = at < share
@@ -77,7 +77,7 @@ def two_shot_kernel(
                     w0, w1, w2, w3 = read_elements(x, owner * share + at, numel, here, WIDTH, TAIL)
                     store_packets(peers[i] + scatter + (rank * share + at) * 16, w0, w1, w2, w3, here)
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
-        if (c >= 1) & (c <= NUM_CHUNKS):
+        if (c >= 1) & (c <= num_chunks):
             d = c - 1
             await_peers(local, rank, epoch + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
             for start in tl.range(first + d * span, tl.minimum(share, (d + 1) * span), step):
@@ -91,12 +91,12 @@ def two_shot_kernel(
                 for i in tl.static_range(WORLD_SIZE - 1):
                     store_packets(peers[i] + gather + (rank * share + at) * 16, s0, s1, s2, s3, here)
                 write_elements(out, rank * share + at, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
-            reduced = epoch + tl.minimum(2 * d + 3, 2 * NUM_CHUNKS)
+            reduced = epoch + tl.minimum(2 * d + 3, 2 * num_chunks)
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, reduced, WORLD_SIZE)
         if c >= 2:
             e = c - 2
             await_peers(
-                local, rank, epoch + tl.minimum(2 * e + 3, 2 * NUM_CHUNKS), timeout_ns, status, WORLD_SIZE
+                local, rank, epoch + tl.minimum(2 * e + 3, 2 * num_chunks), timeout_ns, status, WORLD_SIZE
             )
             for start in tl.range(first + e * span, tl.minimum(share, (e + 1) * span), step):
                 at = start + lanes
@@ -105,15 +105,15 @@ def two_shot_kernel(
                     theirs = here & (rank != i)
                     w0, w1, w2, w3 = load_packets(local + gather + (i * share + at) * 16, theirs)
                     write_elements(out, i * share + at, numel, w0, w1, w2, w3, theirs, WIDTH, TAIL)
-    write_counter(local, epoch + 2 * NUM_CHUNKS, EPOCH_OFFSET)
+    write_counter(local, epoch + 2 * num_chunks, EPOCH_OFFSET)
 
 
 @triton.jit
 def two_shot_inplace_kernel(
     x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
-    x0, x1, x2, x3, x4, x5, x6, scatter, gather,
+    x0, x1, x2, x3, x4, x5, x6, scatter, gather, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK: tl.constexpr, NUM_CHUNKS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """Symmetric input in place: read the own slice from all ranks, write its sum to all ranks; `out` is `x`."""
     peers = (x0, x1, x2, x3, x4, x5, x6)
@@ -173,7 +173,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         rounds = -(-share // (int(config["num_blocks"]) * threads * int(config["items"])))
         if rounds < int(config["num_chunks"]):
             return f"{rounds} rounds cannot be split into {config['num_chunks']} chunks"
-    return blocks_and_threads(config, limits, share, most_rounds=1 << 20 if limits.backend == "cuda" else 64)
+    return blocks_and_threads(config, limits, share, most_rounds=64)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
@@ -187,11 +187,7 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = {
-        **constants_of(problem, config),
-        "NUM_CHUNKS": int(config["num_chunks"]),
-        "SYMMETRIC": _on_peers(problem),
-    }
+    constants = {**constants_of(problem, config), "SYMMETRIC": _on_peers(problem)}
     kernel = two_shot_inplace_kernel if _on_peers(problem) else two_shot_kernel
     return CompileRequest.of(kernel, constants, num_warps=int(config["num_warps"]))
 
@@ -202,7 +198,8 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     layout = workspace.layout
-    return bind_flagged(problem, config, workspace, _request(problem, config), layout.scatter, layout.gather)
+    extra = (layout.scatter, layout.gather, int(config["num_chunks"]))
+    return bind_flagged(problem, config, workspace, _request(problem, config), *extra)
 
 
 TWO_SHOT = register_variant(

@@ -117,7 +117,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
     if config["launch_pdl"] and not limits.launch_pdl:
         return "programmatic dependent launch is not available here"
-    return blocks_and_threads(config, limits, share, most_rounds=16)
+    return blocks_and_threads(config, limits, share, most_rounds=4)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
