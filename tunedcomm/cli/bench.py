@@ -120,7 +120,7 @@ def _cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[st
         row["mode"],
         name,
         *(format_us(row[f"latency_{quantile}_us"]) for quantile in ("p10", "p50", "p90")),
-        *("-" if row[column] is None else f"{row[column]:.1f}" for column in ("algbw_gb_s", "busbw_gb_s")),
+        *("-" if row[column] is None else f"{row[column]:.2f}" for column in ("algbw_gb_s", "busbw_gb_s")),
         format_ratio(_library_us(row, rows), latency),
         "-" if row["error"] is None else f"{row['error']:.1e}",
     ]
