@@ -111,3 +111,22 @@ def test_ordered_variants_give_the_same_bits(world_size, dtype):
                 assert torch.equal(torch.tensor(results[reduction, variant]), expected), (reduction, variant)
     words = torch.tensor(first["sum", ORDERED[0]])
     assert words[8] == 0, "negative zeros sum to +0.0"
+
+
+def chunks_body(rank, world_size):
+    """two_shot cut into more chunks than its areas hold, sizes that do not divide, twice each."""
+    from tunedcomm.communicator import get_communicator
+
+    communicator = get_communicator()
+    for numel in (16 * 128 * 8 * world_size, 13 * 128 * 8 * world_size + 1234):
+        for chunks in (1, 2, 4, 8, 16) if numel % 128 == 0 else (4, 8):
+            config = {"num_blocks": 1, "num_warps": 4, "items": 1, "num_chunks": chunks}
+            problem = Problem("all_reduce", (numel,), "bfloat16", world_size, mode="eager")
+            for seed in (1, 2):
+                _check(communicator, problem, "two_shot", seed, "random", config)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_shot_in_many_chunks(world_size):
+    assert run_ranks(world_size, chunks_body, timeout=240) == [True] * world_size

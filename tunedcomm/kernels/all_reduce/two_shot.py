@@ -5,12 +5,15 @@ Slice j of the message belongs to rank j.
 Plain input: push the own part of every slice into its owner's scatter area, exchange flags, sum the own slice in rank
 order and push the result into every peer's gather area, exchange flags, copy the gathered slices to the output. With
 `num_chunks` > 1 a block does this chunk by chunk and pushes the next chunk before it waits for the last one, so that
-links do not idle while flags travel.
+links do not idle while flags travel. The areas hold `RING` chunks, so messages of any size fit if cut often enough.
 
-One scatter and one gather area are enough. A peer pushes the next call's scatter only after its own call ended, in which
-it waited for this rank's last flag, set after this rank's last read of its scatter area. It pushes the next call's sums
-only after this rank's first flag of that call, which this rank sets after its own call, and all reads of its gather
-area, ended. The two areas lie apart for every size, so calls of different sizes do not change this.
+Why no area is overwritten too early, within a call: in round c a block pushes chunk c into the place of chunk c − 3; in
+round c − 1 it waited until all peers had reduced (read) that one. It then reduces chunk c − 1 into the peers' gather
+place of chunk c − 4, after it waited for their push of chunk c − 1, which they make after they collected chunk c − 4.
+From call to call: a peer pushes the next call's scatter only after its own call ended, in which it waited for this
+rank's last flag, set after this rank's last read of its scatter area. It pushes the next call's sums only after this
+rank's first flag of that call, which this rank sets after its own call, and all reads of its gather area, ended. The two
+areas lie apart for every size, so calls of different sizes do not change this.
 
 Symmetric input in place: flags, read the own slice on all ranks, sum, write it to all ranks, flags. Nobody else touches
 that slice in between.
@@ -27,7 +30,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
@@ -45,7 +48,9 @@ from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["TWO_SHOT", "two_shot_inplace_kernel", "two_shot_kernel"]
+__all__ = ["RING", "TWO_SHOT", "two_shot_inplace_kernel", "two_shot_kernel"]
+
+RING = tl.constexpr(3)
 
 
 @triton.jit
@@ -66,19 +71,23 @@ def two_shot_kernel(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     span = ((share + step - 1) // step + num_chunks - 1) // num_chunks * step
+    ring = tl.minimum(num_chunks, RING)
+    slot = ring * span
 
     for c in tl.range(0, num_chunks + 2):
         if c < num_chunks:
+            lap = (c - c % ring) * span
             for start in tl.range(first + c * span, tl.minimum(share, (c + 1) * span), step):
                 at = start + lanes
                 here = at < share
                 for i in tl.static_range(WORLD_SIZE - 1):
                     owner = (rank + 1 + i) % WORLD_SIZE
                     w0, w1, w2, w3 = read_elements(x, owner * share + at, numel, here, WIDTH, TAIL)
-                    store_packets(peers[i] + scatter + (rank * share + at) * 16, w0, w1, w2, w3, here)
+                    store_packets(peers[i] + scatter + (rank * slot + at - lap) * 16, w0, w1, w2, w3, here)
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
         if (c >= 1) & (c <= num_chunks):
             d = c - 1
+            lap = (d - d % ring) * span
             await_peers(local, rank, epoch + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
             for start in tl.range(first + d * span, tl.minimum(share, (d + 1) * span), step):
                 at = start + lanes
@@ -86,15 +95,16 @@ def two_shot_kernel(
                 own = read_elements(x, rank * share + at, numel, here, WIDTH, TAIL)
                 words = ()
                 for i in tl.static_range(WORLD_SIZE):
-                    words = words + load_packets(local + scatter + (i * share + at) * 16, here & (rank != i))
+                    words = words + load_packets(local + scatter + (i * slot + at - lap) * 16, here & (rank != i))
                 s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
                 for i in tl.static_range(WORLD_SIZE - 1):
-                    store_packets(peers[i] + gather + (rank * share + at) * 16, s0, s1, s2, s3, here)
+                    store_packets(peers[i] + gather + (rank * slot + at - lap) * 16, s0, s1, s2, s3, here)
                 write_elements(out, rank * share + at, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
             reduced = epoch + tl.minimum(2 * d + 3, 2 * num_chunks)
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, reduced, WORLD_SIZE)
         if c >= 2:
             e = c - 2
+            lap = (e - e % ring) * span
             await_peers(
                 local, rank, epoch + tl.minimum(2 * e + 3, 2 * num_chunks), timeout_ns, status, WORLD_SIZE
             )
@@ -103,7 +113,7 @@ def two_shot_kernel(
                 here = at < share
                 for i in tl.static_range(WORLD_SIZE):
                     theirs = here & (rank != i)
-                    w0, w1, w2, w3 = load_packets(local + gather + (i * share + at) * 16, theirs)
+                    w0, w1, w2, w3 = load_packets(local + gather + (i * slot + at - lap) * 16, theirs)
                     write_elements(out, i * share + at, numel, w0, w1, w2, w3, theirs, WIDTH, TAIL)
     write_counter(local, epoch + 2 * num_chunks, EPOCH_OFFSET)
 
@@ -148,7 +158,7 @@ _SPACE = Space(
         "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
         "num_warps": PowerOfTwo(4, 16),
         "items": Choice(1, 2, 4),
-        "num_chunks": PowerOfTwo(1, 8),
+        "num_chunks": PowerOfTwo(1, 16),
     }
 )
 
@@ -160,20 +170,25 @@ def _on_peers(problem: Problem) -> bool:
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits):
         return reason
-    share = slice_packets(problem)
-    if _on_peers(problem):
-        if int(config["num_chunks"]) > 1:
-            return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
-    elif problem.world_size * share * 16 > limits.staging_bytes:
-        return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} bytes (TUNEDCOMM_WORKSPACE_MIB)"
-    threads = 32 * int(config["num_warps"])
-    if threads * int(config["items"]) > 1024:
+    share, chunks = slice_packets(problem), int(config["num_chunks"])
+    per_block = 32 * int(config["num_warps"]) * int(config["items"])
+    if per_block > 1024:
         return "more than 1024 packets a block at once spill registers"
-    if int(config["num_chunks"]) > 1:
-        rounds = -(-share // (int(config["num_blocks"]) * threads * int(config["items"])))
-        if rounds < int(config["num_chunks"]):
-            return f"{rounds} rounds cannot be split into {config['num_chunks']} chunks"
-    return blocks_and_threads(config, limits, share, most_rounds=64)
+    rounds = -(-share // (int(config["num_blocks"]) * per_block))
+    if rounds < chunks and chunks > 1:
+        return f"{rounds} rounds cannot be split into {chunks} chunks"
+    if _on_peers(problem):
+        if chunks > 1:
+            return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
+    else:
+        span = -(-rounds // chunks) * int(config["num_blocks"]) * per_block
+        needed = problem.world_size * min(chunks, RING.value) * span * PACKET_BYTES
+        if needed > limits.staging_bytes:
+            return (
+                f"{min(chunks, RING.value)} chunks of the {chunks} that {problem.nbytes} bytes are cut into need {needed} "
+                f"bytes of staging, there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+            )
+    return blocks_and_threads(config, limits, share, most_rounds=64 * chunks)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
@@ -181,7 +196,7 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     if limits.backend == "host":
         wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
     else:
-        chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4
+        chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4 if share < 1 << 21 else 16
         wish = {"num_blocks": min(share / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
