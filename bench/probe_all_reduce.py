@@ -20,7 +20,7 @@ os.environ.setdefault("TUNEDCOMM_PEER_TIMEOUT_S", "2")
 import torch
 import torch.distributed as dist
 
-from tunedcomm import kernels, spec
+from tunedcomm import spec
 from tunedcomm.communicator import get_communicator
 
 
@@ -120,7 +120,7 @@ def main() -> None:
                     print("bind", candidate, repr(error)[:300], flush=True)
                 continue
 
-            def call(launch=launch) -> None:
+            def call(launch=launch, x=x, out=out) -> None:
                 launch((x,), (out,), torch.cuda.current_stream().cuda_stream)
 
             right = True

@@ -27,13 +27,20 @@ from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import MAX_BLOCKS, MAX_WORLD_SIZE, LaneLayout
 from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["Communicator", "get_communicator", "limits_for", "live_communicators", "on_release", "release_communicators"]
+__all__ = [
+    "Communicator",
+    "get_communicator",
+    "limits_for",
+    "live_communicators",
+    "on_release",
+    "release_communicators",
+]
 
 logger = logging.getLogger("tunedcomm")
 
 
 def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout | None = None) -> Limits:
-    """What an environment and a workspace layout allow; needs no GPU, so that stored environments can be asked about."""
+    """What an environment and a workspace layout allow; needs no GPU: stored environments can be asked about."""
     layout = layout or LaneLayout.for_messages(settings.workspace_bytes())
     return Limits(
         backend="host" if environment.is_host else "cuda",
@@ -184,12 +191,12 @@ class Communicator:
         self.last_streams[capturing] = stream
         if last in (-1, stream) or self.device.type != "cuda":
             return
-        earlier = torch.cuda.ExternalStream(last, device=self.device)
+        earlier = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
         if capturing:
             with torch.cuda.stream(earlier):
                 if not torch.cuda.is_current_stream_capturing():
                     return
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(earlier)
         torch.cuda.current_stream(self.device).wait_event(event)
 

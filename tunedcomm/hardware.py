@@ -188,8 +188,8 @@ def _has_multicast(device: int) -> bool:
     """Asks the driver, through torch, unless the user switched multicast off; creates no multicast object."""
     if multicast_disabled():
         return False
-    from torch._C._distributed_c10d import _SymmetricMemory
     from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, device))
 

@@ -70,6 +70,13 @@ class _Ranks:
         dist.all_reduce(self._token)
 
 
+def _loader(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def load(values: torch.Tensor) -> None:
+        target.copy_(values)
+
+    return load
+
+
 def _tuned(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Entrant:
     """What a user's call runs, through the public function."""
     decision = decide(problem, communicator.snapshot, communicator.limits)
@@ -80,25 +87,27 @@ def _tuned(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Ent
     def run() -> None:
         all_reduce(x, op=problem.reduction, out=out)
 
-    return Entrant("tuned", str(decision.candidate), blocks if blocks >= 0 else None, x.copy_, run, lambda: out)
+    return Entrant("tuned", str(decision.candidate), blocks if blocks >= 0 else None, _loader(x), run, lambda: out)
 
 
-def _library(problem: Problem, x: torch.Tensor) -> Entrant:
+def _library(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Entrant:
     """NCCL (gloo) in place, the form that needs no copy, on memory of its own."""
     from tunedcomm.kernels.all_reduce.library import all_reduce_by_library
 
     held = torch.empty(problem.numel, dtype=x.dtype, device=x.device)
 
     def run() -> None:
-        all_reduce_by_library(held, problem.reduction, dist.group.WORLD)
+        all_reduce_by_library(held, problem.reduction, communicator.group)
 
-    return Entrant("library", "in place", None, held.copy_, run, lambda: held)
+    return Entrant("library", "in place", None, _loader(held), run, lambda: held)
 
 
 def _candidate_of(communicator: Communicator, problem: Problem, name: str) -> Candidate | None:
     """The variant's best stored candidate for the problem, else its default; None where it cannot run."""
     rows = [r for r in communicator.snapshot.family_rows(problem) if r.problem == problem]
-    rows = [r for r in rows if r.candidate.variant == name and r.source_hash == kernels.source_hash(_variant(problem, name))]
+    rows = [
+        r for r in rows if r.candidate.variant == name and r.source_hash == kernels.source_hash(_variant(problem, name))
+    ]
     rows.sort(key=lambda row: row.latency_p50_us)
     found = [row.candidate for row in rows]
     found.append(Candidate.of(problem.op, name, _variant(problem, name).default(problem, communicator.limits)))
@@ -121,11 +130,13 @@ def _named(communicator: Communicator, problem: Problem, name: str, x: torch.Ten
         stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
         launch((x,), (out,), stream)
 
-    return Entrant(name, str(candidate), blocks if blocks >= 0 else None, x.copy_, run, lambda: out)
+    return Entrant(name, str(candidate), blocks if blocks >= 0 else None, _loader(x), run, lambda: out)
 
 
-def _entrants(communicator: Communicator, problem: Problem, x: torch.Tensor, wanted: Callable[[str], bool]) -> list[Entrant]:
-    found = [_library(problem, x)]
+def _entrants(
+    communicator: Communicator, problem: Problem, x: torch.Tensor, wanted: Callable[[str], bool]
+) -> list[Entrant]:
+    found = [_library(communicator, problem, x)]
     if wanted("tuned"):
         found.append(_tuned(communicator, problem, x))
     for name in variants(problem.op):
@@ -152,7 +163,7 @@ class _Bencher:
         self._job = job
         self._ranks = _Ranks(communicator.device)
         on_gpu = communicator.device.type == "cuda"
-        self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None
+        self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def rows(self, problem: Problem) -> list[dict[str, Any]]:
         """Rows of every contender that can run `problem`, the fastest setting of each name."""

@@ -27,6 +27,7 @@ __all__ = [
     "ShapeOption",
     "SweptKind",
     "SweptMode",
+    "SweptPlace",
     "WorldSizeOption",
     "check_dtype",
     "check_reduction",
@@ -64,6 +65,19 @@ class SweptMode(str, enum.Enum):
         if self is SweptMode.both:
             return ("graph", "eager")
         return ("graph",) if self is SweptMode.graph else ("eager",)
+
+
+class SweptPlace(str, enum.Enum):
+    """Values of `--in-place` where several problems are swept."""
+
+    no = "no"
+    yes = "yes"
+    both = "both"
+
+    @property
+    def values(self) -> tuple[bool, ...]:
+        """As problems have it."""
+        return (False, True) if self is SweptPlace.both else (self is SweptPlace.yes,)
 
 
 class SweptKind(str, enum.Enum):

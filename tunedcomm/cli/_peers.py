@@ -41,16 +41,22 @@ class Peer:
 PEERS = ("torch_one_shot_symmetric", "torch_two_shot_symmetric", "kraken")
 
 
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "ranks of a benchmark have a default group"
+    return group
+
+
 def _symmetric(problem: Problem, device: torch.device) -> torch.Tensor:
     tensor = symm_mem.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=device)
-    symm_mem.rendezvous(tensor, dist.group.WORLD)
+    symm_mem.rendezvous(tensor, _world())
     return tensor
 
 
 def _torch_one_shot(problem: Problem, device: torch.device) -> Peer:
     held = _symmetric(problem, device)
     out = torch.empty_like(held)
-    name = dist.group.WORLD.group_name
+    name = _world().group_name
 
     def run() -> None:
         torch.ops.symm_mem.one_shot_all_reduce_out(held, "sum", name, out)
@@ -60,7 +66,7 @@ def _torch_one_shot(problem: Problem, device: torch.device) -> Peer:
 
 def _torch_two_shot(problem: Problem, device: torch.device) -> Peer:
     held = _symmetric(problem, device)
-    name = dist.group.WORLD.group_name
+    name = _world().group_name
 
     def run() -> None:
         torch.ops.symm_mem.two_shot_all_reduce_(held, "sum", name)

@@ -31,7 +31,7 @@ def _choose_interpreter() -> None:
 
 @functools.cache
 def discover() -> None:
-    """Import every op and variant once. Runs interpreted where there is no GPU, unless TRITON_INTERPRET says otherwise."""
+    """Import every op and variant once; interpreted where there is no GPU, unless TRITON_INTERPRET says otherwise."""
     _choose_interpreter()
     for package in pkgutil.iter_modules(__path__, f"{__name__}."):
         if package.ispkg:

@@ -44,7 +44,9 @@ class CompileRequest:
     launch_pdl: bool = False
 
     @classmethod
-    def of(cls, kernel: Any, constants: dict[str, Value], *, num_warps: int, launch_pdl: bool = False) -> CompileRequest:
+    def of(
+        cls, kernel: Any, constants: dict[str, Value], *, num_warps: int, launch_pdl: bool = False
+    ) -> CompileRequest:
         """Name a Triton function by where it was defined."""
         return cls(kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items())), num_warps, launch_pdl)
 

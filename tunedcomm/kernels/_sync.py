@@ -292,7 +292,7 @@ def signal(flag_addresses, epoch, mask):
 
 @triton.jit
 def wait(flag_addresses, epoch, mask, codes, timeout_ns, status):
-    """Wait until every flag where `mask` is at least `epoch`; what came before its `signal` is then visible to the block.
+    """Wait until every flag where `mask` is at least `epoch`; what came before its `signal` is visible from then on.
 
     `codes` is 1 + rank for each flag: what the status word says if that rank does not come.
     """

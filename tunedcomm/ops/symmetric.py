@@ -38,8 +38,8 @@ def symmetric_empty(
     if where is not None and where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     communicator = get_communicator(group, where)
-    shape = (size,) if isinstance(size, int) else tuple(size)
-    numel = torch.Size(shape).numel()
+    shape = torch.Size((size,) if isinstance(size, int) else size)
+    numel = shape.numel()
     if communicator.workspace is None:
         raise WorkspaceError(
             "the ranks of this group cannot address each other's memory; use an ordinary tensor (`tunedcomm doctor` "

@@ -71,7 +71,7 @@ class Workspace:
         self.symmetric: dict[int, SymmetricBuffer] = {}
         pinned = device.type == "cuda"
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
-        self.status_view = memoryview(self._status.numpy())
+        self.status_view = memoryview(self._status.numpy())  # type: ignore[arg-type]
         self.lanes: dict[Mode, Lane] = {}
         for mode, buffer in self.buffers.items():
             local = buffer.addresses[self.rank]

@@ -16,7 +16,7 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Limits, Problem, get_variant
+from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant
 from tunedcomm.tuner.check import odd_problems
 from tunedcomm.tuner.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.job import FAILED, Job, Settings, StoredTrial

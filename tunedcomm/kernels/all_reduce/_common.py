@@ -111,7 +111,9 @@ def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: 
     return run
 
 
-def bind_flagged(problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int) -> Launch:
+def bind_flagged(
+    problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int
+) -> Launch:
     """Launch of a kernel like `bind_plain`'s with the peers' addresses of the input, x0 … x6, before `extra`.
 
     The request's constant SYMMETRIC says whether the input is addressed on the peers; where it is not, they are 0.

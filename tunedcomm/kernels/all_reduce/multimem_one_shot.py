@@ -53,9 +53,7 @@ def multimem_one_shot_kernel(
     for start in tl.range(first, total, step):
         packet = start + lanes
         here = packet < total
-        sums = load_reduce(
-            multicast, (q0, q1, q2, q3, q4, q5, q6), local, mine + packet * 16, here, DTYPE, WORLD_SIZE
-        )
+        sums = load_reduce(multicast, (q0, q1, q2, q3, q4, q5, q6), local, mine + packet * 16, here, DTYPE, WORLD_SIZE)
         s0, s1, s2, s3 = mean_packets(sums, DTYPE, AVG, WORLD_SIZE)
         write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
     write_counter(local, epoch + 1, EPOCH_OFFSET)

@@ -129,9 +129,7 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     layout = workspace.layout
-    return bind_flagged(
-        problem, config, workspace, _request(problem, config), layout.one_shot, layout.one_shot_bytes
-    )
+    return bind_flagged(problem, config, workspace, _request(problem, config), layout.one_shot, layout.one_shot_bytes)
 
 
 ONE_SHOT = register_variant(

@@ -56,7 +56,7 @@ def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
     smallest, largest = (_KIB, 256 * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
-    sizes = []
+    sizes: list[tuple[int, ...]] = []
     size = smallest
     while size <= largest:
         sizes.append((size // itemsize,))

@@ -105,9 +105,7 @@ def two_shot_kernel(
         if c >= 2:
             e = c - 2
             lap = (e - e % ring) * span
-            await_peers(
-                local, rank, epoch + tl.minimum(2 * e + 3, 2 * num_chunks), timeout_ns, status, WORLD_SIZE
-            )
+            await_peers(local, rank, epoch + tl.minimum(2 * e + 3, 2 * num_chunks), timeout_ns, status, WORLD_SIZE)
             for start in tl.range(first + e * span, tl.minimum(share, (e + 1) * span), step):
                 at = start + lanes
                 here = at < share
