@@ -13,14 +13,18 @@ DEMO_DB ?= demo.db
 # keeps pip from fetching one built for a newer CUDA.
 CPU_ONLY := $(shell if ! command -v nvidia-smi >/dev/null 2>&1 && ! test -e /dev/nvidia0; then echo yes; fi)
 CPU_PACKAGES := "torch==2.13.0" "triton>=3.9"
+# Compile checks run under this one too; the same as the lower bound in pyproject.toml.
+OLDEST_TRITON := 3.6.0
+OLDEST := .venv-oldest-triton
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint build clean
+.PHONY: help demo test lint build clean oldest-triton
 
 help:
 	@echo "make demo   install, tune all_reduce on this machine, explain the choice, run it and check the sum"
 	@echo "make test   run the tests (PYTEST_ARGS='-k name' for some of them)"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
+	@echo "make oldest-triton  the Triton that 'make test' compiles with besides the installed one, in $(OLDEST)"
 	@echo "make build  wheel and source distribution in dist/"
 	@echo "make clean  remove .venv, caches and what the demo wrote"
 
@@ -36,11 +40,18 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 	$(PIP) install --quiet --editable ".[test,lint]"
 	@touch $@
 
+$(OLDEST)/.installed-$(OLDEST_TRITON): | $(VENV)/.installed
+	rm -rf $(OLDEST)
+	$(PIP) install --quiet --no-deps --target $(OLDEST) "triton==$(OLDEST_TRITON)"
+	@touch $@
+
+oldest-triton: $(OLDEST)/.installed-$(OLDEST_TRITON)
+
 demo: $(VENV)/.installed
 	$(BIN)/tunedcomm demo --db $(DEMO_DB)
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/unit -n $(JOBS) $(PYTEST_ARGS)
+test: $(VENV)/.installed oldest-triton
+	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 $(BIN)/python -m pytest tests/unit -n $(JOBS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/multirank $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
@@ -55,5 +66,5 @@ build: $(VENV)/.installed-lint
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(DEMO_DB)*
+	rm -rf $(VENV) $(OLDEST) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(DEMO_DB)*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

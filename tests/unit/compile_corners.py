@@ -1,0 +1,210 @@
+"""Compiles the corners of every variant's space for GPUs that are not there, and says what came out.
+
+    python compile_corners.py list            versions and variants with kernels, with their source hashes
+    python compile_corners.py compile I N     the I-th of N parts of the corners: one JSON line a binary
+
+A program of its own, because kernels that were decorated for the interpreter cannot be compiled, and because the same
+program runs under several versions of Triton. The corners are a covering set: every pair of values that two fields of
+a binary's name (constants, warps, target, …) may take together is compiled at least once, and for every kernel the
+binary that asks for the most registers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.space import Config
+from tunedcomm.spec import ITEMSIZE, InputKind, Limits, Problem, Variant
+
+if TYPE_CHECKING:  # `discover` must choose between compiler and interpreter before anything of kernels is imported
+    from tunedcomm.kernels._launch import CompileRequest
+
+CAPABILITIES = (90, 100)
+DTYPES = ("bfloat16", "float16", "float32")
+REDUCTIONS = ("sum", "avg")
+INPUTS: tuple[tuple[InputKind, bool], ...] = (("plain", False), ("symmetric", False), ("symmetric", True))
+WORLD_SIZES = (2, 3, 4, 8)
+LIMITS = Limits(
+    backend="cuda",
+    num_sms=132,
+    multicast=True,
+    max_blocks=512,
+    staging_bytes=64 << 20,
+    one_shot_bytes=4 << 20,
+    stage_bytes=32 << 20,
+)
+
+
+@dataclass(frozen=True)
+class Corner:
+    """One binary to compile."""
+
+    op: str
+    variant: str
+    request: CompileRequest
+    capability: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the binary is named by."""
+        named = dict(self.request.constants)
+        request = self.request
+        return {
+            **named,
+            "num_warps": request.num_warps,
+            "launch_pdl": request.launch_pdl,
+            "function": request.function,
+            "capability": self.capability,
+        }
+
+
+def variants_with_kernels() -> list[Variant]:
+    from tunedcomm.kernels import discover
+    from tunedcomm.spec import ops, variants
+
+    discover()
+    return [variant for op in ops() for variant in variants(op).values() if variant.kernels]
+
+
+def end_points(variant: Variant) -> Iterator[Config]:
+    """Configs of the smallest and the largest value of each axis; every value of axes that are not numbers."""
+    ends = []
+    for _, axis in variant.space.axes:
+        values = axis.values()
+        numbers = all(type(value) is int for value in values)
+        ends.append(sorted({min(values), max(values)}) if numbers else values)
+    for point in itertools.product(*ends):
+        yield dict(zip(variant.space.names, point, strict=True))
+
+
+def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: bool) -> Problem | None:
+    """A problem like `like`, of any size, that the config may run: what can never run need not compile."""
+    width = ITEMSIZE[like.dtype]
+    for exponent in range(4, 30):
+        shape = ((1 << exponent) // width + (1 if tail else 0),)
+        problem = Problem(
+            like.op, shape, like.dtype, like.world_size,
+            reduction=like.reduction, input_kind=like.input_kind, in_place=like.in_place,
+        )  # fmt: skip
+        if variant.infeasible(problem, config, LIMITS) is None:
+            return problem
+    return None
+
+
+def every_corner(variant: Variant) -> list[Corner]:
+    """All distinct binaries of the corners, in a fixed order."""
+    found: dict[Corner, None] = {}
+    problems = itertools.product(DTYPES, REDUCTIONS, INPUTS, WORLD_SIZES, (False, True))
+    for (dtype, reduction, (kind, in_place), world_size, tail), config in itertools.product(
+        problems, list(end_points(variant))
+    ):
+        like = Problem(variant.op, (1,), dtype, world_size, reduction=reduction, input_kind=kind, in_place=in_place)
+        problem = feasible_problem(variant, config, like, tail=tail)
+        if problem is not None:
+            for request in variant.compile_requests(problem, config):
+                for capability in CAPABILITIES:
+                    found[Corner(variant.op, variant.name, request, capability)] = None
+    return list(found)
+
+
+def weight(corner: Corner) -> tuple[Any, ...]:
+    """Orders binaries by the registers that they ask for."""
+    fields = corner.fields
+    return tuple(fields.get(name, 0) for name in ("WORLD_SIZE", "TAIL", "AVG", "BLOCK", "num_warps", "capability"))
+
+
+def pairs(corner: Corner) -> frozenset[Any]:
+    """Every two fields of the corner with their values."""
+    return frozenset(itertools.combinations(sorted(corner.fields.items()), 2))
+
+
+def covering(corners: Iterable[Corner]) -> list[Corner]:
+    """Few corners that hold every pair of values that any of them holds; the heaviest of each kernel first."""
+    left = {corner: pairs(corner) for corner in corners}
+    heaviest: dict[str, Corner] = {}
+    for corner in left:
+        known = heaviest.get(corner.request.function)
+        if known is None or weight(corner) > weight(known):
+            heaviest[corner.request.function] = corner
+    chosen = list(heaviest.values())
+    missing = frozenset().union(*left.values()).difference(*(left[corner] for corner in chosen))
+    while missing:
+        best = max(left, key=lambda corner: len(left[corner] & missing))
+        chosen.append(best)
+        missing -= left[best]
+    return chosen
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread and bytes of stack, shared and local memory, as cuobjdump reads them from the binary."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name.lower(): int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    if set(found) != {"reg", "stack", "shared", "local"}:
+        raise RuntimeError(f"cuobjdump says nothing about registers: {text!r}")
+    return found
+
+
+def instructions(ptx: str) -> dict[str, int]:
+    """How often each opcode occurs."""
+    counts: dict[str, int] = {}
+    for opcode in re.findall(r"^\s*(?:@!?\S+\s+)?([a-z][\w.:]*)\s", ptx.replace("{", "\n").replace(";", "\n"), re.M):
+        counts[opcode] = counts.get(opcode, 0) + 1
+    return counts
+
+
+def compiled(corner: Corner) -> dict[str, Any]:
+    """Compile one corner and describe the binary, or the error."""
+    from triton.backends.compiler import GPUTarget
+
+    from tunedcomm.kernels._launch import compile_request
+
+    described = {"op": corner.op, "variant": corner.variant, **corner.fields}
+    try:
+        kernel = compile_request(corner.request, GPUTarget("cuda", corner.capability, 32))
+    except Exception as error:  # noqa: BLE001 - whatever the compiler raises is what the test reports
+        return {**described, "failed": f"{type(error).__name__}: {error}"}
+    ptx = kernel.asm["ptx"]
+    return {
+        **described,
+        **resources(kernel.asm["cubin"]),
+        "target": next(iter(re.findall(r"^\.target (\w+)", ptx, re.M)), ""),
+        "instructions": instructions(ptx),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command line."""
+    import triton
+
+    from tunedcomm.kernels import source_hash
+
+    variants = variants_with_kernels()
+    if arguments[0] == "list":
+        hashes = {f"{variant.op}.{variant.name}": source_hash(variant) for variant in variants}
+        print(json.dumps({"triton": triton.__version__, "file": str(Path(triton.__file__)), "variants": hashes}))
+        return
+    part, num_parts = int(arguments[1]), int(arguments[2])
+    chosen = [corner for variant in variants for corner in covering(every_corner(variant))]
+    for corner in chosen[part::num_parts]:
+        print(json.dumps(compiled(corner)), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_INTERPRET", "0")
+    main(sys.argv[1:])

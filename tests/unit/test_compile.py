@@ -1,0 +1,259 @@
+"""Every variant compiles for sm_90 and sm_100 under the oldest and the newest Triton, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import compile_corners
+import pytest
+import torch
+
+from tunedcomm import kernels
+from tunedcomm.spec import Problem, variants
+from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout
+from tunedcomm.symm.workspace import Lane
+
+ROOT = Path(__file__).parents[2]
+OLDEST = ROOT / ".venv-oldest-triton"
+# Read here: fixtures keep TUNEDCOMM_* away from the tests.
+OLDEST_IS_A_MUST = os.environ.get("TUNEDCOMM_REQUIRE_OLDEST_TRITON") == "1"
+VERSIONS = ("newest", "oldest")
+NUM_PARTS = 2
+
+# Bytes of stack a thread, which is what spilled registers take. Measured: 8 at most, and 280 where a tail of single
+# elements is read and written from blocks of 512 threads, for which there are 128 registers a thread.
+MAX_STACK_BYTES = 16
+MAX_STACK_BYTES_TAIL = 320
+NUM_SMS = 132
+
+
+def run_corners(version: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What `compile_corners.py` prints under that version of Triton."""
+    paths = [str(ROOT), *(path for path in sys.path if path)]
+    if version == "oldest":
+        if not (OLDEST / "triton").is_dir():
+            reason = f"no {OLDEST.name}/triton; `make oldest-triton` installs the oldest supported Triton there"
+            assert not OLDEST_IS_A_MUST, reason
+            pytest.skip(reason)
+        paths.insert(0, str(OLDEST))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(cache),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, compile_corners.__file__, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def complaints(binary: dict[str, Any]) -> list[str]:
+    """What is wrong with a binary."""
+    if "failed" in binary:
+        return [f"does not compile: {binary['failed']}"]
+    return [*about_resources(binary), *about_accesses(binary), *about_arithmetic(binary), *about_multimem(binary)]
+
+
+def about_resources(binary: dict[str, Any]) -> list[str]:
+    kernels.discover()
+    from tunedcomm.kernels._launch import resident_blocks
+
+    found = []
+    if re.fullmatch(rf"sm_{binary['capability']}a?", binary["target"]) is None:
+        found.append(f"is for {binary['target']!r}")
+    most = MAX_STACK_BYTES_TAIL if binary["TAIL"] else MAX_STACK_BYTES
+    if binary["stack"] > most or binary["local"] > 0:
+        found.append(f"spills: {binary['stack']} bytes of stack and {binary['local']} local, at most {most} and 0")
+    threads = 32 * binary["num_warps"]
+    if resident_blocks(binary["reg"], binary["shared"], threads, NUM_SMS) < NUM_SMS:
+        found.append(f"{threads} threads of {binary['reg']} registers do not fit on an SM")
+    return found
+
+
+def about_accesses(binary: dict[str, Any]) -> list[str]:
+    opcodes = binary["instructions"]
+    found = []
+    for kind in ("ld", "st"):
+        if not any(re.fullmatch(rf"{kind}\.(\w+\.)*global\.v4\.u32", opcode) for opcode in opcodes):
+            found.append(f"no 16-byte {kind} among {sorted(opcodes)}")
+    narrow = {op for op in opcodes if re.fullmatch(r"(ld|st)\.global\.(v2\.)?[bus](8|16|32)", op)}
+    if narrow and not binary["TAIL"]:
+        found.append(f"moves full packets by {sorted(narrow)}")
+    return found
+
+
+def about_arithmetic(binary: dict[str, Any]) -> list[str]:
+    opcodes = binary["instructions"]
+    wrong = [op for op in opcodes if ".ftz" in op or op.startswith("fma")]
+    # Without a rounding mode the assembler may contract an addition with a multiplication.
+    wrong += [op for op in opcodes if re.match(r"(add|sub|mul|div)\.", op) and ".f" in op and ".rn." not in op]
+    return [f"does not keep the bits of an fp32 sum: {sorted(wrong)}"] if wrong else []
+
+
+def about_multimem(binary: dict[str, Any]) -> list[str]:
+    found = []
+    opcodes = {op for op in binary["instructions"] if op.startswith("multimem.")}
+    payload = {"bfloat16": "acc::f32.v4.bf16x2", "float16": "acc::f32.v4.f16x2", "float32": "v4.f32"}[binary["DTYPE"]]
+    expected = set()
+    if binary["variant"].startswith("multimem"):
+        expected.add(f"multimem.ld_reduce.relaxed.sys.global.add.{payload}")
+    if binary["variant"] == "multimem_two_shot":
+        expected.add("multimem.st.relaxed.sys.global.v4.f32")
+    if opcodes != expected:
+        found.append(f"has {sorted(opcodes)}, not {sorted(expected)}")
+    if ("griddepcontrol.wait" in binary["instructions"]) != binary["launch_pdl"]:
+        found.append("waits for the kernel before it, or not, against launch_pdl")
+    return found
+
+
+def name_of(binary: dict[str, Any]) -> str:
+    named = ("DTYPE", "WORLD_SIZE", "AVG", "TAIL", "BLOCK", "num_warps", "launch_pdl", "capability")
+    return f"{binary['function']}({', '.join(f'{name}={binary[name]}' for name in named)})"
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_variant_compiles(version: str, part: int, pytestconfig: pytest.Config) -> None:
+    cache = pytestconfig.cache
+    assert cache is not None
+    binaries = run_corners(version, cache.mkdir("triton"), "compile", str(part), str(NUM_PARTS))
+    assert len(binaries) >= 30
+    assert {binary["capability"] for binary in binaries} == {90, 100}
+    wrong = {name_of(binary): found for binary in binaries if (found := complaints(binary))}
+    assert wrong == {}
+
+
+GOOD: dict[str, Any] = {
+    "variant": "one_shot",
+    "DTYPE": "float32",
+    "TAIL": False,
+    "num_warps": 16,
+    "launch_pdl": False,
+    "capability": 90,
+    "target": "sm_90a",
+    "reg": 128,
+    "stack": 0,
+    "local": 0,
+    "shared": 0,
+    "instructions": {"ld.global.v4.u32": 4, "st.relaxed.sys.global.v4.u32": 4, "add.rn.f32": 12, "ld.global.b64": 1},
+}
+
+
+def with_opcode(opcode: str) -> dict[str, Any]:
+    return {"instructions": {**GOOD["instructions"], opcode: 1}}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"failed": "CompilationError: at 1:0"}, "does not compile"),
+        ({"target": "sm_80"}, "is for 'sm_80'"),
+        ({"stack": 24}, "spills"),
+        ({"stack": 400, "TAIL": True}, "spills"),
+        ({"local": 8}, "spills"),
+        ({"reg": 129}, "do not fit on an SM"),
+        ({"instructions": {"ld.global.v4.u32": 4, "st.global.b64": 8}}, "no 16-byte st"),
+        ({"instructions": {"ld.global.b64": 4, "st.global.v4.u32": 8}}, "no 16-byte ld"),
+        (with_opcode("ld.global.b32"), "moves full packets"),
+        (with_opcode("add.ftz.f32"), "does not keep the bits"),
+        (with_opcode("add.rn.ftz.f32"), "does not keep the bits"),
+        (with_opcode("add.f32"), "does not keep the bits"),
+        (with_opcode("fma.rn.f32"), "does not keep the bits"),
+        (with_opcode("multimem.st.relaxed.sys.global.v4.f32"), "not []"),
+        ({"variant": "multimem_one_shot"}, "has [], not"),
+        ({"launch_pdl": True}, "launch_pdl"),
+    ],
+)
+def test_what_is_wrong_is_found(change: dict[str, Any], complaint: str) -> None:
+    assert complaints(GOOD) == []
+    found = complaints({**GOOD, **change})
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+def test_opcodes_are_read_from_ptx() -> None:
+    ptx = "{\n @p ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];\n}\n@!%p1 bra $L;\n{add.rn.f32 %f1, %f2, %f3; ret;}"
+    assert compile_corners.instructions(ptx) == {"ld.global.v4.u32": 1, "bra": 1, "add.rn.f32": 1, "ret": 1}
+
+
+def test_the_corners_cover_every_pair_of_values() -> None:
+    for variant in compile_corners.variants_with_kernels():
+        corners = compile_corners.every_corner(variant)
+        chosen = compile_corners.covering(corners)
+        every = {pair for corner in corners for pair in compile_corners.pairs(corner)}
+        assert {pair for corner in chosen for pair in compile_corners.pairs(corner)} == every
+        assert len(chosen) < len(corners) / 8
+        values = {(name, value) for corner in chosen for name, value in corner.fields.items()}
+        assert values >= {("WORLD_SIZE", n) for n in (2, 3, 4, 8)} | {("TAIL", True), ("AVG", True)}
+        assert values >= {("DTYPE", dtype) for dtype in ("bfloat16", "float16", "float32")}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kernels_import_without_a_gpu_and_hash_alike(version: str, tmp_path: Path) -> None:
+    """A row that was measured under one Triton must serve under another, and be explained where there is no GPU."""
+    (listed,) = run_corners(version, tmp_path, "list")
+    kernels.discover()
+    here = {f"all_reduce.{v.name}": kernels.source_hash(v) for v in variants("all_reduce").values() if v.kernels}
+    assert listed["variants"] == here
+    if version == "oldest":
+        lower = re.search(r'"triton>=([\d.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        assert lower is not None
+        assert f"{listed['triton']}.".startswith(f"{lower[1]}."), "the Makefile installs another oldest Triton"
+        assert Path(listed["file"]).is_relative_to(OLDEST)
+
+
+def workspace(problem: Problem) -> Any:
+    """What `bind` reads of a workspace."""
+    lane = Lane(local=0, peers=(0,) * (MAX_WORLD_SIZE - 1), multicast=0)
+    return SimpleNamespace(
+        lanes={problem.mode: lane},
+        layout=LaneLayout.for_messages(64 << 20),
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=problem.world_size,
+        timeout_ns=1,
+        status_address=0,
+        peers_of=lambda x: (0,) * (MAX_WORLD_SIZE - 1),
+    )
+
+
+def test_bind_uses_the_binaries_that_were_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = compile_corners.variants_with_kernels()
+    from tunedcomm.kernels._launch import BoundKernel
+
+    bound: list[Any] = []
+
+    def spy(request: Any, grid: int, device: torch.device) -> BoundKernel:
+        bound.append(request)
+        return BoundKernel(lambda *arguments: None, 0, 0)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tunedcomm.kernels.") and hasattr(module, "bind_kernel"):
+            monkeypatch.setattr(module, "bind_kernel", spy)
+    num_compared = 0
+    for variant in every:
+        for like, tail in (
+            (Problem(variant.op, (1,), "bfloat16", 4), False),
+            (Problem(variant.op, (1,), "float32", 3, reduction="avg", input_kind="symmetric"), True),
+            (Problem(variant.op, (1,), "float16", 8, input_kind="symmetric", in_place=True), False),
+        ):
+            for config in compile_corners.end_points(variant):
+                problem = compile_corners.feasible_problem(variant, config, like, tail=tail)
+                if problem is None:
+                    continue
+                bound.clear()
+                variant.bind(problem, config, workspace(problem))
+                assert bound == list(variant.compile_requests(problem, config)), (variant.name, str(problem), config)
+                assert len(bound) > 0
+                num_compared += 1
+    assert num_compared > 50
