@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,9 @@ from tunedcomm import kernels, settings
 from tunedcomm.db.layers import load_snapshot
 from tunedcomm.db.select import Snapshot
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
-from tunedcomm.hardware import Environment, detect
+from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels import _sync
-from tunedcomm.spec import Candidate, Limits, Problem, get_variant
+from tunedcomm.spec import Candidate, Limits, Problem, get_variant, ops, variants
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import MAX_BLOCKS, MAX_WORLD_SIZE, LaneLayout
 from tunedcomm.symm.workspace import Workspace
@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("tunedcomm")
+
+T = TypeVar("T")
 
 
 def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout | None = None) -> Limits:
@@ -63,6 +65,50 @@ def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class AgreedSettings:
+    """What changes dispatch besides snapshot and hardware: the same on every rank, fixed when the group is made.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        interpreted: kernels were made for Triton's interpreter.
+        mode, forced, peer_timeout_s, workspace_bytes: the environment variables.
+        sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
+    """
+
+    device: str
+    interpreted: bool
+    mode: str
+    forced: Mapping[str, str]
+    peer_timeout_s: float
+    workspace_bytes: int
+    sources: Mapping[str, str]
+
+    @classmethod
+    def read(cls, device: str) -> AgreedSettings:
+        """As they are on this rank.
+
+        Raises:
+            SettingError: a variable holds a value that it does not take.
+        """
+        every = [variant for op in ops() for variant in variants(op).values()]
+        return cls(
+            device=device,
+            interpreted=bool(_sync.INTERPRET),
+            mode=settings.mode(),
+            forced=settings.forced_all(),
+            peer_timeout_s=settings.peer_timeout_s(),
+            workspace_bytes=settings.workspace_bytes(),
+            sources={f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every},
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """What to compare, one entry for each variable and source."""
+        values = asdict(self)
+        sources = values.pop("sources")
+        return {**values, **{f"source hash of {name}": text for name, text in sources.items()}}
+
+
 class Communicator:
     """One process group on one kind of device; collective over the group.
 
@@ -70,12 +116,14 @@ class Communicator:
         rank, world_size: the caller's place in the group.
         device: where tensors must live.
         environment, limits: what was detected; equal on every rank.
+        settings: environment variables, as they were when the group was made; equal on every rank.
         snapshot: the table all ranks agreed on.
         workspace: symmetric memory; None where the ranks cannot address each other (the library serves then).
         plans: the dispatcher's cache.
 
     Raises:
         AgreementError: the ranks' settings or machines differ; the text says in what.
+        SettingError: an environment variable holds a value that it does not take; AgreementError on the other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -84,13 +132,11 @@ class Communicator:
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.layout = LaneLayout.for_messages(settings.workspace_bytes())
-        nodes = self._agree_on_settings()
-        self.environment = detect(device.index if device.type == "cuda" else None, nodes=nodes)
-        self._agree("hardware", list(self.environment.hard_key))
+        self.settings = self._agree("settings", lambda: AgreedSettings.read(device.type), AgreedSettings.fields)
+        self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
+        self.environment = self._agree_on_hardware()
         self.limits = limits_for(self.environment, self.world_size, layout=self.layout)
-        interpreted = bool(_sync.INTERPRET)
-        if interpreted != (device.type == "cpu"):  # kernels were made for the other kind of device
+        if self.settings.interpreted != (device.type == "cpu"):  # kernels were made for the other kind of device
             self.limits = _without_symmetric(self.limits)
         self.workspace = self._make_workspace() if self.limits.symmetric else None
         if self.workspace is None:
@@ -108,35 +154,60 @@ class Communicator:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def _agree(self, what: str, value: object) -> None:
-        theirs = self._exchange(value)
-        for rank, other in enumerate(theirs):
-            if other != theirs[0]:
-                raise AgreementError(
-                    f"the ranks of the group differ in {what}: rank 0 has {theirs[0]!r}, rank {rank} has {other!r}; "
-                    "set the same TUNEDCOMM_* variables and install the same version on every rank"
-                )
+    def _on_every_rank(self, what: str, make: Callable[[], T]) -> list[T]:
+        """`make()` of every rank, by rank.
 
-    def _agree_on_settings(self) -> int:
-        """Compare what changes dispatch; returns the number of hosts."""
-        self._agree(
-            "settings",
-            {
-                "workspace_bytes": settings.workspace_bytes(),
-                "mode": settings.mode(),
-                "forced": settings.forced_all(),
-                "peer_timeout_s": settings.peer_timeout_s(),
-                "device": self.device.type,
-            },
+        Raises:
+            Exception: what the caller's own `make` raised, once the other ranks know: they would wait for it.
+            AgreementError: another rank's `make` raised.
+        """
+        mine, failure = None, None
+        try:
+            mine = make()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failure = error
+        theirs = self._exchange((mine, failure and f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(theirs):
+            if text:
+                raise AgreementError(f"rank {rank} of the group could not {what}: {text}")
+        return [value for value, _ in theirs]
+
+    def _agree(self, what: str, make: Callable[[], T], fields_of: Callable[[T], Mapping[str, Any]]) -> T:
+        """`make()`, whose fields must be equal on every rank; the error names the first that differs."""
+        made: list[T] = []
+
+        def make_fields() -> Mapping[str, Any]:
+            made.append(make())
+            return fields_of(made[0])
+
+        theirs = self._on_every_rank(f"find out its {what}", make_fields)
+        for rank, other in enumerate(theirs):
+            for name in sorted({*other, *theirs[0]}):
+                if other.get(name) != theirs[0].get(name):
+                    raise AgreementError(
+                        f"the ranks of the group differ in {what}: {name} is {theirs[0].get(name)!r} on rank 0 and "
+                        f"{other.get(name)!r} on rank {rank}; set the same TUNEDCOMM_* variables and install the same "
+                        "version on every rank"
+                    )
+        return made[0]
+
+    def _agree_on_hardware(self) -> Environment:
+        nodes = len(set(self._exchange(socket.gethostname())))
+        index = self.device.index if self.device.type == "cuda" else None
+        return self._agree(
+            "hardware",
+            lambda: detect(index, nodes=nodes),
+            lambda found: dict(zip(HARD_FIELDS, found.hard_key, strict=True)),
         )
-        return len(set(self._exchange(socket.gethostname())))
 
     def _make_workspace(self) -> Workspace | None:
         """The workspace, or None on every rank if any rank could not have it."""
         failure: str | None = None
         workspace: Workspace | None = None
         try:
-            timeout_ns = int(settings.peer_timeout_s() * 1e9)
+            timeout_ns = int(self.settings.peer_timeout_s * 1e9)
             workspace = Workspace(self.group, self.device, self.layout, timeout_ns=timeout_ns)
         except WorkspaceError as error:
             failure = str(error)
@@ -148,17 +219,21 @@ class Communicator:
 
     def _agree_on_snapshot(self) -> Snapshot:
         """Rank 0's merged layers on every rank."""
-        offer: list[Any] = [None]
-        if self.rank == 0:
+
+        def load() -> tuple[str, str]:
+            if self.rank != 0:
+                return "", ""
             snapshot = load_snapshot(self.environment, self.world_size)
-            offer = [(snapshot.to_json(), snapshot.digest)]
-        dist.broadcast_object_list(offer, src=dist.get_global_rank(self.group, 0), group=self.group)
-        text, digest = offer[0]
-        mine = Snapshot.from_json(text)
-        self._agree("the snapshot", mine.digest)
-        if mine.digest != digest:
-            raise AgreementError(f"the snapshot arrived changed: digest {mine.digest} instead of {digest}")
-        return mine
+            return snapshot.to_json(), snapshot.digest
+
+        text, digest = self._on_every_rank("load the tuning databases", load)[0]
+        snapshot = self._agree_on_digest(lambda: Snapshot.from_json(text))
+        if snapshot.digest != digest:
+            raise AgreementError(f"the snapshot arrived changed: digest {snapshot.digest} instead of {digest}")
+        return snapshot
+
+    def _agree_on_digest(self, make: Callable[[], Snapshot]) -> Snapshot:
+        return self._agree("snapshot", make, lambda snapshot: {"digest": snapshot.digest})
 
     def replace_snapshot(self, snapshot: Snapshot) -> None:
         """Dispatch from another snapshot, the same on every rank; plans are made anew.
@@ -166,8 +241,7 @@ class Communicator:
         Raises:
             AgreementError: the ranks were given different snapshots.
         """
-        self._agree("the snapshot", snapshot.digest)
-        self.snapshot = snapshot
+        self.snapshot = self._agree_on_digest(lambda: snapshot)
         self.plans.clear()
 
     def bind(self, problem: Problem, candidate: Candidate) -> Callable[[tuple[Any, ...], tuple[Any, ...], int], None]:
@@ -179,7 +253,16 @@ class Communicator:
         """
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
-        return variant.bind(problem, config, self.workspace or _LibraryOnly(self.group, self.device))
+        launch = variant.bind(problem, config, self.workspace or _LibraryOnly(self.group, self.device))
+        if self.device.type != "cpu" or variant.is_library:
+            return launch
+
+        def launch_and_look(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            # The interpreter has run the kernel to its end: a peer that did not come is known in this very call.
+            launch(inputs, outputs, stream)
+            self.check_peers()
+
+        return launch_and_look
 
     def order_streams(self, capturing: bool, stream: int) -> None:
         """Put this call behind the lane's last one if that ran on another stream.
@@ -208,12 +291,23 @@ class Communicator:
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """True if the tensor lies in a registered symmetric allocation."""
-        return self.workspace is not None and tensor.untyped_storage().data_ptr() in self.workspace.symmetric
+        return (
+            self.workspace is not None
+            and tensor.layout is torch.strided  # others have no storage to ask about
+            and tensor.untyped_storage().data_ptr() in self.workspace.symmetric
+        )
 
     def check_peers(self) -> None:
         """Raise PeerTimeoutError if a kernel of this group gave up waiting for a peer."""
         if self.workspace is not None:
             self.workspace.check_peers()
+
+
+def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:
+    try:
+        return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+    except ValueError:  # torch does not know the group, or knows it without this rank
+        return False
 
 
 class _LibraryOnly:
@@ -248,10 +342,10 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     resolved = dist.group.WORLD if group is None else group
-    if not isinstance(resolved, dist.ProcessGroup) or dist.get_rank(resolved) < 0:
+    if not _is_member(resolved):
         raise GroupError(
-            f"rank {dist.get_rank()} is not a member of the group {group!r}; only the ranks that were given to "
-            "torch.distributed.new_group() may call on it"
+            f"rank {dist.get_rank()} is not a member of the group {group!r}, or the group was destroyed; only the "
+            "ranks that were given to torch.distributed.new_group() may call on it"
         )
     key = (resolved, device.type)
     found = _communicators.get(key)

@@ -15,7 +15,7 @@ from typing import Any
 from tunedcomm import kernels, settings
 from tunedcomm.communicator import Communicator, live_communicators
 from tunedcomm.db.select import Decision, Snapshot, choose
-from tunedcomm.errors import InfeasibleError, UnsupportedInputError
+from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.space import Value
 from tunedcomm.spec import (
     Candidate,
@@ -23,13 +23,14 @@ from tunedcomm.spec import (
     Numerics,
     NumericsPolicy,
     Problem,
+    admits,
     check_candidate,
     get_op,
     get_variant,
     variants,
 )
 
-__all__ = ["Plan", "decide", "explain", "force", "forced_candidate", "library_plan", "plan_for"]
+__all__ = ["Plan", "check_policy", "decide", "explain", "force", "forced_candidate", "library_plan", "plan_for"]
 
 logger = logging.getLogger("tunedcomm")
 
@@ -96,17 +97,26 @@ def _forget_plans() -> None:
         communicator.plans.clear()
 
 
-def forced_candidate(problem: Problem, limits: Limits) -> Candidate | None:
+def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, str] | None = None) -> Candidate | None:
     """What `force()`, else TUNEDCOMM_FORCE_<OP>, names for this problem; None if neither does.
 
+    Args:
+        problem, limits: what is asked, and where.
+        agreed: op to the variant named by the variable on every rank of a group; by default the variable as it is now.
+
     Raises:
+        UnknownNameError: the variable names no variant of the op.
         InfeasibleError: the forced variant cannot run the problem.
     """
     name, config = _forced.get(problem.op, (None, None))
-    name = name or settings.forced(problem.op)
+    if name is None:
+        name = settings.forced(problem.op) if agreed is None else agreed.get(problem.op)
     if name is None:
         return None
-    variant = get_variant(problem.op, name)
+    try:
+        variant = get_variant(problem.op, name)
+    except UnknownNameError as error:  # force() has looked its name up, so it is the variable's
+        raise UnknownNameError(f"{settings.FORCE_PREFIX}{problem.op.upper()}={name!r}: {error}") from None
     candidate = Candidate.of(problem.op, name, config if config is not None else variant.default(problem, limits))
     if reason := check_candidate(problem, candidate, limits):
         raise InfeasibleError(f"{candidate} is forced for {problem}, but cannot run it: {reason}")
@@ -138,24 +148,33 @@ def decide(
 
 
 def explain(communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default") -> Decision:
-    """The decision for `problem` on a communicator, with every reason; binds and launches nothing."""
-    forced = forced_candidate(problem, communicator.limits)
-    if forced is None and settings.mode() == "off":
+    """The decision for `problem` on a communicator, with every reason; binds and launches nothing.
+
+    Raises:
+        UnsupportedInputError: an unknown numerics policy.
+        InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
+    """
+    check_policy(policy)
+    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
+    if forced is None and communicator.settings.mode == "off":
         forced = Candidate.of(problem.op, "library", {})
     return decide(problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced)
+
+
+def check_policy(policy: NumericsPolicy) -> None:
+    """Raise UnsupportedInputError for an unknown numerics policy."""
+    if policy not in POLICIES:
+        raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(POLICIES)}")
 
 
 def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy) -> Plan:
     """Decide and bind; a choice that turns out not to fit on the GPU gives way to the library, on every rank alike.
 
     Raises:
-        UnsupportedInputError: an unknown numerics policy.
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
-    if policy not in POLICIES:
-        raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(POLICIES)}")
     decision = explain(communicator, problem, policy=policy)
-    if settings.mode() == "force" and decision.source == "library":
+    if communicator.settings.mode == "force" and decision.source == "library":
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
@@ -164,13 +183,21 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     try:
         launch = communicator.bind(problem, candidate)
     except InfeasibleError as error:
-        if decision.source == "forced":
+        if decision.source == "forced" or not admits(policy, "library"):
             raise
         logger.warning("%s goes to the library: %s", problem, error)
-        candidate = Candidate.of(problem.op, "library", {})
+        decision = _library_instead(decision, str(error))
+        candidate = decision.candidate
         launch = communicator.bind(problem, candidate)
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
     return Plan(problem, decision, launch, candidate.variant != "library")
+
+
+def _library_instead(decision: Decision, reason: str) -> Decision:
+    passed_over = ((str(decision.candidate), reason), *decision.passed_over)
+    library = Candidate.of(decision.candidate.op, "library", {})
+    why = f"the library: {decision.candidate} was chosen, but {reason}"
+    return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
 
 
 def library_plan(communicator: Communicator, problem: Problem) -> Plan:

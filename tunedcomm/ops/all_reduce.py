@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.communicator import Communicator, get_communicator, on_release
-from tunedcomm.dispatcher import Plan, library_plan, plan_for
+from tunedcomm.dispatcher import Plan, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
@@ -78,7 +78,7 @@ def all_reduce(
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
         GroupError: not a member of `group`, or it has no backend for `x`'s device.
-        UnsupportedInputError: a dtype, layout, device, option or `out` that cannot be served; says which and what to do.
+        UnsupportedInputError: a dtype, layout, device, option or `out` that cannot be served; says what to do.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
     Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
@@ -91,11 +91,14 @@ def all_reduce(
     in_place = out is x
     symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
     plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, symmetric, capturing))
+    try:
+        address = x.data_ptr()
+    except RuntimeError:  # no storage, e.g. sparse: the slow path says what to do
+        plan = None
     if plan is None or x.requires_grad or not x.is_contiguous() or _current_device() != communicator.device_index:
         return _slow_path(communicator, x, op, out, numerics, capturing)
-    address = x.data_ptr()
     if out is None:
-        out = _empty(x.shape, x.stride(), x.dtype)
+        out = _empty(tuple(x.shape), x.stride(), x.dtype)
     elif not in_place and not (
         out.shape == x.shape
         and out.dtype == x.dtype
@@ -149,6 +152,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _check_out(x: torch.Tensor, out: torch.Tensor) -> None:
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+        what = f"a tensor of layout {out.layout}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
+        raise UnsupportedInputError(f"out is {what}; it must be a dense tensor, e.g. torch.empty_like(x)")
     if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         raise UnsupportedInputError(
             f"out has shape {tuple(out.shape)}, {out.dtype}, {out.device}; it must match x: {tuple(x.shape)}, "
@@ -164,7 +170,7 @@ def _check_out(x: torch.Tensor, out: torch.Tensor) -> None:
         raise UnsupportedInputError("out overlaps x without being x; pass out=x, or a tensor with memory of its own")
 
 
-def _check(x: torch.Tensor, op: str, out: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, op: str, out: torch.Tensor | None, numerics: NumericsPolicy) -> None:
     """Refuse what no variant takes, with the way out."""
     if x.layout is not torch.strided:
         raise UnsupportedInputError(f"all_reduce wants a dense tensor, got layout {x.layout}; call .to_dense() first")
@@ -175,6 +181,7 @@ def _check(x: torch.Tensor, op: str, out: torch.Tensor | None) -> None:
     if x.dtype not in _DTYPES:
         allowed = ", ".join(sorted(_DTYPES.values()))
         raise UnsupportedInputError(f"all_reduce does not take {x.dtype}; allowed: {allowed}")
+    check_policy(numerics)
     if op not in _REDUCTIONS:
         raise UnsupportedInputError(f"op={op!r} is no reduction; allowed: {', '.join(_REDUCTIONS)}")
     if op == "avg" and not x.is_floating_point():
@@ -188,7 +195,8 @@ def _check(x: torch.Tensor, op: str, out: torch.Tensor | None) -> None:
 
 
 def _usable(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED
+    """True if the bytes at the tensor's address are its elements, in order, for kernels to take as they are."""
+    return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED and not tensor.is_neg()
 
 
 def _slow_path(
@@ -204,7 +212,7 @@ def _slow_path(
     The problem depends on what every rank passes alike, never on this rank's strides or alignment: those are dealt
     with by copies that the other ranks do not see.
     """
-    _check(x, op, out)
+    _check(x, op, out, numerics)
     if x.is_cuda and x.get_device() != _current_device():
         with torch.cuda.device(x.device):
             return all_reduce(x, op=op, group=communicator.group, out=out, numerics=numerics)
@@ -218,17 +226,17 @@ def _slow_path(
     symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
     if symmetric and not _usable(x):
         raise UnsupportedInputError(
-            "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes: peers address it too"
+            "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes, for peers address it "
+            "too; pass such a view of it, or x.clone() on every rank"
         )
     plan = _plan(communicator, x, op, in_place, numerics, symmetric, capturing)
     communicator.check_peers()
     stream = _raw_stream(communicator.device_index) if x.is_cuda else 0
     communicator.order_streams(capturing, stream)
     source = x if _usable(x) else x.clone(memory_format=torch.contiguous_format)
-    if in_place:
-        sink = source
-    else:
-        sink = target if _usable(target) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sink = source if in_place else target
+    if not _usable(sink):
+        sink = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     plan.launch((source,), (sink,), stream)
     if sink.data_ptr() != target.data_ptr():
         target.copy_(sink)
@@ -244,7 +252,7 @@ def _plan(
     symmetric: bool,
     capturing: bool,
 ) -> Plan:
-    """The plan from the cache, or made now for both modes; inside a capture a problem not met before cannot be bound."""
+    """The plan from the cache, or made now for both modes; inside a capture a new problem cannot be bound."""
     key = (x.numel(), x.dtype, op, in_place, numerics, symmetric)
     plan: Plan | None = communicator.plans.get((*key, capturing))
     if plan is not None:

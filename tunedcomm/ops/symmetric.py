@@ -32,23 +32,33 @@ def symmetric_empty(
         group: by default the default group.
 
     Raises:
-        WorkspaceError: the ranks cannot address each other's memory, or there is too little of it.
+        UnsupportedInputError: a negative extent.
+        WorkspaceError: the ranks cannot address each other's memory, there is too little of it, they asked for
+            different sizes, or a graph is being captured.
     """
+    shape = torch.Size((size,) if isinstance(size, int) else size)
+    if any(extent < 0 for extent in shape):
+        raise UnsupportedInputError(f"size={size!r} has a negative extent; give a shape such as (4096, 8192)")
     where = None if device is None else torch.device(device)
-    if where is not None and where.type == "cuda" and where.index is None:
+    if where == torch.device("cuda"):
         where = torch.device("cuda", torch.cuda.current_device())
     communicator = get_communicator(group, where)
-    shape = torch.Size((size,) if isinstance(size, int) else size)
     numel = shape.numel()
     if communicator.workspace is None:
         raise WorkspaceError(
             "the ranks of this group cannot address each other's memory; use an ordinary tensor (`tunedcomm doctor` "
             "says why)"
         )
+    _refuse_capture(communicator.device)
     buffer = allocate(communicator.group, communicator.device, max(numel * dtype.itemsize, 16))
     tensor = buffer.local[: numel * dtype.itemsize].view(dtype).view(shape)
     communicator.register_symmetric(tensor, buffer)
     return tensor
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise WorkspaceError("symmetric memory cannot be made during a graph capture; make it before the capture")
 
 
 def register_symmetric(x: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -59,12 +69,16 @@ def register_symmetric(x: torch.Tensor, *, group: dist.ProcessGroup | None = Non
 
     Raises:
         UnsupportedInputError: not a CUDA tensor.
-        WorkspaceError: not symmetric memory.
+        WorkspaceError: not symmetric memory, or a graph is being captured.
     """
     if not x.is_cuda:
-        raise UnsupportedInputError(f"only CUDA tensors come from PyTorch's symmetric memory, not {x.device}")
+        raise UnsupportedInputError(
+            f"only CUDA tensors come from PyTorch's symmetric memory, not {x.device}; tunedcomm.symmetric_empty() "
+            "makes one on any device"
+        )
     from tunedcomm.symm.cuda import map_tensor
 
     communicator = get_communicator(group, x.device)
+    _refuse_capture(communicator.device)
     communicator.register_symmetric(x, map_tensor(x, communicator.group))
     return x

@@ -34,14 +34,21 @@ def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffe
 
 def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
     """See `tunedcomm.symm.buffer.allocate`."""
+    failure: str | None = None
     try:
         tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        tensor.zero_()
     except RuntimeError as error:
+        failure = str(error)
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    # Before the addresses are exchanged: the others would wait there for a rank that has none.
+    dist.all_gather_object(failures, failure, group=group)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+    if failed:
         raise WorkspaceError(
-            f"{nbytes} bytes of symmetric memory could not be allocated on {device}: {error}; "
+            f"{nbytes} bytes of symmetric memory could not be allocated on {device} ({'; '.join(failed)}); "
             "lower TUNEDCOMM_WORKSPACE_MIB or free device memory"
-        ) from error
-    tensor.zero_()
+        )
     torch.cuda.synchronize(device)  # no peer may write before the zeros are there
     buffer = map_tensor(tensor, group)
     if buffer.addresses[buffer.rank] != tensor.data_ptr():

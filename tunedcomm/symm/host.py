@@ -6,6 +6,7 @@ import mmap
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,10 +54,12 @@ def allocate(group: dist.ProcessGroup, nbytes: int) -> SymmetricBuffer:
     stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     path = _SHM / f"tunedcomm-{os.getpid()}-{uuid.uuid4().hex}"
     failure = _create(path, stride * world_size) if rank == 0 else None
-    offer: list[object] = [str(path), failure]
+    offer: list[Any] = [str(path), failure, nbytes]
     dist.broadcast_object_list(offer, src=dist.get_global_rank(group, 0), group=group)
-    path, failure = Path(str(offer[0])), offer[1]
-    mapping: mmap.mmap | str = str(failure) if failure else _map(path, stride * world_size)
+    path, failure = Path(offer[0]), offer[1]
+    if offer[2] != nbytes:
+        failure = failure or f"asked for {nbytes} bytes, rank 0 for {offer[2]}: the size must be the same on every rank"
+    mapping = failure or _map(path, stride * world_size)
     outcomes: list[str | None] = [None] * world_size
     dist.all_gather_object(outcomes, mapping if isinstance(mapping, str) else None, group=group)
     if rank == 0:

@@ -87,7 +87,7 @@ class Workspace:
         return self._status.data_ptr()
 
     def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements of a lane's scatter staging as a tensor, for library operators on peers' memory."""
+        """The first `numel` elements of a lane's scatter staging, for library operators on peers' memory."""
         start = self.layout.scatter
         return self.buffers[mode].local[start : start + numel * dtype.itemsize].view(dtype)
 
