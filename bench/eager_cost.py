@@ -97,7 +97,7 @@ def main() -> None:
                             "config": config, "latency_p10_us": low, "latency_p50_us": middle, "latency_p90_us": high,
                             "gpu": environment.gpu, "fabric": environment.fabric, "torch": environment.torch,
                             "triton": environment.triton, "nccl": environment.nccl, "driver": environment.driver,
-                            "tunedcomm": environment.tunedcomm, "command": " ".join(["bench/eager_cost.py", *sys.argv[1:]]),
+                            "tunedcomm": environment.tunedcomm, "command": " ".join(sys.argv),
                             "run_id": run_id, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                             "input_kind": "plain", "in_place": False, "reduction": "sum",
                         }

@@ -6,6 +6,7 @@ copies that a plain input would cost them. A peer that is not installed is left 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Peer:
     result: Callable[[], torch.Tensor]
 
 
+_KRAKEN_BYTES = 32 << 20  # beyond this its kernels are behind NCCL and only take time
 PEERS = ("torch_one_shot_symmetric", "torch_two_shot_symmetric", "kraken")
 
 
@@ -78,8 +80,19 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
+def _run_kraken(
+    function: Callable[..., torch.Tensor],
+    held: torch.Tensor,
+    result: list[torch.Tensor],
+    blocks: int,
+    warps: int,
+    block_size: int,
+) -> None:
+    result[0] = function(held, max_num_blocks=blocks, num_warps=warps, BLOCK_SIZE=block_size)
+
+
 def _kraken(problem: Problem, device: torch.device) -> Iterator[Peer]:
-    """Kraken's one- and two-shot, each with its defaults and with grids that suit larger messages."""
+    """Kraken's one- and two-shot, each with its default grid and with one that suits larger messages."""
     import kraken
 
     held = _symmetric(problem, device)
@@ -87,11 +100,9 @@ def _kraken(problem: Problem, device: torch.device) -> Iterator[Peer]:
     for function in (kraken.comm.one_shot_all_reduce, kraken.comm.two_shot_all_reduce):
         if function is kraken.comm.one_shot_all_reduce and problem.nbytes > 16 << 20:
             continue
-        for blocks, warps, block_size in ((24, 32, 8192), (64, 16, 4096), (128, 8, 2048), (24, 8, 2048)):
+        for blocks, warps, block_size in ((24, 32, 8192), (64, 16, 4096)):
 
-            def run(function=function, blocks=blocks, warps=warps, block_size=block_size) -> None:  # type: ignore[no-untyped-def]
-                result[0] = function(held, max_num_blocks=blocks, num_warps=warps, BLOCK_SIZE=block_size)
-
+            run = functools.partial(_run_kraken, function, held, result, blocks, warps, block_size)
             config = f"{function.__name__} max_num_blocks={blocks} num_warps={warps} BLOCK_SIZE={block_size}"
             yield Peer("kraken", config, lambda x: _copy(held, x), run, lambda: result[0])
 
@@ -107,5 +118,6 @@ def peers_of(problem: Problem, device: torch.device, wanted: Callable[[str], boo
         yield _torch_one_shot(problem, device)
     if wanted("torch_two_shot_symmetric"):
         yield _torch_two_shot(problem, device)
-    if wanted("kraken") and problem.dtype == "bfloat16" and importlib.util.find_spec("kraken") is not None:
+    suits = problem.nbytes <= _KRAKEN_BYTES and problem.dtype == "bfloat16"
+    if suits and wanted("kraken") and importlib.util.find_spec("kraken") is not None:
         yield from _kraken(problem, device)

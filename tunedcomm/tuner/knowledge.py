@@ -116,14 +116,19 @@ class Knowledge:
         return [candidate for candidate in unique if check_candidate(problem, candidate, self._limits) is None]
 
     def finalists(self, problems: Iterable[Problem], per_shape: int) -> list[Candidate]:
-        """Winners of a family's problems under every numerics policy, those that win at more shapes first."""
+        """Winners of a family's problems under every numerics policy, those that win at more shapes first.
+
+        The best of each problem is always among them: without a final of its own a shape would lose its winner.
+        """
         wins: dict[Candidate, int] = {}
+        best: set[Candidate] = set()
         for problem in problems:
-            chosen = dict.fromkeys(self.winners(problem, per_shape, "default"))
-            chosen.update(dict.fromkeys(self.winners(problem, 1, "ordered") + self.winners(problem, 1, "any")))
-            for candidate in chosen:
+            first = [c for policy in ("default", "ordered", "any") for c in self.winners(problem, 1, policy)]
+            best.update(first)
+            for candidate in dict.fromkeys([*first, *self.winners(problem, per_shape, "default")]):
                 wins[candidate] = wins.get(candidate, 0) + 1
-        return sorted(wins, key=lambda candidate: (-wins[candidate], str(candidate)))[:_MAX_FINALISTS]
+        ranked = sorted(wins, key=lambda candidate: (candidate not in best, -wins[candidate], str(candidate)))
+        return ranked[: max(_MAX_FINALISTS, len(best))]
 
     def wants_final(self, problem: Problem, candidate: Candidate) -> bool:
         """True if the candidate has no final here yet and did not fail here."""

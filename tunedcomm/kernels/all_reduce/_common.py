@@ -59,13 +59,13 @@ def kernel_blocks(problem: Problem, config: Config) -> int:
 def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:
     """Why a grid does not suit `work_packets` packets, or None.
 
-    A grid must be resident (1024 threads an SM is what every kernel here manages), have work for each block, and not go
-    round more than `most_rounds` times.
+    A grid must be resident (512 threads an SM fit whatever registers a kernel takes), have work for each block, and not
+    go round more than `most_rounds` times.
     """
     blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
     if blocks > limits.max_blocks:
         return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
-    if limits.backend == "cuda" and blocks * threads > limits.num_sms * 1024:
+    if limits.backend == "cuda" and blocks * threads > limits.num_sms * 512:
         return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
     if limits.backend == "host" and blocks > 4:
         return "interpreted blocks run one after another: more than 4 only cost time"

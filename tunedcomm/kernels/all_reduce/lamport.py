@@ -1,11 +1,11 @@
 """lamport: one-shot all_reduce without flags; every rank pushes its input to all, and data announce themselves.
 
 Two stages take turns (call k uses stage k mod 2), each filled with the sentinel before use. A rank pushes its packets
-into its slot of every peer's stage, polls its own stage until no word is the sentinel, writes the sentinel back at once
-and sums in rank order.
+into its slot of every peer's stage, polls its own stage until no word is the sentinel, writes the sentinel back at
+once and sums in rank order.
 
-Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's packets,
-which this rank sends only after its own call k has ended (stream order), clears included.
+Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
+packets, which this rank sends only after its own call k has ended (stream order), clears included.
 
 Why any mix of sizes is right: what a call polls is what it clears, so every stage is clean when a call ends.
 

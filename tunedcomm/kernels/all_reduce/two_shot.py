@@ -12,8 +12,8 @@ round c − 1 it waited until all peers had reduced (read) that one. It then red
 place of chunk c − 4, after it waited for their push of chunk c − 1, which they make after they collected chunk c − 4.
 From call to call: a peer pushes the next call's scatter only after its own call ended, in which it waited for this
 rank's last flag, set after this rank's last read of its scatter area. It pushes the next call's sums only after this
-rank's first flag of that call, which this rank sets after its own call, and all reads of its gather area, ended. The two
-areas lie apart for every size, so calls of different sizes do not change this.
+rank's first flag of that call, which this rank sets after its own call, and all reads of its gather area, ended. The
+two areas lie apart for every size, so calls of different sizes do not change this.
 
 Symmetric input in place: flags, read the own slice on all ranks, sum, write it to all ranks, flags. Nobody else touches
 that slice in between.
@@ -183,8 +183,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         needed = problem.world_size * min(chunks, RING.value) * span * PACKET_BYTES
         if needed > limits.staging_bytes:
             return (
-                f"{min(chunks, RING.value)} chunks of the {chunks} that {problem.nbytes} bytes are cut into need {needed} "
-                f"bytes of staging, there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+                f"{min(chunks, RING.value)} of the {chunks} chunks that {problem.nbytes} bytes are cut into need {needed} "
+                f"bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
             )
     return blocks_and_threads(config, limits, share, most_rounds=64 * chunks)
 

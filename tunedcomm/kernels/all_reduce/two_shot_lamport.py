@@ -1,7 +1,7 @@
 """two_shot_lamport: reduce-scatter and all-gather in one kernel, both halves carried by self-announcing packets.
 
 Slice j of the message belongs to rank j. Push packet i of slice j to rank j; sum the own slice's packets in rank order;
-push the sums to all; collect the other slices. A stage holds n scatter slots and n gather slots of one slice each. Stages
+push the sums to all; collect the other slices. A stage holds n scatter slots and n gather slots of a slice each. Stages
 take turns and are cleared as in `lamport`, for the same reasons. Slices are padded to equal length, so every rank sends
 and awaits the same packets; padding reads as zero and is never written to the output.
 
