@@ -7,6 +7,7 @@ the digest; after that a choice is a pure function of the snapshot and the probl
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -377,6 +378,9 @@ def release_communicators() -> None:
     for callback in _on_release:
         callback()
 
+
+# A communicator that outlives its group keeps gloo's threads alive into the interpreter's end, which then aborts.
+atexit.register(release_communicators)
 
 _on_release: list[Callable[[], None]] = []
 

@@ -101,7 +101,6 @@ def _kraken(problem: Problem, device: torch.device) -> Iterator[Peer]:
         if function is kraken.comm.one_shot_all_reduce and problem.nbytes > 16 << 20:
             continue
         for blocks, warps, block_size in ((24, 32, 8192), (64, 16, 4096)):
-
             run = functools.partial(_run_kraken, function, held, result, blocks, warps, block_size)
             config = f"{function.__name__} max_num_blocks={blocks} num_warps={warps} BLOCK_SIZE={block_size}"
             yield Peer("kraken", config, lambda x: _copy(held, x), run, lambda: result[0])

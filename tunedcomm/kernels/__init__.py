@@ -10,10 +10,14 @@ import functools
 import hashlib
 import importlib
 import inspect
+import logging
 import os
 import pkgutil
+import sys
 import textwrap
 from typing import Any
+
+import torch
 
 from tunedcomm.spec import Variant
 
@@ -21,23 +25,33 @@ __all__ = ["discover", "source_hash"]
 
 
 def _choose_interpreter() -> None:
-    """Kernels are decorated when their module is imported: choose GPU or interpreter before the first one is."""
-    import torch
-    import triton
+    """Interpret kernels where there is no GPU, unless TRITON_INTERPRET says otherwise.
 
-    if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
-        triton.knobs.runtime.interpret = True
+    Kernels are decorated when their module is imported, and Triton's own `tl.max` and the like when Triton is: so this
+    must come before either, and a program that imported Triton before stays without interpreted kernels.
+    """
+    if "TRITON_INTERPRET" in os.environ or torch.cuda.is_available():
+        return
+    if "triton" in sys.modules:
+        logging.getLogger("tunedcomm").warning(
+            "Triton was imported before tunedcomm on a machine without GPUs, so its interpreter cannot be switched on: "
+            "every call goes to the library; import tunedcomm first, or set TRITON_INTERPRET=1"
+        )
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @functools.cache
 def discover() -> None:
-    """Import every op and variant once; interpreted where there is no GPU, unless TRITON_INTERPRET says otherwise."""
-    _choose_interpreter()
+    """Import every op and variant, once."""
     for package in pkgutil.iter_modules(__path__, f"{__name__}."):
         if package.ispkg:
             module = importlib.import_module(package.name)
             for member in sorted(info.name for info in pkgutil.iter_modules(module.__path__, f"{package.name}.")):
                 importlib.import_module(member)
+
+
+_choose_interpreter()
 
 
 def _normalised(function: Any) -> str:

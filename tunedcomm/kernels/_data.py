@@ -199,7 +199,7 @@ def insert_own(words, own, rank, WORLD_SIZE: tl.constexpr):
     mixed = ()
     for i in tl.static_range(WORLD_SIZE):
         for w in tl.static_range(4):
-            mixed = mixed + (tl.where(rank == i, own[w], words[4 * i + w]),)
+            mixed = mixed + (tl.where(rank == i, own[w], words[4 * i + w]),)  # type: ignore[assignment]
     return mixed
 
 

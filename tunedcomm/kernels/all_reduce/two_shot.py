@@ -183,7 +183,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         needed = problem.world_size * min(chunks, RING.value) * span * PACKET_BYTES
         if needed > limits.staging_bytes:
             return (
-                f"{min(chunks, RING.value)} of the {chunks} chunks that {problem.nbytes} bytes are cut into need {needed} "
+                f"{min(chunks, RING.value)} of the {chunks} chunks of {problem.nbytes} bytes need {needed} "
                 f"bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
             )
     return blocks_and_threads(config, limits, share, most_rounds=64 * chunks)
