@@ -99,15 +99,20 @@ def all_reduce(
         return _slow_path(communicator, x, op, out, numerics, capturing)
     if out is None:
         out = _empty(tuple(x.shape), x.stride(), x.dtype)
-    elif not in_place and not (
-        out.shape == x.shape
-        and out.dtype == x.dtype
-        and out.device == x.device
-        and out.is_contiguous()
-        and not out.requires_grad
-        and abs(out.data_ptr() - address) >= x.nbytes
-    ):
-        return _slow_path(communicator, x, op, out, numerics, capturing)
+    elif not in_place:
+        try:
+            fits = (
+                out.shape == x.shape
+                and out.dtype == x.dtype
+                and out.device == x.device
+                and out.is_contiguous()
+                and not out.requires_grad
+                and abs(out.data_ptr() - address) >= x.nbytes
+            )
+        except (AttributeError, RuntimeError):  # no tensor, or one without storage
+            fits = False
+        if not fits:
+            return _slow_path(communicator, x, op, out, numerics, capturing)
     if plan.wants_aligned and (address | out.data_ptr()) & _MISALIGNED:
         return _slow_path(communicator, x, op, out, numerics, capturing)
     if communicator.status_view[0]:
@@ -186,12 +191,12 @@ def _check(x: torch.Tensor, op: str, out: torch.Tensor | None, numerics: Numeric
         raise UnsupportedInputError(f"op={op!r} is no reduction; allowed: {', '.join(_REDUCTIONS)}")
     if op == "avg" and not x.is_floating_point():
         raise UnsupportedInputError(f"avg of {x.dtype} would round; use op='sum' and divide, or a floating-point dtype")
+    if out is not None:
+        _check_out(x, out)
     if torch.is_grad_enabled() and (x.requires_grad or (out is not None and out.requires_grad)):
         raise UnsupportedInputError(
             "all_reduce is not differentiable; call it under torch.no_grad() or pass x.detach()"
         )
-    if out is not None:
-        _check_out(x, out)
 
 
 def _usable(tensor: torch.Tensor) -> bool:

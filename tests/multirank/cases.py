@@ -1,0 +1,122 @@
+"""Many small checks in the few processes of one `run_ranks`, each reported as a test of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.spec import Problem, register_variant, variants
+
+__all__ = ["Case", "Launched", "logged", "report", "run_cases", "settings", "spy_on_launches"]
+
+Case = Callable[[int], None]
+
+
+def run_cases(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
+    """Case to its traceback, "" where it passed; ends at the first failure, for the ranks may be out of step then."""
+    _forget_settings()
+    found = dict.fromkeys(cases, "not run, because a case before it failed")
+    for name, case in cases.items():
+        try:
+            case(rank)
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - reported by the test of that name
+            found[name] = traceback.format_exc()
+            break
+        found[name] = ""
+    return found
+
+
+def report(outcomes: list[dict[str, str]], name: str) -> None:
+    """Fail with the traceback of every rank on which the case failed."""
+    failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
+    assert not failed, "\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items())
+
+
+def _forget_settings() -> None:
+    """Keep out what the caller of the tests has set; what a test passes on begins with TEST_."""
+    for name in [name for name in os.environ if name.startswith("TUNEDCOMM_")]:
+        del os.environ[name]
+    os.environ["TUNEDCOMM_WORKSPACE_MIB"] = "1"
+    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "20"
+    os.environ["TUNEDCOMM_DB"] = os.environ.get("TEST_DB", "/nonexistent/tuned.db")
+
+
+@contextlib.contextmanager
+def settings(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside the block communicators are made anew with these variables (None: unset), and after it once more."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _set(values)
+        tunedcomm.release_communicators()
+        yield
+    finally:
+        _set(before)
+        tunedcomm.release_communicators()
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """One launch of a variant, as it happened."""
+
+    variant: str
+    config: Mapping[str, Any]
+    problem: Problem
+
+
+def spy_on_launches() -> list[Launched]:
+    """A list to which every launch from here on is added, by wrapping what the registered variants bind."""
+    kernels.discover()
+    launched: list[Launched] = []
+
+    def bind(variant: Any, problem: Problem, config: Mapping[str, Any], workspace: Any) -> Any:
+        launch = variant.bind(problem, config, workspace)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            launched.append(Launched(variant.name, dict(config), problem))
+            launch(inputs, outputs, stream)
+
+        return run
+
+    for variant in variants("all_reduce").values():
+        register_variant(dataclasses.replace(variant, bind=functools.partial(bind, variant)))
+    return launched
+
+
+class _Texts(logging.Handler):
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """The library's warnings inside the block."""
+    texts: list[str] = []
+    handler = _Texts(texts)
+    logger = logging.getLogger("tunedcomm")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
