@@ -78,7 +78,8 @@ def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> I
             cannot run raises InfeasibleError when it is called.
     """
     kernels.discover()
-    clean = get_variant(get_op(op).name, variant).space.validate(config) if config is not None else None
+    known = get_variant(get_op(op).name, variant)
+    clean = None if config is None else known.space.validate(config)
     before = _forced.get(op)
     _forced[op] = (variant, clean)
     _forget_plans()

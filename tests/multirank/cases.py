@@ -81,10 +81,9 @@ class Launched:
     problem: Problem
 
 
-def spy_on_launches() -> list[Launched]:
-    """A list to which every launch from here on is added, by wrapping what the registered variants bind."""
+def spy_on_launches(launched: list[Launched]) -> None:
+    """Add every launch from here on to the list, by wrapping what the registered variants bind."""
     kernels.discover()
-    launched: list[Launched] = []
 
     def bind(variant: Any, problem: Problem, config: Mapping[str, Any], workspace: Any) -> Any:
         launch = variant.bind(problem, config, workspace)
@@ -97,7 +96,6 @@ def spy_on_launches() -> list[Launched]:
 
     for variant in variants("all_reduce").values():
         register_variant(dataclasses.replace(variant, bind=functools.partial(bind, variant)))
-    return launched
 
 
 class _Texts(logging.Handler):
