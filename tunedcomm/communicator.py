@@ -145,8 +145,8 @@ class Communicator:
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
         self.any_symmetric = False
-        # What the hot path compares the current CUDA device with: CPU tensors beside GPUs take the slow path.
-        self.device_index = device.index if device.type == "cuda" else -int(torch.cuda.is_available())
+        # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
+        self.device_index = device.index if device.type == "cuda" else -1
         self.status_view = self.workspace.status_view if self.workspace else memoryview(b"\0")
         self.last_streams = [-1, -1]  # raw handle of the stream that last used the eager and the graph lane
 

@@ -172,7 +172,7 @@ def groups_body() -> dict[str, object]:
         for ranks, group in groups:
             if rank not in ranks:
                 continue
-            x = torch.full((3000 + 7 * round_number,), float(rank + 1), device="cuda")
+            x = torch.full((3000 + 8 * round_number,), float(rank + 1), device="cuda")
             for numerics in ("default", "any"):
                 out = tunedcomm.all_reduce(x, group=group, numerics=numerics)
                 assert torch.equal(out, torch.full_like(x, float(sum(r + 1 for r in ranks)))), (ranks, round_number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels import _sync
+from tunedcomm.kernels._driver import DirectLauncher, driver_entry
 from tunedcomm.space import Value
 
 __all__ = ["BoundKernel", "CompileRequest", "bind_kernel", "compile_request", "current_target"]
@@ -103,11 +104,30 @@ def resident_blocks(num_registers: int, shared_bytes: int, threads: int, num_sms
 
 @dataclass(frozen=True, slots=True)
 class BoundKernel:
-    """A kernel ready to launch: `launch(stream, *runtime arguments)`."""
+    """A kernel ready to launch.
+
+    Attributes:
+        launch: `(stream, *runtime arguments)`.
+        num_registers, num_spills: of the binary; 0 where it is interpreted.
+        direct: the cheaper way to launch it, where there is one.
+    """
 
     launch: Callable[..., None]
     num_registers: int
     num_spills: int
+    direct: DirectLauncher | None = None
+
+    def fix(self, arguments: Sequence[int | None]) -> Callable[..., None]:
+        """A launch `(stream, *varying)`: `varying` are the arguments that are None in `arguments`, in order."""
+        if self.direct is not None:
+            return self.direct.fix(arguments)
+        launch = self.launch
+
+        def run(stream: int, *varying: int) -> None:
+            given = iter(varying)
+            launch(stream, *(next(given) if value is None else value for value in arguments))
+
+        return run
 
 
 def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
@@ -176,4 +196,22 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
         )
     constants = dict(request.constants)
     tail = tuple(constants[name] for name in request.resolve().arg_names if name in constants)
-    return BoundKernel(_fast_launcher(compiled, grid, tail), compiled.n_regs, compiled.n_spills)
+    launch = _fast_launcher(compiled, grid, tail)
+    return BoundKernel(launch, compiled.n_regs, compiled.n_spills, _direct(compiled, request, grid, launch))
+
+
+def _direct(compiled: Any, request: CompileRequest, grid: int, fallback: Callable[..., None]) -> DirectLauncher | None:
+    """A launch through the driver for what it can launch alike: one CTA a cluster, no scratch memory."""
+    metadata = compiled.metadata
+    scratch = getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
+    clustered = getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False)
+    if scratch or clustered or driver_entry() is None:
+        return None
+    return DirectLauncher(
+        compiled.function,
+        grid=grid,
+        threads=32 * request.num_warps,
+        shared_bytes=metadata.shared,
+        launch_pdl=request.launch_pdl,
+        fallback=fallback,
+    )

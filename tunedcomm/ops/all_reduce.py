@@ -40,7 +40,7 @@ def _cuda_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype)
 # What the hot path asks torch, by the cheapest call that this torch has. All act on the current device.
 _raw_stream: Callable[[int], int] = lambda device: 0  # noqa: E731
 _is_capturing: Callable[[], bool] = bool
-_current_device: Callable[[], int] = int
+_current_device: Callable[[], int] = lambda: -1  # noqa: E731
 _empty: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] = _host_empty
 if torch.cuda.is_available():
     _raw_stream = torch._C._cuda_getCurrentRawStream
@@ -49,7 +49,8 @@ if torch.cuda.is_available():
     # Inductor's allocation: a third of torch.empty's cost.
     _empty = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", _cuda_empty)
 
-_by_group: dict[tuple[Any, torch.device], Communicator] = {}
+_device_of = torch.Tensor.get_device  # refuses what is no tensor by itself
+_by_group: dict[dist.ProcessGroup | None, Communicator] = {}  # for the kind of device that the last call was on
 on_release(_by_group.clear)
 
 
@@ -84,8 +85,8 @@ def all_reduce(
     Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
     synchronises the host.
     """
-    communicator = _by_group.get((group, x.device))
-    if communicator is None:
+    communicator = _by_group.get(group)
+    if communicator is None or _device_of(x) != communicator.device_index:
         communicator = _first_call(x, group)
     capturing = _is_capturing()
     in_place = out is x
@@ -146,7 +147,7 @@ def _first_call(x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicato
             f"the tensor is on {x.device}, but rank {communicator.rank} of this group works on {communicator.device}; "
             "move the tensor, or call torch.cuda.set_device() before the group's first call"
         )
-    _by_group[group, x.device] = communicator
+    _by_group[group] = communicator
     return communicator
 
 

@@ -94,19 +94,14 @@ def constants_of(problem: Problem, config: Config) -> dict[str, Value]:
 def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int) -> Launch:
     """Launch of a kernel `(x, out, numel, local, q0 … q6, rank, timeout_ns, status, *extra, constants)`."""
     lane = workspace.lanes[problem.mode]
-    launch = bind_kernel(request, int(config["num_blocks"]), workspace.device).launch
-    fixed = (
-        problem.numel,
-        lane.local,
-        *lane.peers,
-        workspace.rank,
-        workspace.timeout_ns,
-        workspace.status_address,
-        *extra,
-    )
+    lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
+    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
+    return _on_tensors(kernel.fix((None, None, *lane_arguments, workspace.status_address, *extra)))
 
+
+def _on_tensors(launch: Callable[..., None]) -> Launch:
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        launch(stream, inputs[0].data_ptr(), outputs[0].data_ptr(), *fixed)
+        launch(stream, inputs[0].data_ptr(), outputs[0].data_ptr())
 
     return run
 
@@ -119,29 +114,18 @@ def bind_flagged(
     The request's constant SYMMETRIC says whether the input is addressed on the peers; where it is not, they are 0.
     """
     lane = workspace.lanes[problem.mode]
-    launch = bind_kernel(request, int(config["num_blocks"]), workspace.device).launch
-    fixed = (
-        problem.numel,
-        lane.local,
-        *lane.peers,
-        workspace.rank,
-        workspace.timeout_ns,
-        workspace.status_address,
-    )
-    if dict(request.constants)["SYMMETRIC"]:
-        peers_of = workspace.peers_of
+    lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
+    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
+    head = (None, None, *lane_arguments, workspace.status_address)
+    if not dict(request.constants)["SYMMETRIC"]:
+        return _on_tensors(kernel.fix((*head, *(0,) * (MAX_WORLD_SIZE - 1), *extra)))
+    launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
 
-        def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            x = inputs[0]
-            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *fixed, *peers_of(x), *extra)
+    def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        x = inputs[0]
+        launch(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
 
-        return run_symmetric
-    rest = (*fixed, *(0,) * (MAX_WORLD_SIZE - 1), *extra)
-
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        launch(stream, inputs[0].data_ptr(), outputs[0].data_ptr(), *rest)
-
-    return run
+    return run_symmetric
 
 
 def closest(
