@@ -1,0 +1,187 @@
+"""The growth rules of docs/design.md, each with a dummy: a variant is one new file, an op is one new folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+VARIANT = '''
+"""A new variant of all_reduce: nothing but this file knows of it."""
+
+from tunedcomm.space import Choice, Space
+from tunedcomm.spec import Variant, register_variant
+
+register_variant(
+    Variant(
+        op="all_reduce",
+        name="dummy_ring",
+        numerics="ordered",
+        summary="a dummy",
+        space=Space({"num_blocks": Choice(1, 2), "eager": Choice(False, True)}),
+        infeasible=lambda problem, config, limits: "two is too many" if config["num_blocks"] == 2 else None,
+        default=lambda problem, limits: {"num_blocks": 1, "eager": False},
+        bind=lambda problem, config, workspace: lambda inputs, outputs, stream: outputs[0].fill_(7),
+        num_blocks=lambda problem, config: config["num_blocks"],
+    )
+)
+'''
+
+OP = '''
+"""A new op: this folder."""
+
+from tunedcomm.spec import OpSpec, register_op
+
+register_op(
+    OpSpec(
+        name="dummy_op",
+        summary="a dummy",
+        reductions=(),
+        dtypes=("float32",),
+        shape_help="number of elements",
+        rank_of_shape=1,
+        make_inputs=lambda problem, rank, seed, kind, device: (),
+        make_outputs=lambda problem, device: (),
+        reference=lambda problem, inputs, rank: (),
+        tolerance={"float32": 0.0},
+        message_bytes=lambda problem: problem.nbytes,
+        busbw_factor=None,
+        default_shapes=lambda backend, itemsize: [(1024,)],
+    )
+)
+'''
+
+LIBRARY = VARIANT.replace('op="all_reduce"', 'op="dummy_op"').replace('name="dummy_ring"', 'name="library"')
+
+# One process of its own, so that the dummies stay out of the other tests' registries.
+GROW = """
+import dataclasses, json, os, sys
+import tunedcomm.kernels.all_reduce
+
+files, database = sys.argv[1:]
+tunedcomm.kernels.all_reduce.__path__.append(files + "/all_reduce")
+tunedcomm.kernels.__path__.append(files)
+
+from typer.testing import CliRunner
+from tunedcomm import dispatcher, kernels, spec
+from tunedcomm.cli import main
+from tunedcomm.communicator import limits_for
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.select import Snapshot
+from tunedcomm.db.store import Database
+from tunedcomm.hardware import detect
+from tunedcomm.tuner.study import default_candidates
+
+kernels.discover()
+problem = spec.Problem("all_reduce", (4096,), "float32", 2, mode="eager")
+limits = limits_for(detect(), 2)
+found = {"variants": list(spec.variants("all_reduce")), "ops": list(spec.ops())}
+found["candidates"] = [str(c) for c in spec.candidates(problem, limits) if c.variant == "dummy_ring"]
+found["tuner"] = [str(c) for c in default_candidates(problem, limits)]
+empty = Snapshot(environment=detect(), world_size=2)
+with dispatcher.force("all_reduce", "dummy_ring"):
+    forced = dispatcher.forced_candidate(problem, limits)
+    found["forced"] = str(dispatcher.decide(problem, empty, limits, forced=forced).candidate)
+
+
+def cli(*arguments):
+    shown = CliRunner().invoke(main.app, list(arguments))
+    return shown.stdout + (repr(shown.exception) if shown.exception else "")
+
+
+def explain(op, *options):
+    asked = ("--shape", "4096", "--dtype", "float32", "--world-size", "2", "--mode", "eager")
+    return cli("explain", "--op", op, *asked, "--db", database, *options)
+
+
+variant = spec.get_variant("all_reduce", "dummy_ring")
+record = TrialRecord(
+    problem=problem, environment=detect(), variant="dummy_ring", numerics="ordered",
+    source_hash=kernels.source_hash(variant), config={"num_blocks": 1, "eager": True}, status="ok",
+    latency_p50_us=1.0, baseline_p50_us=9.0, final=True,
+)
+with Database.open(database, create=True) as opened:
+    opened.record([dataclasses.replace(record, variant="library", numerics="library", config={}, latency_p50_us=9.0)])
+found["explain_before"] = explain("all_reduce")
+with Database.open(database) as opened:
+    opened.record([record])
+found["explain"] = explain("all_reduce")
+found["explain_json"] = json.loads(explain("all_reduce", "--json"))
+found["db_list"] = cli("db", "list", "--db", database)
+found["explain_op"] = explain("dummy_op")
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the library says of itself with one file for a variant and one folder for an op added to it."""
+    folder = tmp_path_factory.mktemp("grown")
+    for name, text in (
+        ("all_reduce/dummy_ring.py", VARIANT),
+        ("dummy_op/__init__.py", ""),
+        ("dummy_op/op.py", OP),
+        ("dummy_op/library.py", LIBRARY),
+    ):
+        path = folder / "files" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TUNEDCOMM_")}
+    env.update(PYTHONPATH=str(ROOT), TRITON_INTERPRET="1", COLUMNS="200")
+    done = subprocess.run(
+        [sys.executable, "-c", GROW, str(folder / "files"), str(folder / "grown.db")],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_registry_has_the_new_variant(grown: dict[str, Any]) -> None:
+    assert "dummy_ring" in grown["variants"]
+    assert "lamport" in grown["variants"], "beside those that were there"
+
+
+def test_candidates_of_the_new_variant_are_its_feasible_configs(grown: dict[str, Any]) -> None:
+    assert grown["candidates"] == [
+        "dummy_ring(eager=False, num_blocks=1)",
+        "dummy_ring(eager=True, num_blocks=1)",
+    ]
+
+
+def test_tuner_tries_the_new_variant(grown: dict[str, Any]) -> None:
+    assert "dummy_ring(eager=False, num_blocks=1)" in grown["tuner"]
+
+
+def test_the_new_variant_can_be_forced(grown: dict[str, Any]) -> None:
+    assert grown["forced"] == "dummy_ring(eager=False, num_blocks=1)"
+
+
+def test_explain_lists_the_new_variant(grown: dict[str, Any]) -> None:
+    assert "no trial" in next(line for line in grown["explain_before"].splitlines() if "dummy_ring" in line)
+
+
+def test_a_tuned_row_of_the_new_variant_is_chosen(grown: dict[str, Any]) -> None:
+    assert grown["explain_json"]["variant"] == "dummy_ring"
+    assert grown["explain_json"]["source"] == "exact"
+    assert "dummy_ring(eager=True, num_blocks=1)" in grown["explain"]
+
+
+def test_listing_shows_the_new_variant(grown: dict[str, Any]) -> None:
+    assert "dummy_ring" in grown["db_list"]
+
+
+def test_a_new_op_is_one_folder(grown: dict[str, Any]) -> None:
+    assert "dummy_op" in grown["ops"]
+    assert "library(" in grown["explain_op"]
