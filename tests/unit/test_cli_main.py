@@ -19,6 +19,7 @@ VERBS = (
     ("demo",),
     ("db", "list"),
     ("db", "show"),
+    ("db", "export"),
 )
 HELP_BUDGET_S = 2.0
 

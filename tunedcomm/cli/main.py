@@ -11,7 +11,7 @@ from typing import NoReturn
 import typer
 
 from tunedcomm import errors
-from tunedcomm.cli import bench, db_list, db_show, demo, doctor, explain, lookup, tune
+from tunedcomm.cli import bench, db_export, db_list, db_show, demo, doctor, explain, lookup, tune
 from tunedcomm.cli._output import note
 
 __all__ = ["app", "run"]
@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-db_app = typer.Typer(help="Look into tuning databases.", no_args_is_help=True, rich_markup_mode=None)
+db_app = typer.Typer(help="Look into tuning databases and ship them.", no_args_is_help=True, rich_markup_mode=None)
 
 app.command("tune")(tune.tune)
 app.command("lookup")(lookup.lookup)
@@ -42,6 +42,7 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 db_app.command("list")(db_list.db_list)
 db_app.command("show")(db_show.db_show)
+db_app.command("export")(db_export.db_export)
 app.add_typer(db_app, name="db")
 
 

@@ -21,7 +21,7 @@ from tunedcomm.errors import (
     DatabaseError,
 )
 
-__all__ = ["IMMEDIATE", "Target", "make_engine", "parse_target", "prepare_file", "translated"]
+__all__ = ["IMMEDIATE", "Target", "file_uri", "make_engine", "parse_target", "prepare_file", "translated"]
 
 _HEADER = b"SQLite format 3\x00"
 # Execution option of connections that will write: SQLite takes its write lock at BEGIN. A transaction that begins by
@@ -150,8 +150,13 @@ def make_engine(target: Target, *, readonly: bool, immutable: bool, busy_timeout
     return engine
 
 
+def file_uri(path: Path, *, readonly: bool, immutable: bool) -> str:
+    """SQLite's URI of a file, with which it is opened or attached."""
+    return f"file:{quote(str(path.absolute()))}?mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
+
+
 def _opener(path: Path, readonly: bool, immutable: bool, busy_timeout_s: float) -> Callable[[], sqlite3.Connection]:
-    uri = f"file:{quote(str(path.absolute()))}?mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
+    uri = file_uri(path, readonly=readonly, immutable=immutable)
 
     def open_connection() -> sqlite3.Connection:
         return sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, check_same_thread=False)

@@ -34,7 +34,7 @@ from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 
-__all__ = ["BUSY_TIMEOUT_S", "Database"]
+__all__ = ["BUSY_TIMEOUT_S", "Database", "cannot_change"]
 
 BUSY_TIMEOUT_S = 30.0
 _INT64 = 2**63
@@ -88,7 +88,7 @@ class Database:
         if where.path is not None:
             prepare_file(where.path, create=create)
             if readonly and immutable is None:
-                immutable = _cannot_change(where.path)
+                immutable = cannot_change(where.path)
         engine = make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
         try:
             with translated(where):
@@ -338,7 +338,7 @@ _PLAIN = (
 )
 
 
-def _cannot_change(path: Path) -> bool:
+def cannot_change(path: Path) -> bool:
     """True where SQLite could make no side files to read a file in WAL mode, and no writer has left any."""
     writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
     return not writable and not path.with_name(path.name + "-wal").exists()

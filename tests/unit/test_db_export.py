@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from db_samples import H200, OLDER, candidate, decide, problem, trial
+
+from tunedcomm.db.export import export_database
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.select import Decision, Snapshot
+from tunedcomm.db.store import Database
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError, DatabaseError
+from tunedcomm.spec import Problem
+
+
+def in_words(record: TrialRecord) -> str:
+    """All but ids, which differ between databases."""
+    return repr(replace(record, id=None, run_id=None))
+
+
+SIZES = tuple(1 << exponent for exponent in range(10, 24, 2))
+
+
+def store(path: Path, records: Iterable[TrialRecord], *, command: str = "tunedcomm tune") -> Path:
+    with Database.open(path, create=True) as database:
+        run = database.start_run(command=command, seed=1, budget="none", host="node")
+        database.record([replace(record, run_id=run) for record in records])
+        database.finish_run(run)
+    return path
+
+
+def config(num_blocks: int) -> dict[str, Any]:
+    return {"config": {"num_blocks": num_blocks}}
+
+
+NOT_OK: dict[str, Any] = {"latency_us": None}
+
+
+def sweep() -> list[TrialRecord]:
+    """Everything a sweep leaves behind, at several sizes, with finals at most of them."""
+    found: list[TrialRecord] = []
+    for index, size in enumerate(SIZES):
+        here: dict[str, Any] = {"problem": problem(size)}
+        time = 100 * index
+        for blocks in (1, 2, 4, 8, 16):
+            for place, variant in enumerate(("one_shot", "two_shot", "lamport")):
+                latency = 3 + place + blocks / 8 + index
+                found.append(trial(variant, latency, after=time + blocks, **config(blocks), **here))
+        # Measured again and slower: the newest counts, not the fastest.
+        found.append(trial("lamport", 40.0, after=time + 20, **config(16), **here))
+        found += [
+            trial("one_shot", **NOT_OK, status="pruned", after=time + n, **config(32 + n), **here) for n in (1, 2)
+        ]
+        found.append(trial("atomic", **NOT_OK, status="pruned", reason="too slow", after=time, **config(1), **here))
+        found.append(trial("atomic", **NOT_OK, status="infeasible", reason="no fabric", **config(2), **here))
+        if index != 3:
+            found += [
+                trial("library", 10.0, final=True, after=time + 50, **here),
+                trial("one_shot", 4.5, final=True, after=time + 50, **config(4), **here),
+                trial("lamport", 4.4 + index, final=True, after=time + 50, **config(2), **here),
+            ]
+    small, large = {"problem": problem(SIZES[0])}, {"problem": problem(SIZES[3])}
+    found += [
+        # Failed and good since, without finals: the failure must stay forgiven.
+        trial("two_shot", **NOT_OK, status="hung", reason="no sign of life", after=301, **config(16), **large),
+        trial("two_shot", 9.5, after=350, **config(16), **large),
+        # Good and failed since.
+        trial("two_shot", **NOT_OK, status="incorrect", after=999, **config(1), **large),
+        trial("lamport", **NOT_OK, status="crashed", after=5, **config(64), **small),
+        trial("lamport", **NOT_OK, status="compile_error", reason="too much", **config(128), **small),
+        # Another environment, another world size, another source of the same variant.
+        trial("one_shot", 2.0, final=True, environment=OLDER, **config(8), **small),
+        trial("one_shot", 3.0, problem=problem(world_size=2), **config(8)),
+        trial("one_shot", 1.0, final=True, source_hash="later", after=9000, **config(8), **small),
+    ]
+    return found
+
+
+def snapshot_of(path: Path, world_size: int = 4) -> Snapshot:
+    return load_snapshot(H200, world_size, layers=[Layer("packaged", str(path))], strict=True)
+
+
+def decisions(path: Path) -> list[Decision]:
+    """At every size of the sweep, between them, and beyond."""
+    sizes = sorted({size * factor // 8 for size in (*SIZES, 1 << 25) for factor in (1, 5, 8, 12, 16)})
+    asked: list[Problem] = [problem(size // 2 * 2) for size in sizes]
+    asked += [replace(p, dtype="float16", input_kind="symmetric") for p in asked]
+    snapshot = snapshot_of(path)
+    found = [decide(snapshot, p, policy=policy) for p in asked for policy in ("default", "any")]
+    return [replace(decision, trial_id=None) for decision in found]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = store(tmp_path / "source.db", sweep())
+    with Database.open(path) as database:
+        database.pin(problem(SIZES[1]), candidate("two_shot", 8), environment=H200, reason="known good")
+    return path
+
+
+def test_decides_as_its_source_does(source: Path, tmp_path: Path) -> None:
+    out = export_database([source], tmp_path / "out.db").path
+    assert decisions(out) == decisions(source)
+    assert len({str(d.candidate) for d in decisions(out)}) > 3
+    for world_size in (2, 4):
+        assert snapshot_of(out, world_size).digest == snapshot_of(source, world_size).digest
+
+
+def test_keeps_what_is_needed_and_leaves_out_the_rest(source: Path, tmp_path: Path) -> None:
+    export = export_database([source], tmp_path / "out.db")
+    with Database.open(source, readonly=True) as database:
+        before, all_trials = database.stats(), database.trials()
+    with Database.open(export.path, immutable=True) as database:
+        after, kept = database.stats(), database.trials()
+        assert [run.command for run in database.runs()] == ["tunedcomm tune"]
+        assert [pin.reason for pin in database.pins()] == ["known good"]
+    same = ("finals", "pins", "runs", "environments", "problems", "variants", "trials_infeasible")
+    same += ("trials_incorrect", "trials_crashed", "trials_hung", "trials_compile_error")
+    assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    assert all(record.run_id is not None for record in kept)
+    assert {in_words(record) for record in kept} < {in_words(record) for record in all_trials}
+    assert export.rows == after
+    assert export.left_out == before["trials"] - after["trials"] > before["trials"] / 3
+    # What `explain` says of a variant that never ran.
+    words = {t.reason for t in kept if t.status == "pruned" and t.problem == problem(SIZES[2])}
+    assert "too slow" in words
+
+
+def test_is_one_file_that_needs_no_other(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shipped"
+    export = export_database([source], folder / "out.db")
+    assert [path.name for path in folder.iterdir()] == ["out.db"]
+    with sqlite3.connect(f"file:{export.path}?mode=ro&immutable=1", uri=True) as plain:
+        assert plain.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+        assert plain.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert plain.execute("PRAGMA foreign_key_check").fetchall() == []
+        assert plain.execute("PRAGMA freelist_count").fetchone() == (0,)
+    folder.chmod(0o555)
+    try:
+        assert snapshot_of(export.path).rows
+        assert [path.name for path in folder.iterdir()] == ["out.db"]
+    finally:
+        folder.chmod(0o755)
+
+
+def test_is_reproducible_and_says_its_digest(source: Path, tmp_path: Path) -> None:
+    first = export_database([source], tmp_path / "first.db")
+    second = export_database([source], tmp_path / "second.db")
+    assert first.path.read_bytes() == second.path.read_bytes()
+    assert first.sha256 == second.sha256
+    shown = subprocess.run(["sha256sum", str(first.path)], capture_output=True, text=True, check=True)
+    assert shown.stdout.split()[0] == first.sha256
+    assert first.num_bytes == first.path.stat().st_size
+
+
+def test_reads_beside_a_writer(source: Path, tmp_path: Path) -> None:
+    with Database.open(source) as database:
+        database.record([trial("one_shot", 1.5, final=True, problem=problem(SIZES[2]), **config(2))])
+        assert source.with_name("source.db-wal").exists()
+        before = database.stats()
+        export = export_database([source], tmp_path / "out.db")
+        assert database.stats() == before
+    assert export.rows["finals"] == before["finals"]
+
+
+def everything(path: Path) -> set[str]:
+    """Every trial with the command that recorded it, without ids."""
+    with Database.open(path, readonly=True) as database:
+        runs = {run.id: run.command for run in database.runs()}
+        return {f"{runs[t.run_id]}: {in_words(t)}" for t in database.trials() if t.run_id is not None}
+
+
+def test_merging_loses_nothing(tmp_path: Path) -> None:
+    """Finals alone, so that nothing is left out, of two sources that share a problem, an environment and a variant."""
+    ours = [trial("one_shot", 5.0 + n, final=True, after=n, **config(n + 1)) for n in range(3)]
+    theirs = [
+        trial("one_shot", 7.0, final=True, after=10, **config(9)),
+        trial("two_shot", 8.0, final=True, after=11, environment=OLDER),
+        trial("lamport", 6.0, final=True, after=12, problem=problem(world_size=2), source_hash="other"),
+    ]
+    a = store(tmp_path / "a.db", ours, command="tune a")
+    b = store(tmp_path / "b.db", theirs, command="tune b")
+    export = export_database([a, b], tmp_path / "out.db")
+    assert everything(export.path) == everything(a) | everything(b)
+    assert len(everything(export.path)) == 6
+    assert [(s.trials, s.known) for s in export.sources] == [(3, 0), (3, 0)]
+    assert export.left_out == 0
+    rows = export.rows
+    assert (rows["trials"], rows["environments"], rows["problems"], rows["variants"], rows["runs"]) == (6, 2, 2, 3, 2)
+
+
+def test_merging_a_copy_changes_nothing(source: Path, tmp_path: Path) -> None:
+    """Also one that was made earlier, in whatever order they are given."""
+    earlier = tmp_path / "earlier.db"
+    shutil.copy(source, earlier)
+    with Database.open(source) as database:
+        database.record([trial("two_shot", 1.0, final=True, after=9999, **config(32))])
+    alone = export_database([source], tmp_path / "alone.db")
+    for name, sources in (("after", [earlier, source]), ("before", [source, earlier])):
+        both = export_database(sources, tmp_path / f"{name}.db")
+        assert both.rows == alone.rows
+        assert both.left_out == alone.left_out
+        assert sum(s.known for s in both.sources) == min(s.trials for s in both.sources)
+        assert snapshot_of(both.path).digest == snapshot_of(alone.path).digest
+
+
+def test_merging_knows_the_newest_source_of_a_variant(tmp_path: Path) -> None:
+    """Finals of an older kernel must not hide what was measured of the newer one, whichever file comes first."""
+    old = store(tmp_path / "old.db", [trial("one_shot", 5.0, final=True, source_hash="outdated")])
+    new = store(tmp_path / "new.db", [trial("one_shot", 4.0, after=50, problem=problem())])
+    for sources in ([old, new], [new, old]):
+        export = export_database(sources, tmp_path / "out.db", force=True)
+        assert decide(snapshot_of(export.path)).candidate == candidate("one_shot")
+
+
+def test_of_two_pins_the_newer_is_kept(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.db", tmp_path / "b.db"]
+    for path, reason in zip(paths, ("earlier", "later"), strict=True):
+        store(path, [trial(final=True)])
+        with Database.open(path) as database:
+            database.pin(problem(), candidate("two_shot"), environment=H200, reason=reason)
+    for sources in (paths, paths[::-1]):
+        export = export_database(sources, tmp_path / "out.db", force=True)
+        with Database.open(export.path, readonly=True) as database:
+            assert [pin.reason for pin in database.pins()] == ["later"]
+
+
+def test_a_run_that_ended_after_the_copy_has_ended(tmp_path: Path) -> None:
+    path, copy = tmp_path / "a.db", tmp_path / "copy.db"
+    with Database.open(path, create=True) as database:
+        run = database.start_run(command="tune", seed=None, budget="", host="node")
+        database.record([replace(trial(final=True), run_id=run)])
+    shutil.copy(path, copy)
+    with Database.open(path) as database:
+        database.finish_run(run)
+    export = export_database([copy, path], tmp_path / "out.db")
+    with Database.open(export.path, readonly=True) as database:
+        (only,) = database.runs()
+    assert only.finished_at is not None
+
+
+def refused(error: type[DatabaseError], sources: list[Any], out: Path, *, force: bool = False) -> str:
+    before = out.read_bytes() if out.is_file() else None
+    with pytest.raises(error) as caught:
+        export_database(sources, out, force=force)
+    assert (out.read_bytes() if out.is_file() else None) == before
+    assert not list(out.parent.glob(f".{out.name}.*"))
+    return str(caught.value)
+
+
+def test_does_not_overwrite_unasked(source: Path, tmp_path: Path) -> None:
+    out = store(tmp_path / "out.db", [trial()])
+    assert "--force" in refused(DatabaseAccessError, [source], out)
+    assert export_database([source], out, force=True).rows["finals"] > 1
+    assert snapshot_of(out).digest == snapshot_of(source).digest
+
+
+def test_does_not_replace_what_is_no_database(source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("not a database")
+    assert "not a SQLite database" in refused(DatabaseCorruptError, [source], text, force=True)
+    assert "directory" in refused(DatabaseAccessError, [source], tmp_path, force=True)
+
+
+def test_does_not_replace_a_source(source: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.db"
+    link.symlink_to(source)
+    for out in (source, link):
+        assert "one of the sources" in refused(DatabaseAccessError, [source], out, force=True)
+
+
+def test_does_not_replace_an_open_database(source: Path, tmp_path: Path) -> None:
+    out = store(tmp_path / "out.db", [trial()])
+    with Database.open(out) as database:
+        database.record([trial(latency_us=4.0)])
+        assert "out.db-wal" in refused(DatabaseBusyError, [source], out, force=True)
+
+
+@pytest.mark.parametrize("url", ["postgresql+psycopg://user:secret@server/name", "sqlite://"])
+def test_refuses_what_is_no_file(url: str, tmp_path: Path) -> None:
+    text = refused(DatabaseAccessError, [url], tmp_path / "out.db")
+    assert "is not a SQLite file" in text
+    assert "secret" not in text
+
+
+def test_refuses_sources_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(b"no database at all " * 100)
+    refused(DatabaseAccessError, [source, tmp_path / "absent.db"], tmp_path / "out.db")
+    refused(DatabaseCorruptError, [source, damaged], tmp_path / "out.db")
+    with pytest.raises(ValueError, match="at least one"):
+        export_database([], tmp_path / "out.db")
+
+
+@pytest.mark.parametrize(
+    ("statement", "complaint"),
+    [
+        ("UPDATE problem SET shape = '77' WHERE id = 1", "digest of another"),
+        ("DELETE FROM variant WHERE id = 1", "refer to problems"),
+    ],
+)
+def test_refuses_sources_that_contradict(source: Path, tmp_path: Path, statement: str, complaint: str) -> None:
+    forged = tmp_path / "forged.db"
+    shutil.copy(source, forged)
+    with sqlite3.connect(forged) as plain:
+        plain.execute(statement)
+    text = refused(DatabaseCorruptError, [source, forged], tmp_path / "out.db")
+    assert complaint in text
+    assert str(forged) in text
+
+
+def test_foreign_tables_and_triggers_stay_behind(source: Path, tmp_path: Path) -> None:
+    with sqlite3.connect(source) as plain:
+        plain.execute("CREATE TABLE extra (x)")
+        plain.execute("CREATE TRIGGER gone AFTER INSERT ON trial BEGIN DELETE FROM trial; END")
+    export = export_database([source], tmp_path / "out.db")
+    with sqlite3.connect(export.path) as plain:
+        names = {name for (name,) in plain.execute("SELECT name FROM sqlite_master")}
+    assert not names & {"extra", "gone"}
+    assert export.rows["finals"] > 0
+
+
+def test_a_directory_that_cannot_be_written_is_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cannot read database" in refused(DatabaseAccessError, [source], source / "out.db")
+
+    def deny(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", deny)
+    assert f"cannot write {tmp_path / 'out.db'}" in refused(DatabaseAccessError, [source], tmp_path / "out.db")
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, tunedcomm.db.export; print(sorted({'torch', 'triton', 'optuna'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
