@@ -49,8 +49,7 @@ if torch.cuda.is_available():
     # Inductor's allocation: a third of torch.empty's cost.
     _empty = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", _cuda_empty)
 
-_device_of = torch.Tensor.get_device  # refuses what is no tensor by itself
-_by_group: dict[dist.ProcessGroup | None, Communicator] = {}  # for the kind of device that the last call was on
+_by_group: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
 on_release(_by_group.clear)
 
 
@@ -85,8 +84,8 @@ def all_reduce(
     Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
     synchronises the host.
     """
-    communicator = _by_group.get(group)
-    if communicator is None or _device_of(x) != communicator.device_index:
+    communicator = _by_group.get((group, x.device))
+    if communicator is None:
         communicator = _first_call(x, group)
     capturing = _is_capturing()
     in_place = out is x
@@ -147,7 +146,7 @@ def _first_call(x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicato
             f"the tensor is on {x.device}, but rank {communicator.rank} of this group works on {communicator.device}; "
             "move the tensor, or call torch.cuda.set_device() before the group's first call"
         )
-    _by_group[group] = communicator
+    _by_group[group, x.device] = communicator
     return communicator
 
 
