@@ -25,7 +25,6 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import tunedcomm
 from tunedcomm.cli._bench_rank import COLUMNS
-from tunedcomm.kernels import _launch
 
 
 def host_us(call: Callable[[], object], blocks: int = 60, calls: int = 50) -> tuple[float, float, float]:
@@ -64,14 +63,14 @@ def main() -> None:
     tunedcomm.all_reduce(x, out=out)
     plan = communicator.plans[numel, x.dtype, "sum", False, "default", False, False]
     stream = torch.cuda.current_stream().cuda_stream
-    direct, _launch._direct = _launch._direct, lambda *arguments: None  # type: ignore[assignment]
-    by_triton = communicator.bind(plan.problem, plan.decision.candidate)
-    _launch._direct = direct
+    os.environ["TUNEDCOMM_LAUNCHER"] = "driver"
+    by_driver = communicator.bind(plan.problem, plan.decision.candidate)
+    del os.environ["TUNEDCOMM_LAUNCHER"]
     contenders: dict[str, tuple[str, Callable[[], object]]] = {
         "tuned": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x)),
         "tuned_out": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x, out=out)),
         "plan_launch": (str(plan.decision.candidate), lambda: plan.launch((x,), (out,), stream)),
-        "triton_launch": (str(plan.decision.candidate), lambda: by_triton((x,), (out,), stream)),
+        "driver_launch": (str(plan.decision.candidate), lambda: by_driver((x,), (out,), stream)),
         "torch_one_shot": ("symmetric input", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)),
         "library": ("in place", lambda: dist.all_reduce(x)),
         "empty_like": ("allocation of the output alone", lambda: torch.empty_like(x)),

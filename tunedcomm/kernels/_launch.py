@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tunedcomm import settings
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels import _sync
 from tunedcomm.kernels._driver import DirectLauncher, driver_entry
@@ -107,27 +108,13 @@ class BoundKernel:
     """A kernel ready to launch.
 
     Attributes:
-        launch: `(stream, *runtime arguments)`.
+        fix: takes the runtime arguments, None for those that vary, and returns a launch `(stream, *varying)`.
         num_registers, num_spills: of the binary; 0 where it is interpreted.
-        direct: the cheaper way to launch it, where there is one.
     """
 
-    launch: Callable[..., None]
+    fix: Callable[[Sequence[int | None]], Callable[..., None]]
     num_registers: int
     num_spills: int
-    direct: DirectLauncher | None = None
-
-    def fix(self, arguments: Sequence[int | None]) -> Callable[..., None]:
-        """A launch `(stream, *varying)`: `varying` are the arguments that are None in `arguments`, in order."""
-        if self.direct is not None:
-            return self.direct.fix(arguments)
-        launch = self.launch
-
-        def run(stream: int, *varying: int) -> None:
-            given = iter(varying)
-            launch(stream, *(next(given) if value is None else value for value in arguments))
-
-        return run
 
 
 def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
@@ -137,10 +124,22 @@ def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
         del stream
         kernel[(grid,)](*args, **constants)
 
-    return BoundKernel(launch, 0, 0)
+    return BoundKernel(functools.partial(_fill_in, launch), 0, 0)
 
 
-def _fast_launcher(compiled: Any, grid: int, tail: tuple[Any, ...]) -> Callable[..., None]:
+def _fill_in(launch: Callable[..., None], arguments: Sequence[int | None]) -> Callable[..., None]:
+    """Wrap `launch(stream, *arguments)` so that only the arguments that are None are given at each call."""
+
+    def run(stream: int, *varying: int) -> None:
+        given = iter(varying)
+        launch(stream, *(next(given) if value is None else value for value in arguments))
+
+    return run
+
+
+def _through_triton(
+    compiled: Any, grid: int, tail: tuple[Any, ...], arguments: Sequence[int | None]
+) -> Callable[..., None]:
     """The least Python above the driver's launch that this Triton allows.
 
     `CompiledKernel.run` is a Python object around Triton's C function; where its layout is one of the known two, the C
@@ -153,7 +152,7 @@ def _fast_launcher(compiled: Any, grid: int, tail: tuple[Any, ...]) -> Callable[
         def launch(stream: int, *args: int) -> None:
             run(grid, 1, 1, stream, function, packed, None, None, None, *args, *tail)
 
-        return launch
+        return _fill_in(launch, arguments)
     entry, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
     if hasattr(run, "kernel_signature"):  # Triton that shares one C launcher between kernels
         annotations, signature = run.arg_annotations, run.kernel_signature
@@ -164,12 +163,38 @@ def _fast_launcher(compiled: Any, grid: int, tail: tuple[Any, ...]) -> Callable[
                 annotations, signature, (*args, *tail),
             )  # fmt: skip
 
-        return launch_shared
+        return _fill_in(launch_shared, arguments)
+    rest = (*arguments[2:], *tail)
+    if list(arguments[:2]) != [None, None] or None in arguments[2:]:
 
-    def launch_own(stream: int, *args: int) -> None:
-        entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args, *tail)
+        def launch_own(stream: int, *args: int) -> None:
+            entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args, *tail)
 
-    return launch_own
+        return _fill_in(launch_own, arguments)
+
+    def launch_two(stream: int, x: int, out: int) -> None:
+        entry(
+            grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, x, out, *rest
+        )  # fmt: skip
+
+    return launch_two
+
+
+def _direct(compiled: Any, request: CompileRequest, grid: int, fallback: Callable[..., None]) -> DirectLauncher | None:
+    """A launch through the driver, where it was asked for and can do the same: one CTA a cluster, no scratch memory."""
+    metadata = compiled.metadata
+    scratch = getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
+    clustered = getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False)
+    if settings.launcher() != "driver" or scratch or clustered or driver_entry() is None:
+        return None
+    return DirectLauncher(
+        compiled.function,
+        grid=grid,
+        threads=32 * request.num_warps,
+        shared_bytes=metadata.shared,
+        launch_pdl=request.launch_pdl,
+        fallback=fallback,
+    )
 
 
 def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> BoundKernel:
@@ -195,23 +220,9 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
             f"{num_sms} SMs at once (at most {fits} do); blocks that wait for peers must all be resident"
         )
     constants = dict(request.constants)
-    tail = tuple(constants[name] for name in request.resolve().arg_names if name in constants)
-    launch = _fast_launcher(compiled, grid, tail)
-    return BoundKernel(launch, compiled.n_regs, compiled.n_spills, _direct(compiled, request, grid, launch))
-
-
-def _direct(compiled: Any, request: CompileRequest, grid: int, fallback: Callable[..., None]) -> DirectLauncher | None:
-    """A launch through the driver for what it can launch alike: one CTA a cluster, no scratch memory."""
-    metadata = compiled.metadata
-    scratch = getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
-    clustered = getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False)
-    if scratch or clustered or driver_entry() is None:
-        return None
-    return DirectLauncher(
-        compiled.function,
-        grid=grid,
-        threads=32 * request.num_warps,
-        shared_bytes=metadata.shared,
-        launch_pdl=request.launch_pdl,
-        fallback=fallback,
-    )
+    names = request.resolve().arg_names
+    tail = tuple(constants[name] for name in names if name in constants)
+    every = _through_triton(compiled, grid, tail, (None,) * (len(names) - len(tail)))
+    direct = _direct(compiled, request, grid, every)
+    fix = direct.fix if direct is not None else functools.partial(_through_triton, compiled, grid, tail)
+    return BoundKernel(fix, compiled.n_regs, compiled.n_spills)
