@@ -1,0 +1,72 @@
+"""The committed measurements: their columns, and the bars that all_reduce on 4 H200 GPUs has to clear."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tunedcomm.cli._bench_rank import COLUMNS
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+PEERS = ("library", "torch_one_shot_symmetric", "torch_two_shot_symmetric")
+
+# bytes: (most µs or None, least ratio of the best peer's time in the same run to ours)
+BARS = {
+    4 << 10: (3.2, 2.1),
+    16 << 10: (3.3, 2.2),
+    32 << 10: (3.3, 2.2),
+    64 << 10: (3.6, 2.3),
+    128 << 10: (4.2, 2.1),
+    256 << 10: (5.5, 1.65),
+    512 << 10: (6.7, 1.65),
+    1 << 20: (8.9, 1.45),
+    2 << 20: (13.6, 1.35),
+    4 << 20: (24.5, 1.15),
+    8 << 20: (45.5, 1.1),
+    16 << 20: (None, 1.05),
+    32 << 20: (None, 1.05),
+    64 << 20: (None, 1.0),
+    128 << 20: (None, 1.0),
+    256 << 20: (None, 1.0),
+}
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.name)
+def test_columns(path: Path) -> None:
+    found = rows(path.name)
+    assert found
+    for row in found:
+        assert tuple(row) == tuple(COLUMNS)
+        for column in ("gpu", "torch", "triton", "driver", "command", "run_id", "date", "contender"):
+            assert row[column], (column, row)
+        low, middle, high = (float(row[f"latency_{q}_us"]) for q in ("p10", "p50", "p90"))
+        assert 0 < low <= middle <= high
+
+
+def test_every_result_is_right() -> None:
+    for row in rows("all_reduce_h200.csv"):
+        assert float(row["error"]) < 8e-3, row
+
+
+@pytest.mark.parametrize("size", sorted(BARS))
+def test_all_reduce_clears_its_bar_on_four_gpus(size: int) -> None:
+    runs: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows("all_reduce_h200.csv"):
+        if (row["world_size"], row["mode"], row["dtype"]) == ("4", "graph", "bfloat16"):
+            if int(row["message_bytes"]) == size:
+                runs[row["run_id"]][row["contender"]] = float(row["latency_p50_us"])
+    most_us, least_ratio = BARS[size]
+    complete = [run for run in runs.values() if "tuned" in run and "torch_two_shot_symmetric" in run]
+    assert complete, "no run holds the dispatched candidate beside NCCL and PyTorch's operators"
+    for run in complete:
+        best_peer = min(run[name] for name in PEERS if name in run)
+        assert best_peer / run["tuned"] >= least_ratio, run
+        assert most_us is None or run["tuned"] <= most_us, run
