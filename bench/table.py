@@ -1,6 +1,6 @@
 """Print a Markdown table of bench/results/all_reduce_h200.csv, as docs/performance.md shows it.
 
-    python bench/table.py --world-size 4 --mode graph
+python bench/table.py --world-size 4 --mode graph
 """
 
 from __future__ import annotations

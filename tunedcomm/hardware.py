@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+from tunedcomm.version import VERSION
+
 __all__ = ["HARD_FIELDS", "SOFT_FIELDS", "Environment", "detect"]
 
 HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "nodes")
@@ -180,7 +182,7 @@ def _cuda(device: int, nodes: int) -> Environment:
         torch=torch.__version__,
         triton=_version("triton"),
         nccl=".".join(str(part) for part in nccl),
-        tunedcomm=_version("tunedcomm"),
+        tunedcomm=VERSION,
     )
 
 
@@ -211,7 +213,7 @@ def _host(nodes: int) -> Environment:
         torch=torch.__version__,
         triton=_version("triton"),
         nccl="",
-        tunedcomm=_version("tunedcomm"),
+        tunedcomm=VERSION,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from tunedcomm import settings
 from tunedcomm.cli._choice import is_absent, open_layer
 from tunedcomm.errors import DatabaseError, SettingError
+from tunedcomm.version import VERSION
 
 __all__ = ["CHECKS", "Check", "run_checks"]
 
@@ -78,7 +79,7 @@ def _package(name: str, oldest: tuple[int, ...]) -> Check:
 def check_versions() -> Iterator[Check]:
     """Python and the packages that decide what can run."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()}")
-    yield Check("tunedcomm", "ok", _version("tunedcomm") or "runs from its sources, not installed")
+    yield Check("tunedcomm", "ok", VERSION)
     yield _package("torch", OLDEST_TORCH)
     yield _package("triton", OLDEST_TRITON)
     others = [f"{name} {_version(name) or 'missing'}" for name in ("sqlalchemy", "alembic", "optuna", "nvidia-ml-py")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import importlib.metadata
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -33,6 +32,7 @@ from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
+from tunedcomm.version import VERSION
 
 __all__ = ["BUSY_TIMEOUT_S", "Database", "cannot_change"]
 
@@ -170,7 +170,7 @@ class Database:
             "budget": budget,
             "host": host,
             "user": _login(),
-            "version": _code_version(),
+            "version": VERSION,
             "started_at": utc_now(),
         }
         with self._writing() as connection:
@@ -348,11 +348,4 @@ def _login() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):  # no such user id in a container
-        return ""
-
-
-def _code_version() -> str:
-    try:
-        return importlib.metadata.version("tunedcomm")
-    except importlib.metadata.PackageNotFoundError:
         return ""
