@@ -79,8 +79,8 @@ SETTINGS: tuple[Setting, ...] = (
         name="TUNEDCOMM_LAUNCHER",
         default="triton",
         allowed=", ".join(f"`{launcher}`" for launcher in LAUNCHERS),
-        meaning="Who launches kernels: Triton's C launcher, or the CUDA driver with arguments laid out beforehand. Ranks "
-        "may differ in it.",
+        meaning="Who launches kernels: Triton's C launcher, or the CUDA driver with arguments laid out beforehand. "
+        "Ranks may differ in it.",
     ),
     Setting(
         name="TUNEDCOMM_LOG",
