@@ -84,6 +84,8 @@ def all_reduce(
     Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
     synchronises the host.
     """
+    if group is None:
+        group = dist.GroupMember.WORLD  # looked up anew: groups may be destroyed and made again
     communicator = _by_group.get((group, x.device))
     if communicator is None:
         communicator = _first_call(x, group)
