@@ -130,3 +130,18 @@ def chunks_body(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_shot_in_many_chunks(world_size):
     assert run_ranks(world_size, chunks_body, timeout=240) == [True] * world_size
+
+
+def eight_body(rank, world_size):
+    """The largest group that kernels serve, every ordered variant once."""
+    from tunedcomm.communicator import get_communicator
+
+    communicator = get_communicator()
+    problem = Problem("all_reduce", (333,), "bfloat16", world_size, mode="eager")
+    for variant in ORDERED:
+        _check(communicator, problem, variant, 1, "random")
+    return True
+
+
+def test_eight_ranks():
+    assert run_ranks(8, eight_body, timeout=240) == [True] * 8

@@ -16,11 +16,13 @@ from tunedcomm.symm.workspace import Workspace
 __all__ = [
     "Launch",
     "bind_flagged",
+    "bind_packets",
     "bind_plain",
     "blocks_and_threads",
     "closest",
     "constants_of",
     "kernel_blocks",
+    "packet_request",
     "refuse",
     "slice_packets",
 ]
@@ -104,6 +106,20 @@ def _on_tensors(launch: Callable[..., None]) -> Launch:
         launch(stream, inputs[0].data_ptr(), outputs[0].data_ptr())
 
     return run
+
+
+def packet_request(kernel: Any, problem: Problem, config: Config) -> CompileRequest:
+    """The binary of a packet kernel, whose configs have the axis `launch_pdl`."""
+    pdl = bool(config["launch_pdl"])
+    constants = {**constants_of(problem, config), "PDL": pdl}
+    return CompileRequest.of(kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=pdl)
+
+
+def bind_packets(kernel: Any, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    """Launch of a packet kernel on the lane's arena."""
+    layout = workspace.layout
+    request = packet_request(kernel, problem, config)
+    return bind_plain(problem, config, workspace, request, layout.arena, layout.stage_bytes)
 
 
 def bind_flagged(

@@ -28,15 +28,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._data import arm, insert_own, num_packets, packets_of, read_elements, sum_packets, write_elements
 from tunedcomm.kernels._lane import STATE_OFFSET, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import (
     Launch,
-    bind_plain,
+    bind_packets,
     blocks_and_threads,
     closest,
-    constants_of,
     kernel_blocks,
+    packet_request,
     refuse,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -118,20 +117,12 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = {**constants_of(problem, config), "PDL": config["launch_pdl"]}
-    return CompileRequest.of(
-        lamport_kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=bool(config["launch_pdl"])
-    )
-
-
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
+    return (packet_request(lamport_kernel, problem, config),)
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    return bind_plain(problem, config, workspace, _request(problem, config), layout.arena, layout.stage_bytes)
+    return bind_packets(lamport_kernel, problem, config, workspace)
 
 
 LAMPORT = register_variant(

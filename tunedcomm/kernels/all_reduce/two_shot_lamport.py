@@ -22,15 +22,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._data import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels._lane import STATE_OFFSET, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import (
     Launch,
-    bind_plain,
+    bind_packets,
     blocks_and_threads,
     closest,
-    constants_of,
     kernel_blocks,
+    packet_request,
     refuse,
     slice_packets,
 )
@@ -130,20 +129,12 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = {**constants_of(problem, config), "PDL": config["launch_pdl"]}
-    return CompileRequest.of(
-        two_shot_lamport_kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=bool(config["launch_pdl"])
-    )
-
-
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
+    return (packet_request(two_shot_lamport_kernel, problem, config),)
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    return bind_plain(problem, config, workspace, _request(problem, config), layout.arena, layout.stage_bytes)
+    return bind_packets(two_shot_lamport_kernel, problem, config, workspace)
 
 
 TWO_SHOT_LAMPORT = register_variant(
