@@ -52,8 +52,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed oldest-triton
 	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 $(BIN)/python -m pytest tests/unit -n $(JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/multirank $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/multirank tests/gpu $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
