@@ -169,7 +169,12 @@ class Communicator:
             failure = error
         theirs = self._exchange((mine, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                # A frame that holds its own exception is a cycle: it would keep the group alive to the very end of the
+                # interpreter, which gloo's threads then abort.
+                failure = None
         for rank, (_, text) in enumerate(theirs):
             if text:
                 raise AgreementError(f"rank {rank} of the group could not {what}: {text}")

@@ -86,8 +86,13 @@ def main(path: str, launcher: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], int(sys.argv[2]))
+    try:
+        code = main(sys.argv[1], int(sys.argv[2]))
+    except Exception:  # noqa: BLE001 - printed as it would be if it were let through
+        sys.excepthook(*sys.exc_info())
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: groups whose peers are gone, or hung on the device, may never return from their destructors.
+    # Not sys.exit, nor an exception let through: groups whose peers are gone, or hung on the device, may never return
+    # from their destructors, and gloo's abort at the interpreter's end.
     os._exit(code)
