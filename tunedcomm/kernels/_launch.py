@@ -154,30 +154,32 @@ def _through_triton(
 
         return _fill_in(launch, arguments)
     entry, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
-    if hasattr(run, "kernel_signature"):  # Triton that shares one C launcher between kernels
-        annotations, signature = run.arg_annotations, run.kernel_signature
+    shared = hasattr(run, "kernel_signature")  # a Triton whose kernels share one C launcher
+    described = (run.arg_annotations, run.kernel_signature) if shared else ()
 
-        def launch_shared(stream: int, *args: int) -> None:
+    def launch_any(stream: int, *args: int) -> None:
+        if shared:
             entry(
-                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None,
-                annotations, signature, (*args, *tail),
+                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None, *described,
+                (*args, *tail),
             )  # fmt: skip
-
-        return _fill_in(launch_shared, arguments)
-    rest = (*arguments[2:], *tail)
-    if list(arguments[:2]) != [None, None] or None in arguments[2:]:
-
-        def launch_own(stream: int, *args: int) -> None:
+        else:
             entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args, *tail)
 
-        return _fill_in(launch_own, arguments)
+    if list(arguments[:2]) != [None, None] or None in arguments[2:]:
+        return _fill_in(launch_any, arguments)
+    rest = (*arguments[2:], *tail)
 
-    def launch_two(stream: int, x: int, out: int) -> None:
+    def launch_shared(stream: int, x: int, out: int) -> None:
         entry(
-            grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, x, out, *rest
+            grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None, *described,
+            (x, out, *rest),
         )  # fmt: skip
 
-    return launch_two
+    def launch_own(stream: int, x: int, out: int) -> None:
+        entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, x, out, *rest)
+
+    return launch_shared if shared else launch_own
 
 
 def _direct(compiled: Any, request: CompileRequest, grid: int, fallback: Callable[..., None]) -> DirectLauncher | None:
