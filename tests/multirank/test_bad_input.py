@@ -60,6 +60,8 @@ def lazy_negation(rank: int) -> None:
     assert y.is_neg()
     assert torch.equal(tunedcomm.all_reduce(y, op="max"), torch.full((3,), -1.0))
     assert torch.equal(tunedcomm.all_reduce(x), torch.full((3,), -4.0))
+    with tunedcomm.force("all_reduce", "lamport"):
+        assert torch.equal(tunedcomm.all_reduce(y), torch.full((3,), -3.0))
 
 
 def sparse(rank: int) -> None:
