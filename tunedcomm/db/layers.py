@@ -71,7 +71,7 @@ def site_databases() -> list[str]:
     found: list[str] = []
     for entry in settings.db_path():
         folder = Path(entry).expanduser()
-        if "://" not in entry and folder.is_dir():
+        if "://" not in entry and os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir() raises where it may not look
             found += [str(path) for path in sorted(folder.glob("*.db"))]
         else:
             found.append(entry)

@@ -23,6 +23,8 @@ from tunedcomm.spec import Variant
 
 __all__ = ["discover", "source_hash"]
 
+_UNTOLD = ("ctx", "kind", "type_comment")  # fields of syntax trees that say nothing about what runs
+
 
 def _choose_interpreter() -> None:
     """Interpret kernels where there is no GPU, unless TRITON_INTERPRET says otherwise.
@@ -54,15 +56,29 @@ def discover() -> None:
 _choose_interpreter()
 
 
-def _normalised(function: Any) -> str:
-    """Source of a function without comments, docstring and formatting."""
+def _definition(function: Any) -> ast.FunctionDef:
+    """Syntax tree of a function without comments, docstring, decorators and formatting."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
     if ast.get_docstring(definition) is not None:
         definition.body = definition.body[1:] or [ast.Pass()]
     definition.decorator_list = []
-    return ast.unparse(definition)
+    return definition
+
+
+def _dump(node: object) -> str:
+    """A syntax tree as text that every supported Python writes alike.
+
+    `ast.unparse` sets parentheses differently from version to version, and newer Pythons add fields to nodes: those are
+    empty in code that older ones can read, so empty fields are left out.
+    """
+    if isinstance(node, ast.AST):
+        fields = [(n, v) for n, v in ast.iter_fields(node) if v is not None and v != [] and n not in _UNTOLD]
+        return f"{type(node).__name__}({', '.join(f'{name}={_dump(value)}' for name, value in fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(_dump(item) for item in node)}]"
+    return repr(node)
 
 
 def _plain(function: Any) -> Any:
@@ -78,16 +94,17 @@ def _collect(function: Any, seen: dict[str, str]) -> None:
     name = f"{function.__module__}.{function.__qualname__}"
     if name in seen:
         return
-    seen[name] = text = _normalised(function)
-    used = sorted({node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)})
+    definition = _definition(function)
+    seen[name] = _dump(definition)
+    used = sorted({node.id for node in ast.walk(definition) if isinstance(node, ast.Name)})
     for global_name in used:
         value = function.__globals__.get(global_name)
         inner = _plain(value)
         if inner is not None:
             _collect(inner, seen)
-        elif isinstance(value, (int, str)) or hasattr(value, "value"):
+        elif isinstance(value, (int, float, str)) or hasattr(value, "value"):
             constant = getattr(value, "value", value)
-            if isinstance(constant, (int, str)) and global_name != "INTERPRET":
+            if isinstance(constant, (int, float, str)) and global_name != "INTERPRET":
                 seen[f"{function.__module__}:{global_name}"] = repr(constant)
 
 

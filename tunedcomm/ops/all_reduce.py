@@ -97,7 +97,13 @@ def all_reduce(
         address = x.data_ptr()
     except RuntimeError:  # no storage, e.g. sparse: the slow path says what to do
         plan = None
-    if plan is None or x.requires_grad or not x.is_contiguous() or _current_device() != communicator.device_index:
+    if (
+        plan is None
+        or x.requires_grad
+        or not x.is_contiguous()
+        or x.is_neg()  # lazily negated: its memory holds the opposite
+        or _current_device() != communicator.device_index
+    ):
         return _slow_path(communicator, x, op, out, numerics, capturing)
     if out is None:
         out = _empty(tuple(x.shape), x.stride(), x.dtype)
