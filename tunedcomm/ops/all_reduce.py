@@ -86,7 +86,10 @@ def all_reduce(
     """
     if group is None:
         group = dist.GroupMember.WORLD  # looked up anew: groups may be destroyed and made again
-    communicator = _by_group.get((group, x.device))
+    try:
+        communicator = _by_group.get((group, x.device))
+    except AttributeError:
+        raise UnsupportedInputError(f"all_reduce wants a torch.Tensor, got {type(x).__name__}") from None
     if communicator is None:
         communicator = _first_call(x, group)
     capturing = _is_capturing()
@@ -144,8 +147,6 @@ def all_reduce_(
 
 
 def _first_call(x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
-    if not isinstance(x, torch.Tensor):
-        raise UnsupportedInputError(f"all_reduce wants a torch.Tensor, got {type(x).__name__}")
     if x.device.type not in ("cuda", "cpu"):
         raise UnsupportedInputError(f"all_reduce serves cuda and cpu tensors, not {x.device}")
     communicator = get_communicator(group, x.device)
