@@ -125,6 +125,13 @@ def _collect(
     return results
 
 
+def _linger(folder: Path, world_size: int) -> None:
+    """Stay until every rank has its result: a peer may not have read the last bytes that gloo sent it."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and not all((folder / f"result{r}").exists() for r in range(world_size)):
+        time.sleep(0.01)
+
+
 def _main(folder: Path) -> int:
     """Body of one rank's process."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -149,6 +156,8 @@ def _main(folder: Path) -> int:
     partial.rename(folder / f"result{rank}")
     sys.stdout.flush()
     sys.stderr.flush()
+    if outcome[0]:
+        _linger(folder, world_size)
     # Not sys.exit: a group whose peers died may hang in its destructor.
     os._exit(0 if outcome[0] else 1)
 

@@ -19,6 +19,7 @@ from tunedcomm.tuner.gang import Gang, Trouble, Verdict
 from tunedcomm.tuner.job import Settings, candidate_to_dict
 from tunedcomm.tuner.measure import Contender
 from tunedcomm.tuner.schedule import Command, Latency, Outcome
+from tunedcomm.tuner.stages import pruned, rounds_after_look
 
 __all__ = ["TrialRunner"]
 
@@ -296,17 +297,9 @@ class TrialRunner:
             verdict = self._check_replay(bench, made[0], ordered=ordered)
         if verdict.trouble:
             return Outcome(status=verdict.trouble.status, reason=verdict.reason, error=error)
-        # A pure function of numbers that every rank holds: the gathered look, and what rank 0 broadcast.
-        near = command.is_library or latencies[0].p50_us <= self._settings.reach * command.threshold_us
-        if not near and not command.final:
-            return Outcome(status="pruned", reason=_too_slow(latencies[0], command), latency=latencies[0], error=error)
-        return self._more(bench, made[0], self._rounds_for(command, near=near), error)
-
-    def _rounds_for(self, command: Command, *, near: bool) -> int:
-        if not command.final:
-            return self._settings.more_rounds
-        # A finalist that is far off at this shape needs a point on its curve, not a precise one.
-        return self._settings.final_rounds if near else self._settings.first_rounds
+        # From numbers that every rank holds: the gathered look, and what rank 0 broadcast.
+        rounds = rounds_after_look(command, latencies[0].p50_us, self._settings)
+        return self._more(bench, made[0], rounds, error) if rounds else pruned(command, latencies[0], error)
 
     def _captured(self, bench: Bench) -> bool:
         return self._stream is not None and bench.problem.mode == "graph" and not bench.problem.in_place
@@ -330,7 +323,3 @@ class TrialRunner:
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _too_slow(latency: Latency, command: Command) -> str:
-    return f"{latency.p50_us:.4g} µs at first look, the best so far is {command.threshold_us:.4g} µs"
