@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunedcomm.cli._gang import local_ranks, num_gpus
+from tunedcomm.cli._models import ModelOptions, list_models
 from tunedcomm.cli._options import (
     JsonOption,
-    OpOption,
     SweptKind,
     SweptMode,
     SweptPlace,
@@ -45,9 +45,15 @@ class Backend(str, enum.Enum):
 
 def tune(
     *,
-    op: OpOption,
+    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce. Needed unless models are listed.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's, 1 KiB to 256 MiB.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default bfloat16.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to tune, instead of --shape.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
+    ] = None,
+    tokens: Annotated[list[str] | None, typer.Option(help="Tokens a step of --model; by default 1 to 8192.")] = None,
+    models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None,
     mode: Annotated[
         SweptMode | None,
         typer.Option(help="Inside CUDA graphs, outside, or both. By default graph, eager on the host."),
@@ -73,19 +79,29 @@ def tune(
     the command at any time, the same command goes on. Exit code 1 if a problem ended without a candidate that runs.
 
     Example: tunedcomm tune --op all_reduce --dtype bfloat16,float16 --mode both --budget 10m
+
+    Example: tunedcomm tune --op all_reduce --model llama3-70b,qwen3-32b --tp 4 --tokens 1,8,64,4096
     """
+    if models:
+        list_models(as_json=as_json)
+        return
+    if op is None:
+        raise typer.BadParameter("it is missing; pass e.g. --op all_reduce", param_hint="--op")
     spec = known_op(op)
     for name in split(variants):
         get_variant(spec.name, name)
     on_host = backend is Backend.host
+    named = ModelOptions.of(model, tp=tp, tokens=tokens, shape=shape)
+    world_size = named.ranks(world_size)
+    ranks = world_size or 2 if on_host else local_ranks(world_size)
     from tunedcomm.tuner.sweep import SweepSpec
 
     wanted = SweepSpec(
         op=spec.name,
-        shapes=tuple(check_shape(text, spec) for text in split(shape)),
-        dtypes=tuple(check_dtype(name, spec) for name in split(dtype) or ["bfloat16"]),
+        shapes=named.shapes(spec.name, ranks) or tuple(check_shape(text, spec) for text in split(shape)),
+        dtypes=tuple(check_dtype(name, spec) for name in split(dtype) or named.dtypes or ["bfloat16"]),
         modes=() if mode is None else mode.values,
-        world_size=world_size if on_host else local_ranks(world_size),
+        world_size=ranks,
         backend=None if backend is None else ("host" if on_host else "cuda"),
         reductions=tuple(check_reduction(name, spec) for name in split(reduction)) or (check_reduction(None, spec),),
         input_kinds=input_kind.values,
