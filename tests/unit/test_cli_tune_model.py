@@ -1,0 +1,145 @@
+"""`tunedcomm tune --model`, with a sweep that only keeps what it was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tunedcomm.cli import _gang, main, tune
+from tunedcomm.db.store import Database
+from tunedcomm.errors import UnknownNameError, UnsupportedInputError
+from tunedcomm.tuner.catalog import catalog
+from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec
+
+
+class Sweep:
+    """Stands in for `sweep`."""
+
+    def __init__(self) -> None:
+        self.spec: SweepSpec | None = None
+
+    def __call__(
+        self, spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None
+    ) -> SweepOutcome:
+        self.spec = spec
+        return SweepOutcome(
+            run_id=1,
+            environment=None,
+            problems=(),
+            reason="done",
+            num_trials=0,
+            failures={},
+            dropped=(),
+            num_gangs=0,
+            seconds=0.0,
+            compiled_ahead=0,
+        )
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    stand_in = Sweep()
+    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", stand_in)
+    for module in (_gang, tune):
+        monkeypatch.setattr(module, "num_gpus", lambda: 4)
+    return stand_in
+
+
+def start(options: str, *, op: str = "--op all_reduce") -> Any:
+    return CliRunner().invoke(main.app, ["tune", *op.split(), *options.split()])
+
+
+def asked(sweep: Sweep, options: str) -> SweepSpec:
+    shown = start(options)
+    assert shown.exit_code == 0, shown.output
+    assert sweep.spec is not None
+    return sweep.spec
+
+
+def test_a_model_becomes_shapes_and_a_world_size(sweep: Sweep) -> None:
+    spec = asked(sweep, "--model llama3-70b --tp 2 --tokens 1,8,64 --tokens 4096")
+    assert spec.shapes == ((8192,), (65536,), (524288,), (33554432,))
+    assert (spec.world_size, spec.dtypes) == (2, ("bfloat16",))
+
+
+def test_several_models_share_their_sizes(sweep: Sweep) -> None:
+    spec = asked(sweep, "--model llama3-8b,qwen3-8b --model qwen3-32b --tokens 1,2 --dtype float16")
+    assert spec.shapes == ((4096,), (5120,), (8192,), (10240,))
+    assert (spec.world_size, spec.dtypes) == (4, ("float16",))
+
+
+def test_tokens_have_a_default(sweep: Sweep) -> None:
+    spec = asked(sweep, "--model gpt-oss-20b --world-size 2")
+    assert spec.shapes == tuple((2880 << power,) for power in range(14))
+    assert spec.world_size == 2
+
+
+def test_host_ranks_follow_tp(sweep: Sweep) -> None:
+    spec = asked(sweep, "--model llama3-8b --tp 8 --tokens 1 --backend host")
+    assert (spec.backend, spec.world_size) == ("host", 8)
+    assert asked(sweep, "--model llama3-8b --tokens 1 --backend host").world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "text"),
+    [
+        ("--model llama3-8b --shape 4096", "--model", "pass --model or --shape"),
+        ("--model llama3-8b --tp 2 --world-size 4", "--tp", "pass one of them"),
+        ("--model llama3-8b --tp 8", "--world-size", "this machine has 4"),
+        ("--model llama3-8b --tp 1", "--tp", "2"),
+        ("--model llama3-8b --tokens 0", "--tokens", "'0' is not a number of tokens"),
+        ("--model llama3-8b --tokens 1,-8", "--tokens", "'-8' is not a number of tokens"),
+        ("--model llama3-8b --tokens many", "--tokens", "'many' is not a number of tokens"),
+        ("--tp 4", "--tp", "needs a model"),
+        ("--tokens 4", "--tokens", "needs a model"),
+    ],
+)
+def test_options_that_do_not_go_together(sweep: Sweep, options: str, option: str, text: str) -> None:
+    shown = start(options)
+    assert shown.exit_code == 2
+    assert option in shown.stderr
+    assert text in " ".join(shown.stderr.split())
+    assert sweep.spec is None
+
+
+def test_unknown_model_is_bad_usage(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.run(["tune", "--op", "all_reduce", "--model", "llama-3-70b"])
+    assert caught.value.code == 2
+    assert "did you mean 'llama3-70b'" in capsys.readouterr().err
+    assert isinstance(start("--model nothing").exception, UnknownNameError)
+    assert sweep.spec is None
+
+
+def test_a_tp_that_does_not_split_the_model(sweep: Sweep) -> None:
+    shown = start("--model llama3-8b --tp 3")
+    assert isinstance(shown.exception, UnsupportedInputError)
+    assert "which 3 ranks cannot share" in str(shown.exception)
+
+
+def test_models_are_listed_without_an_op() -> None:
+    shown = start("--list-models", op="")
+    assert shown.exit_code == 0, shown.output
+    line = next(line for line in shown.stdout.splitlines() if line.startswith("llama3-70b"))
+    for part in ("llama3.3-70b", "80", "8192", "28672", "64", "128256", "meta-llama/Meta-Llama-3-70B: config.json"):
+        assert part in line
+    assert len(shown.stdout.splitlines()) == 1 + len(catalog())
+
+
+def test_models_are_listed_as_json() -> None:
+    listed = {entry["name"]: entry for entry in json.loads(start("--list-models --json", op="").stdout)}
+    assert set(listed) == set(catalog())
+    assert listed["deepseek-v3"]["latent"]["kv_lora_rank"] == 512
+    assert listed["deepseek-v3"]["experts"]["num_experts"] == 256
+    assert len(listed["deepseek-v3"]["source"]["read"]) >= 2
+
+
+def test_a_sweep_needs_an_op(sweep: Sweep) -> None:
+    shown = start("--model llama3-8b", op="")
+    assert shown.exit_code == 2
+    assert "--op" in shown.stderr
+    assert sweep.spec is None

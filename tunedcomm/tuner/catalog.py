@@ -1,0 +1,337 @@
+"""Open models and the shapes that tensor parallelism makes of them.
+
+The sizes are in models.json beside this file, each with its source. A projection that is split by columns has its input
+gathered (`ag_gemm`); one that is split by rows leaves every rank a partial sum of the whole output, which is reduced
+(`all_reduce`, `gemm_rs`, `gemm_ar`). Routed experts are a grouped GEMM, no shape of these ops.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from importlib.resources import files
+from typing import Any, TypeAlias
+
+from tunedcomm.errors import UnknownNameError, UnsupportedInputError
+from tunedcomm.spec import ITEMSIZE
+
+__all__ = [
+    "DEFAULT_TOKENS",
+    "SHAPES",
+    "Experts",
+    "LatentAttention",
+    "Model",
+    "Projection",
+    "Source",
+    "catalog",
+    "column_parallel",
+    "find_model",
+    "parse_catalog",
+    "row_parallel",
+    "shapes_for",
+]
+
+Shape: TypeAlias = tuple[int, ...]
+
+DEFAULT_TOKENS: tuple[int, ...] = tuple(1 << power for power in range(14))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model's numbers come from.
+
+    Attributes:
+        published: repository and file in which the model's publisher states them.
+        read: public files, each as `repository: file`, in which they were read and compared.
+        note: where these differ, or say less than all.
+    """
+
+    published: str
+    read: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture of experts in a model's sparse layers.
+
+    Attributes:
+        intermediate_size: of one expert.
+        num_experts: routed experts a layer.
+        num_experts_per_token: routed experts that one token goes through.
+        num_shared_experts: experts that every token goes through besides.
+    """
+
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Ranks and head sizes of multi-head latent attention."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A decoder's sizes.
+
+    Attributes:
+        name: the name that `--model` takes.
+        aliases: further names, of models with the same sizes.
+        intermediate_size: of the dense layers; None where every layer has experts.
+        num_layers, num_dense_layers: all layers, and those of them without experts.
+        num_heads, num_kv_heads: attention heads, and heads that keys and values have.
+        head_dim: of a query's head.
+        dtype: of the activations, which is what ranks send.
+        experts: None for a dense model.
+        latent: None where keys and values are projected from the hidden state directly.
+        source: where the numbers come from.
+    """
+
+    name: str
+    hidden_size: int
+    intermediate_size: int | None
+    num_layers: int
+    num_dense_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: str
+    source: Source
+    aliases: tuple[str, ...] = ()
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            (self.dtype not in ITEMSIZE, f"dtype {self.dtype!r} is unknown"),
+            (self.num_heads % self.num_kv_heads != 0, "num_kv_heads does not divide num_heads"),
+            ((self.intermediate_size is None) != (self.num_dense_layers == 0), "intermediate_size is for dense layers"),
+            ((self.experts is None) != (self.num_dense_layers == self.num_layers), "experts are for the other layers"),
+            (self.num_dense_layers > self.num_layers, "more dense layers than layers"),
+            (not self.source.published or not self.source.read, "the source is missing"),
+        ]
+        if self.latent is not None:
+            split = self.latent.qk_nope_head_dim + self.latent.qk_rope_head_dim
+            problems.append((self.head_dim != split, f"head_dim is not {split}, as the latent attention's parts say"))
+        for wrong, why in problems:
+            if wrong:
+                raise ValueError(f"model {self.name!r}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One rank's share of a layer's matrix: `[tokens, k] @ [k, n]`."""
+
+    name: str
+    n: int
+    k: int
+
+
+# Counts of which a model may have none; every other number is at least 1.
+_MAY_BE_ZERO = frozenset({"num_dense_layers", "num_shared_experts"})
+
+
+def _checked(cls: type, data: Any, where: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a record, once every name and every number has been looked at."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: {data!r} is not an object")
+    wanted = {f.name: f for f in fields(cls)}
+    if unknown := sorted(set(data) - set(wanted)):
+        raise ValueError(f"{where}: unknown field {unknown[0]!r}; the fields are {', '.join(wanted)}")
+    values: dict[str, Any] = {**data, **known}
+    for name, described in wanted.items():
+        if name not in values:
+            if described.default is MISSING:
+                raise ValueError(f"{where}: {name} is missing")
+            continue
+        value = values[name]
+        if str(described.type).startswith("int") and value is not None:
+            least = 0 if name in _MAY_BE_ZERO else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{where}: {name} is {value!r}, not a whole number from {least}")
+    return values
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
+        raise ValueError(f"{where}: {value!r} is not a list of texts")
+    return tuple(value)
+
+
+def _model(name: str, data: Any) -> Model:
+    where = f"model {name!r}"
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: {data!r} is not an object")
+    source = _checked(Source, data.get("source"), f"{where}, source", {})
+    known: dict[str, Any] = {
+        "name": name,
+        "aliases": _texts(data.get("aliases", []), f"{where}, aliases"),
+        "source": Source(**{**source, "read": _texts(source["read"], f"{where}, source.read")}),
+    }
+    if "experts" in data:
+        known["experts"] = Experts(**_checked(Experts, data["experts"], f"{where}, experts", {}))
+    if "latent" in data:
+        known["latent"] = LatentAttention(**_checked(LatentAttention, data["latent"], f"{where}, latent", {}))
+    return Model(**_checked(Model, data, where, known))
+
+
+def parse_catalog(text: str) -> dict[str, Model]:
+    """Read a catalogue in the form of models.json; names in the file's order.
+
+    Raises:
+        ValueError: an entry is incomplete, contradicts itself, or has another's name.
+    """
+    found = {name: _model(name, entry) for name, entry in json.loads(text)["models"].items()}
+    names = [name for model in found.values() for name in (model.name, *model.aliases)]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two models are called {doubled[0]!r}")
+    return found
+
+
+@functools.cache
+def catalog() -> dict[str, Model]:
+    """The models that ship with tunedcomm, by name."""
+    return parse_catalog(files("tunedcomm.tuner").joinpath("models.json").read_text(encoding="utf-8"))
+
+
+def find_model(name: str) -> Model:
+    """The model of that name or alias, in any case.
+
+    Raises:
+        UnknownNameError: with the nearest names.
+    """
+    known = {known: model for model in catalog().values() for known in (model.name, *model.aliases)}
+    wanted = name.strip().lower().replace("_", "-")
+    if wanted in known:
+        return known[wanted]
+    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
+    raise UnknownNameError(
+        f"unknown model {name!r}{hint} The models are {', '.join(catalog())}. For any other model pass its shapes "
+        "with --shape"
+    )
+
+
+def _check_split(model: Model, tp: int) -> None:
+    """Refuse a degree of tensor parallelism at which ranks would not have equal shares.
+
+    Fewer heads of keys and values than ranks are fine: each is then held by several ranks, the same number for each.
+    """
+    if tp < 1:
+        raise UnsupportedInputError(f"the degree of tensor parallelism must be at least 1, got {tp}")
+    parts = {"attention heads": model.num_heads}
+    if model.intermediate_size is not None:
+        parts["columns of the dense layers"] = model.intermediate_size
+    if model.experts is not None:
+        parts["columns of an expert"] = model.experts.intermediate_size
+    for what, count in parts.items():
+        if count % tp:
+            raise UnsupportedInputError(
+                f"{model.name} has {count} {what}, which {tp} ranks cannot share equally; pass a --tp that divides it"
+            )
+    if model.latent is None and model.num_kv_heads % tp and tp % model.num_kv_heads:
+        raise UnsupportedInputError(
+            f"{model.name} has {model.num_kv_heads} heads of keys and values, which {tp} ranks can neither split nor "
+            f"repeat evenly; pass a --tp that divides {model.num_kv_heads} or is a multiple of it"
+        )
+
+
+def column_parallel(model: Model, tp: int) -> tuple[Projection, ...]:
+    """One rank's share of every projection whose input all ranks need.
+
+    Gate and up are one matrix, as are queries, keys and values. Latent attention compresses on every rank alike and is
+    split where it expands again.
+
+    Raises:
+        UnsupportedInputError: `tp` does not split the model evenly.
+    """
+    _check_split(model, tp)
+    heads, hidden = model.num_heads // tp, model.hidden_size
+    found: list[Projection] = []
+    if model.latent is None:
+        kv_heads = max(1, model.num_kv_heads // tp)
+        found.append(Projection("qkv", (heads + 2 * kv_heads) * model.head_dim, hidden))
+    else:
+        latent = model.latent
+        found.append(Projection("q_b", heads * model.head_dim, latent.q_lora_rank))
+        found.append(Projection("kv_b", heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank))
+    found += [Projection(f"{name}gate_up", 2 * size // tp, hidden) for name, size in _mlps(model)]
+    return tuple(found)
+
+
+def row_parallel(model: Model, tp: int) -> tuple[Projection, ...]:
+    """One rank's share of every projection whose output is summed over the ranks.
+
+    Raises:
+        UnsupportedInputError: `tp` does not split the model evenly.
+    """
+    _check_split(model, tp)
+    head_dim = model.head_dim if model.latent is None else model.latent.v_head_dim
+    found = [Projection("o", model.hidden_size, model.num_heads // tp * head_dim)]
+    found += [Projection(f"{name}down", model.hidden_size, size // tp) for name, size in _mlps(model)]
+    return tuple(found)
+
+
+def _mlps(model: Model) -> list[tuple[str, int]]:
+    """Name and columns of the MLPs that every token goes through."""
+    found = [] if model.intermediate_size is None else [("", model.intermediate_size)]
+    if model.experts is not None and model.experts.num_shared_experts:
+        found.append(("shared_", model.experts.num_shared_experts * model.experts.intermediate_size))
+    return found
+
+
+def _hidden_states(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
+    _check_split(model, tp)
+    return [(tokens * model.hidden_size,)]
+
+
+def _column_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
+    return [(tokens, part.n, part.k) for part in column_parallel(model, tp)]
+
+
+def _row_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
+    return [(tokens, part.n, part.k) for part in row_parallel(model, tp)]
+
+
+# An op whose shapes follow from a model has its line here; nothing else needs to know.
+SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
+    "all_reduce": _hidden_states,
+    "ag_gemm": _column_gemms,
+    "gemm_rs": _row_gemms,
+    "gemm_ar": _row_gemms,
+}
+
+
+def shapes_for(models: Sequence[Model], tp: int, tokens: Sequence[int], op: str) -> tuple[Shape, ...]:
+    """Canonical shapes of `op` in these models, each once, smallest first.
+
+    Args:
+        models: the models.
+        tp: degree of tensor parallelism, which is the world size.
+        tokens: tokens in a step, of all sequences together.
+        op: name of the op.
+
+    Raises:
+        UnsupportedInputError: the op's shapes do not follow from a model, `tp` does not split a model evenly, or a
+            count of tokens is below 1.
+    """
+    if op not in SHAPES:
+        raise UnsupportedInputError(
+            f"shapes of {op} do not follow from a model, those of {', '.join(SHAPES)} do; pass them with --shape"
+        )
+    if wrong := [count for count in tokens if count < 1]:
+        raise UnsupportedInputError(f"a step has at least 1 token, got {wrong[0]}; correct --tokens")
+    return tuple(sorted({shape for model in models for count in tokens for shape in SHAPES[op](model, tp, count)}))
