@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import gzip
 import itertools
 import math
 import random
+import runpy
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,7 +25,9 @@ from tunedcomm.tuner.recording import read_recording, write_recording
 from tunedcomm.tuner.replay import Replay, SearchRun, run_search
 from tunedcomm.tuner.schedule import Command, search_space
 
-RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "bench"
+RECORDING = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 SETTINGS = Settings(backend="cuda", world_size=4, trials=160, patience=48)
 NUMELS = (1 << 15, 1 << 19, 1 << 23)  # 64 KiB, 1 MiB and 16 MiB
 LIBRARY = Candidate.of("all_reduce", "library", {})
@@ -273,3 +277,16 @@ def test_budget_is_spent_by_the_trials() -> None:
     assert 15 <= len(searches) <= 18
     assert len(done.steps) == 20
     assert all(done.winner(problem) for problem in PROBLEMS)
+
+
+def test_committed_comparison_of_strategies_is_sound() -> None:
+    columns = runpy.run_path(str(BENCH / "replay_search.py"))["COLUMNS"]
+    with (BENCH / "results" / "replay" / "replay_search.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["strategy"] for row in rows} == {"tpe", "exhaustive", "random", "tuner"}
+    for row in rows:
+        assert tuple(row) == tuple(columns)
+        assert float(row["regret_max"]) >= float(row["regret_p50"]) >= 1.0
+        assert 0 < float(row["trials_used"]) <= int(row["trials"])
+        if row["strategy"] == "tuner" and int(row["trials"]) >= max(SETTINGS.trials, int(row["num_candidates"])):
+            assert float(row["regret_max"]) == 1.0
