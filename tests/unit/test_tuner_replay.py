@@ -229,9 +229,10 @@ def test_exhaustive_search_finds_the_recorded_best() -> None:
         assert best < latencies[LIBRARY]
 
 
-def test_interrupted_and_resumed_search_ends_with_the_same_table() -> None:
+@pytest.mark.parametrize("options", [{}, {"trials": 40, "patience": 12}], ids=["exhaustive", "sampled"])
+def test_interrupted_and_resumed_search_ends_with_the_same_table(options: dict[str, int]) -> None:
     replay = Replay(recorded())
-    job = job_of()
+    job = job_of(**options)
     whole = search(job, replay)
     count = len(whole.steps)
     for cut in (0, 1, 2, 17, count // 4, count // 3, count // 2, 3 * count // 4, count - 2, count):

@@ -171,12 +171,14 @@ def test_patience_ends_a_search_whose_best_stands() -> None:
     assert 8 <= len(asked) < 20
 
 
-def test_settled_candidates_count_and_are_not_asked_for() -> None:
+@pytest.mark.parametrize("cut", [1, 6, 20, 29, 30])
+def test_settled_candidates_count_and_the_search_goes_on_as_it_would_have(cut: int) -> None:
     problem = problem_of(8192)
-    known = {wide(1, 1): 9.0, wide(2, 1): None}
-    search = search_of(job_of(problem, trials=6), problem, settled=known)
-    assert search.planned == 4
-    assert not set(run_search(search)) & set(known)
+    job = job_of(problem, trials=30)
+    whole = run_search(search_of(job, problem))
+    known = {candidate: cost_us(candidate) for candidate in whole[:cut]}
+    search = search_of(job, problem, settled=known)
+    assert run_search(search) == whole[cut:]
 
 
 def test_interleave_takes_one_of_each_variant_in_turn() -> None:
@@ -200,7 +202,7 @@ def test_only_current_rows_of_this_environment_are_settled() -> None:
     )
     assert knowledge_of(job).settled(problem) == {wide(1, 1): cost_us(wide(1, 1)), wide(8, 1): None}
     # What other software measured, or an older kernel, is worth trying first.
-    assert set(knowledge_of(job).proposals(problem, 3)) == {wide(2, 1), wide(4, 1)}
+    assert set(knowledge_of(job).proposals(problem, 3, ())) == {wide(2, 1), wide(4, 1)}
 
 
 def test_other_hardware_proposes_nothing() -> None:
@@ -208,7 +210,7 @@ def test_other_hardware_proposes_nothing() -> None:
     other = replace(HERE, gpu="another")
     known = (stored(problem, wide(4, 1), environment=other.digest),)
     job = replace(job_of(problem, known=known), environments=((other.digest, other.to_dict()),))
-    assert knowledge_of(job).proposals(problem, 3) == []
+    assert knowledge_of(job).proposals(problem, 3, ()) == []
 
 
 def test_retry_settles_a_failure_only_once_it_was_tried_again() -> None:
@@ -222,7 +224,7 @@ def test_retry_settles_a_failure_only_once_it_was_tried_again() -> None:
 def test_proposals_come_from_the_nearest_shapes_and_are_feasible() -> None:
     near, far, here = problem_of(2048), problem_of(64), problem_of(1024)
     known = (stored(near, wide(32, 4)), stored(near, wide(8, 4)), stored(far, wide(1, 4)))
-    proposals = knowledge_of(job_of(here, near, far, known=known)).proposals(here, 2)
+    proposals = knowledge_of(job_of(here, near, far, known=known)).proposals(here, 2, (near, far))
     assert proposals == [wide(8, 4), wide(1, 4)]  # 32 blocks are too many for 1024 elements
 
 

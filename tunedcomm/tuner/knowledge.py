@@ -7,7 +7,7 @@ differs in versions only are good for proposals.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from tunedcomm.errors import UnknownNameError
@@ -95,13 +95,15 @@ class Knowledge:
         )
         return [t.candidate for t in ranked if admits(policy, _numerics(t.candidate))][:count]
 
-    def proposals(self, problem: Problem, count: int) -> list[Candidate]:
-        """Winners worth trying first: of the nearest shapes, of other families at this shape, of other versions."""
+    def proposals(self, problem: Problem, count: int, searched: Collection[Problem]) -> list[Candidate]:
+        """Winners worth trying first: of the nearest shapes, of other families at this shape, of other versions.
+
+        Of shapes and families only those that were `searched` count: their results are the same when a sweep is begun
+        again, so that it goes the same way.
+        """
         measure = get_op(problem.op).message_bytes
         here = math.log2(measure(problem) + 1)
-        near = [
-            other for other in self._results if other != problem and other.op == problem.op and self._challengers(other)
-        ]
+        near = [other for other in searched if other != problem and other.op == problem.op and self._challengers(other)]
         near.sort(key=lambda o: (abs(math.log2(measure(o) + 1) - here), o.family != problem.family, str(o)))
         found: list[Candidate] = []
         for other in near[:3]:

@@ -129,6 +129,7 @@ class Schedule:
         self._report = report
         self._clock = clock
         self._begin = clock()
+        self._searched: list[Problem] = []
 
     def commands(self) -> Work:
         """Every command in turn; send each outcome back. The last command is `end`."""
@@ -162,7 +163,7 @@ class Schedule:
         allowed = set(feasible)
         seeds = [
             *default_candidates(problem, self._limits)[:1],
-            *self._knowledge.proposals(problem, _PROPOSALS),
+            *self._knowledge.proposals(problem, _PROPOSALS, self._searched),
             *default_candidates(problem, self._limits),
         ]
         search = Search(
@@ -183,6 +184,7 @@ class Schedule:
             outcome = yield self._trial(problem, candidate)
             self._learn(problem, candidate, outcome)
             search.tell(candidate, outcome.latency.p50_us if outcome.latency else None)
+        self._searched.append(problem)
         self._report("done", {"problem": problem.to_dict()})
 
     def _finals(self, family: list[Problem]) -> Work:

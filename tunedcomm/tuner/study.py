@@ -54,14 +54,15 @@ class _Suggests:
 class Search:
     """The search for one problem's best candidate; lives on rank 0 alone.
 
-    The same settings, feasible set, seeds and told latencies give the same candidates.
+    The same settings, feasible set, seeds and told latencies give the same candidates, whether a latency was told or
+    was settled before: a search that is begun again goes the way that it went, and on from where it stood.
 
     Args:
         problem: what is tuned.
         feasible: every candidate that may be tried.
         settings: trials, patience, seed and storage.
         seeds: tried first, in this order.
-        settled: candidates that are not tried again, with their latency if they ran.
+        settled: candidates that are not given out when their turn comes, with their latency if they ran.
     """
 
     def __init__(
@@ -75,30 +76,32 @@ class Search:
     ) -> None:
         self._settings = settings
         self._spaces = {c.variant: get_variant(problem.op, c.variant).space for c in feasible}
-        known = dict(settled or {})
-        self._left = dict.fromkeys(c for c in feasible if c not in known)
-        self._budget = max(settings.trials - len(known), 0)
+        self._settled = dict(settled or {})
+        self._left = dict.fromkeys(feasible)
+        self._budget = settings.trials
         self._queue = [c for c in dict.fromkeys(seeds) if c in self._left]
         self._asked: dict[Candidate, optuna.Trial] = {}
         self._study: optuna.Study | None = None
-        self._rng = random.Random(f"{settings.seed}-{problem.digest}-{len(known)}")  # noqa: S311
+        self._rng = random.Random(f"{settings.seed}-{problem.digest}")  # noqa: S311
         self._name = problem.digest
         self._best, self._stood = math.inf, 0
         self._history: list[tuple[Candidate, float | None]] = []
         if len(self._left) <= self._budget:
             self._queue += [c for c in interleave(list(self._left)) if c not in set(self._queue)]
-        for candidate, latency_us in known.items():
-            self._remember(candidate, latency_us)
-        self._stood = 0
 
     @property
     def planned(self) -> int:
-        """Trials still to come, if patience does not end the search."""
-        return min(self._budget, len(self._left))
+        """Trials still to come at most."""
+        return min(self._budget, sum(candidate not in self._settled for candidate in self._left))
 
     def ask(self) -> Candidate | None:
-        """The next candidate, or None when the search is over."""
-        if not self.planned:
+        """The next candidate that is not settled, or None when the search is over."""
+        while (candidate := self._next()) is not None and candidate in self._settled:
+            self.tell(candidate, self._settled[candidate])
+        return candidate
+
+    def _next(self) -> Candidate | None:
+        if not self._budget or not self._left:
             return None
         if not self._queue:
             patience = self._settings.patience
