@@ -12,12 +12,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.spec import Problem, register_variant, variants
+from tunedcomm.spec import Problem, get_op, register_variant, variants
 
-__all__ = ["Case", "Launched", "logged", "report", "run_cases", "settings", "spy_on_launches"]
+__all__ = [
+    "Case",
+    "Launched",
+    "inputs_of",
+    "logged",
+    "report",
+    "run_cases",
+    "same_bits",
+    "settings",
+    "spy_on_launches",
+]
 
 Case = Callable[[int], None]
 
@@ -118,3 +129,17 @@ def logged() -> Iterator[list[str]]:
         yield texts
     finally:
         logger.removeHandler(handler)
+
+
+def inputs_of(
+    group_rank: int, world_size: int, numel: int, dtype: str = "float32"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    asked = Problem("all_reduce", (numel,), dtype, world_size, mode="eager")
+    op = get_op("all_reduce")
+    everyone = [op.make_inputs(asked, r, numel, "random", "cpu") for r in range(world_size)]
+    return everyone[group_rank][0], op.ordered_reference(asked, everyone, group_rank)[0]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))

@@ -1,4 +1,4 @@
-"""Groups: what their ranks must agree on, symmetric memory, overlapping groups, lost peers, and letting go."""
+"""Groups: what their ranks must agree on, symmetric memory, and letting go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Launched, logged, report, run_cases, settings, spy_on_launches
+from cases import Launched, inputs_of, logged, report, run_cases, same_bits, settings, spy_on_launches
 from harness import run_ranks
 
 import tunedcomm
@@ -23,7 +23,7 @@ from tunedcomm.communicator import get_communicator, live_communicators
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.kernels import _sync
-from tunedcomm.spec import Problem, get_op, get_variant
+from tunedcomm.spec import Problem, get_variant
 from tunedcomm.symm import host
 
 KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
@@ -35,20 +35,6 @@ def names() -> list[str]:
     found = [entry.variant for entry in launched]
     launched.clear()
     return found
-
-
-def inputs_of(
-    group_rank: int, world_size: int, numel: int, dtype: str = "float32"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    asked = Problem("all_reduce", (numel,), dtype, world_size, mode="eager")
-    op = get_op("all_reduce")
-    everyone = [op.make_inputs(asked, r, numel, "random", "cpu") for r in range(world_size)]
-    return everyone[group_rank][0], op.ordered_reference(asked, everyone, group_rank)[0]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 @contextlib.contextmanager
@@ -344,121 +330,3 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_group(outcomes: list[dict[str, str]], name: str) -> None:
     report(outcomes, name)
-
-
-# Four ranks.
-
-
-def overlapping_groups(rank: int) -> None:
-    """Groups that share ranks, used in turn: each has its own signals, staging and numbering of ranks."""
-    members = [(0, 1), (1, 2), (2, 3), (0, 1, 2), (3, 1, 0), (0, 1, 2, 3)]
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    mine = [(sorted(ranks), group) for ranks, group in zip(members, groups, strict=True) if rank in ranks]
-    for round_number, name in enumerate((*KERNELS, "one_shot", "lamport")):
-        for ranks, group in mine if round_number % 2 else [*mine, *mine]:
-            place = ranks.index(rank)
-            x, expected = inputs_of(place, len(ranks), 300 + 7 * round_number, "bfloat16")
-            with tunedcomm.force("all_reduce", name):
-                out = tunedcomm.all_reduce(x, group=group)
-            assert launched[-1].variant == name
-            assert same_bits(out, expected), (ranks, name)
-    made = [get_communicator(group) for _, group in mine]
-    assert len({id(found) for found in made}) == len(mine)
-    assert [found.rank for found in made] == [ranks.index(rank) for ranks, _ in mine]
-    lanes = [lane.local for found in made for lane in found.workspace.lanes.values()]
-    assert len(set(lanes)) == 2 * len(mine)
-
-
-def groups_of_others(rank: int) -> None:
-    group = dist.new_group([0, 1, 2])
-    x = torch.full((10,), rank + 1.0)
-    if rank == 3:
-        with pytest.raises(tunedcomm.GroupError, match="rank 3 is not a member of the group"):
-            tunedcomm.all_reduce(x, group=group)
-    else:
-        assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((10,), 6.0))
-
-
-def symmetric_memory_of_a_subgroup(rank: int) -> None:
-    group = dist.new_group([1, 3])
-    if rank in (1, 3):
-        x = tunedcomm.symmetric_empty(40, dtype=torch.float32, group=group)
-        for name in ("one_shot", "two_shot"):
-            x.fill_(rank)
-            with tunedcomm.force("all_reduce", name):
-                tunedcomm.all_reduce_(x, group=group)
-            assert torch.equal(x, torch.full((40,), 4.0))
-            dist.barrier(group)
-
-
-FOUR = {
-    "overlapping groups": overlapping_groups,
-    "groups of others": groups_of_others,
-    "symmetric memory of a subgroup": symmetric_memory_of_a_subgroup,
-}
-
-
-def four_body(rank: int, world_size: int) -> dict[str, str]:
-    spy_on_launches(launched)
-    return run_cases(FOUR, rank)
-
-
-@pytest.fixture(scope="module")
-def four_outcomes() -> list[dict[str, str]]:
-    return run_ranks(4, four_body, timeout=120)
-
-
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks(four_outcomes: list[dict[str, str]], name: str) -> None:
-    report(four_outcomes, name)
-
-
-# A lost peer.
-
-PEER_TIMEOUT_S = 1.0
-
-
-def lose_a_peer(rank: int, variant: str, group: dist.ProcessGroup) -> None:
-    x = torch.ones(600)
-    with tunedcomm.force("all_reduce", variant):
-        assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((600,), 3.0))
-        dist.barrier()
-        if rank == 1:
-            return  # never makes the second call
-        begin = time.monotonic()
-        with pytest.raises(tunedcomm.PeerTimeoutError, match=r"waited more than 1 s for rank 1 of the group of 3.*new"):
-            tunedcomm.all_reduce(x, group=group)
-        assert PEER_TIMEOUT_S <= time.monotonic() - begin < PEER_TIMEOUT_S + 5
-    begin = time.monotonic()
-    for tensor in (x, torch.ones(7), torch.ones(4, dtype=torch.int32)):
-        with pytest.raises(tunedcomm.PeerTimeoutError):
-            tunedcomm.all_reduce(tensor, group=group)
-    assert time.monotonic() - begin < PEER_TIMEOUT_S, "the group refuses at once"
-
-
-def lost_peer_body(rank: int, world_size: int) -> dict[str, str]:
-    def case(variant: str) -> Any:
-        def lose(rank: int) -> None:
-            os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
-            lose_a_peer(rank, variant, dist.new_group())
-            dist.barrier()
-
-        return lose
-
-    def recover(rank: int) -> None:
-        """Other groups are as they were, and a lost one can be made anew."""
-        for _ in range(2):
-            assert torch.equal(tunedcomm.all_reduce(torch.ones(600)), torch.full((600,), 3.0))
-            tunedcomm.release_communicators()
-
-    return run_cases({**{variant: case(variant) for variant in KERNELS}, "recovery": recover}, rank)
-
-
-@pytest.fixture(scope="module")
-def lost_peer_outcomes() -> list[dict[str, str]]:
-    return run_ranks(3, lost_peer_body, timeout=120)
-
-
-@pytest.mark.parametrize("name", [*KERNELS, "recovery"])
-def test_lost_peer(lost_peer_outcomes: list[dict[str, str]], name: str) -> None:
-    report(lost_peer_outcomes, name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Launched, logged, report, run_cases, settings, spy_on_launches
+from cases import Launched, logged, report, run_cases, same_bits, settings, spy_on_launches
 from harness import run_ranks
 
 import tunedcomm
@@ -97,11 +97,6 @@ def ran(call: Callable[[], torch.Tensor]) -> tuple[str, torch.Tensor]:
     out = call()
     assert len(launched) == 1, launched
     return launched[0].variant, out
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def inputs_of(rank: int, numel: int, seed: int = 0, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
