@@ -138,7 +138,7 @@ def decide(
     return choose(
         snapshot,
         problem,
-        feasible=lambda candidate: check_candidate(problem, candidate, limits),
+        feasible=lambda candidate: check_candidate(problem, candidate, limits, by_name=candidate == forced),
         source_hash=source_hash_of,
         numerics_of=_numerics_of,
         policy=policy,

@@ -272,6 +272,7 @@ class Variant:
         kernels: the Triton functions whose source, with all they call, makes the variant's source hash.
         compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels._launch`.
         version: raise it to retire stored rows when something outside `kernels` changes what is measured.
+        bounded: its waits for peers end. Others are only run when forced: a lost peer would leave them spinning.
     """
 
     op: str
@@ -286,6 +287,7 @@ class Variant:
     kernels: tuple[Any, ...] = ()
     compile_requests: Callable[[Problem, Config], Iterable[Any]] = field(default=lambda problem, config: ())
     version: int = 1
+    bounded: bool = True
 
     @property
     def is_library(self) -> bool:
@@ -384,11 +386,13 @@ def candidates(problem: Problem, limits: Limits, policy: NumericsPolicy = "defau
     return found
 
 
-def check_candidate(problem: Problem, candidate: Candidate, limits: Limits) -> str | None:
-    """Why `candidate` cannot run `problem`, or None: unknown variant, config outside its space, or infeasible."""
+def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, by_name: bool = True) -> str | None:
+    """Why `candidate` cannot run `problem`, or None; not `by_name`: why it may not be chosen unless it is forced."""
     try:
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
     except (UnknownNameError, ConfigError) as error:
         return str(error)
+    if not (variant.bounded or by_name):
+        return f"{variant.name} would wait for a lost peer for ever; it only runs when it is forced"
     return variant.infeasible(problem, config, limits)

@@ -6,8 +6,11 @@ import contextlib
 import json
 import os
 import random
+import re
+import signal
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -259,26 +262,65 @@ def symmetric_body() -> dict[str, object]:
 
 
 def lost_peer_body() -> dict[str, object]:
-    """One rank never calls: the others raise within the bound, and the group refuses further calls."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    x = torch.ones(2048, device="cuda")
-    with tunedcomm.force("all_reduce", os.environ.get("LOST_VARIANT", "lamport")):
-        tunedcomm.all_reduce(x)
+    """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls.
+
+    For every variant, in eager calls and in a graph's replay, each in a group of its own. With LOST_VARIANT, only that
+    one in the mode LOST_MODE, and the rank is killed.
+    """
+    only = os.environ.get("LOST_VARIANT")
+    if only:
+        return {"waited": lose_peer(only, os.environ["LOST_MODE"], kill=True)}
+    waited = [lose_peer(variant, mode, kill=False) for variant in ORDERED for mode in ("eager", "graph")]
+    return {"waited": max(waited)}
+
+
+def lose_peer(variant: str, mode: str, *, kill: bool) -> float:
+    """Seconds that a survivor waited; 0 on the lost rank."""
+    group = dist.new_group()
+    last, x = dist.get_world_size() - 1, torch.ones(2048, device="cuda")
+
+    def calls() -> None:
+        for _ in range(3):
+            tunedcomm.all_reduce(x, group=group)
+
+    with tunedcomm.force("all_reduce", variant):
+        calls()
+        run = calls
+        if mode == "graph":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls()
+            run = graph.replay
+        run()
         torch.cuda.synchronize()
         dist.barrier()
-        if rank == world_size - 1:
-            time.sleep(8)
-            return {"waited": 0.0}
-        begin = time.monotonic()
-        tunedcomm.all_reduce(x)
         torch.cuda.synchronize()
-        waited = time.monotonic() - begin
+        waited = 0.0
+        if dist.get_rank() == last:
+            if kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            waited = miss(run, x, group, f"all_reduce .*{mode}.* missed rank {last} of the group of {last + 1}")
+    if not kill:
+        dist.barrier()
+    return waited
+
+
+def miss(run: Callable[[], None], x: torch.Tensor, group: dist.ProcessGroup, said: str) -> float:
+    """Run what one rank does not run; seconds until the device was free again."""
+    begin = time.monotonic()
+    with contextlib.suppress(tunedcomm.PeerTimeoutError):  # eager calls may learn of it while they are made
+        run()
+    torch.cuda.synchronize()
+    waited = time.monotonic() - begin
+    for _ in range(2):
         try:
-            tunedcomm.all_reduce(x)
+            tunedcomm.all_reduce(x, group=group)
         except tunedcomm.PeerTimeoutError as error:
-            assert f"rank {world_size - 1}" in str(error), str(error)
-            return {"waited": waited}
-    raise AssertionError("the call after the bound must raise")
+            assert re.search(said, str(error)), str(error)
+        else:
+            raise AssertionError("the call after the bound must raise")
+    return waited
 
 
 def dispatch_body() -> dict[str, object]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +15,16 @@ import pytest
 BODIES = Path(__file__).with_name("bodies.py")
 
 
+def python_path() -> str:
+    return os.pathsep.join([str(BODIES.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run(name: str, world_size: int, *, timeout: float = 150.0, **environment: str) -> list[dict[str, object]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     settings = {"TUNEDCOMM_PEER_TIMEOUT_S": "5", "OMP_NUM_THREADS": "1", **environment}
-    root = str(BODIES.parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*command, str(BODIES), name],
-        env={**os.environ, **settings, "PYTHONPATH": path},
+        env={**os.environ, **settings, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -50,9 +54,39 @@ def test_on_two(name: str) -> None:
     assert len(run(name, 2)) == 2
 
 
-@pytest.mark.parametrize("variant", ["lamport", "one_shot", "two_shot", "two_shot_lamport"])
-@pytest.mark.gpu(2)
-def test_a_lost_peer_is_an_error(variant: str) -> None:
-    results = run("lost_peer", 2, TUNEDCOMM_PEER_TIMEOUT_S="2", LOST_VARIANT=variant)
+@pytest.mark.gpu(4)
+def test_a_lost_peer_is_an_error() -> None:
+    results = run("lost_peer", 4, TUNEDCOMM_PEER_TIMEOUT_S="2", TUNEDCOMM_WORKSPACE_MIB="8")
     waited = max(float(str(result["waited"])) for result in results)
+    assert 1.5 <= waited <= 7.0
+
+
+KILLED = {"lamport": "graph", "one_shot": "eager", "two_shot": "graph", "two_shot_lamport": "eager"}
+
+
+@pytest.mark.parametrize("variant", sorted(KILLED))
+@pytest.mark.gpu(2)
+def test_a_killed_peer_is_an_error(variant: str) -> None:
+    """Without a launcher, which would end the survivor."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    for rank in range(2):
+        environment = {"TUNEDCOMM_PEER_TIMEOUT_S": "2", "TUNEDCOMM_WORKSPACE_MIB": "8", "LOST_VARIANT": variant}
+        environment.update(LOST_MODE=KILLED[variant], RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=python_path())
+        command = [sys.executable, str(BODIES), "lost_peer"]
+        ranks.append(
+            subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
+    try:
+        output, errors = ranks[0].communicate(timeout=90)
+        ranks[1].communicate(timeout=5)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode == 0, errors.decode()[-4000:]
+    waited = float(json.loads(output.decode().splitlines()[-1])["waited"])
     assert 1.5 <= waited <= 7.0

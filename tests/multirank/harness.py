@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
+    killed: Collection[int] = (),
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on `world_size` processes and return their results in rank order.
 
@@ -56,6 +57,7 @@ def run_ranks(
         args: passed on, pickled.
         timeout: seconds after which every rank is killed.
         env: additions to the environment; kernels are interpreted (`TRITON_INTERPRET=1`) unless it says otherwise.
+        killed: ranks that the function is to kill by SIGKILL; their result is None.
 
     Raises:
         RankError: with the traceback, exit code or stderr of every rank that failed.
@@ -67,9 +69,12 @@ def run_ranks(
         payload.write_bytes(pickle.dumps((function_path, args, timeout)))
         processes = [_spawn(Path(folder), rank, world_size, env or {}) for rank in range(world_size)]
         try:
-            timed_out = _wait(processes, timeout)
+            timed_out = _wait([p for rank, p in enumerate(processes) if rank not in killed], timeout)
         finally:
             _kill(processes)
+        for rank in killed:
+            if processes[rank].returncode == -signal.SIGKILL and not timed_out:
+                (Path(folder) / f"result{rank}").write_bytes(pickle.dumps((True, None)))
         return _collect(Path(folder), processes, function_path, timed_out=timed_out, timeout=timeout)
 
 

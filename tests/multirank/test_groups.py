@@ -1,10 +1,6 @@
-"""Groups other than the default one, overlapping ones too, and groups that lost a peer."""
+"""Groups other than the default one, overlapping ones too."""
 
 from __future__ import annotations
-
-import os
-import time
-from typing import Any
 
 import pytest
 import torch
@@ -81,54 +77,3 @@ def four_outcomes() -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(four_outcomes: list[dict[str, str]], name: str) -> None:
     report(four_outcomes, name)
-
-
-# A lost peer.
-
-PEER_TIMEOUT_S = 1.0
-
-
-def lose_a_peer(rank: int, variant: str, group: dist.ProcessGroup) -> None:
-    x = torch.ones(600)
-    with tunedcomm.force("all_reduce", variant):
-        assert torch.equal(tunedcomm.all_reduce(x, group=group), torch.full((600,), 3.0))
-        dist.barrier()
-        if rank == 1:
-            return  # never makes the second call
-        begin = time.monotonic()
-        with pytest.raises(tunedcomm.PeerTimeoutError, match=r"waited more than 1 s for rank 1 of the group of 3.*new"):
-            tunedcomm.all_reduce(x, group=group)
-        assert PEER_TIMEOUT_S <= time.monotonic() - begin < PEER_TIMEOUT_S + 5
-    begin = time.monotonic()
-    for tensor in (x, torch.ones(7), torch.ones(4, dtype=torch.int32)):
-        with pytest.raises(tunedcomm.PeerTimeoutError):
-            tunedcomm.all_reduce(tensor, group=group)
-    assert time.monotonic() - begin < PEER_TIMEOUT_S, "the group refuses at once"
-
-
-def lost_peer_body(rank: int, world_size: int) -> dict[str, str]:
-    def case(variant: str) -> Any:
-        def lose(rank: int) -> None:
-            os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
-            lose_a_peer(rank, variant, dist.new_group())
-            dist.barrier()
-
-        return lose
-
-    def recover(rank: int) -> None:
-        """Other groups are as they were, and a lost one can be made anew."""
-        for _ in range(2):
-            assert torch.equal(tunedcomm.all_reduce(torch.ones(600)), torch.full((600,), 3.0))
-            tunedcomm.release_communicators()
-
-    return run_cases({**{variant: case(variant) for variant in KERNELS}, "recovery": recover}, rank)
-
-
-@pytest.fixture(scope="module")
-def lost_peer_outcomes() -> list[dict[str, str]]:
-    return run_ranks(3, lost_peer_body, timeout=120)
-
-
-@pytest.mark.parametrize("name", [*KERNELS, "recovery"])
-def test_lost_peer(lost_peer_outcomes: list[dict[str, str]], name: str) -> None:
-    report(lost_peer_outcomes, name)

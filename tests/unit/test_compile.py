@@ -222,7 +222,7 @@ def workspace(problem: Problem) -> Any:
         rank=0,
         world_size=problem.world_size,
         timeout_ns=1,
-        status_address=0,
+        status_argument=lambda problem: 1,
         peers_of=lambda x: (0,) * (MAX_WORLD_SIZE - 1),
     )
 

@@ -217,3 +217,13 @@ def test_check_candidate_says_why_not() -> None:
     assert check("two_shot", {"num_blocks": 16}) == "16 blocks exceed 8"
     assert "num_blocks=5" in (check("two_shot", {"num_blocks": 5}) or "")
     assert "no variant" in (check("three_shot", {"num_blocks": 8}) or "")
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_variant_that_may_wait_for_ever_runs_by_name_only() -> None:
+    spec.register_op(make_op("all_reduce"))
+    spec.register_variant(dataclasses.replace(make_variant("all_reduce", "spinning"), bounded=False))
+    problem = Problem("all_reduce", (8,), "bfloat16", 2)
+    candidate = Candidate.of("all_reduce", "spinning", {"num_blocks": 8})
+    assert spec.check_candidate(problem, candidate, LIMITS) is None
+    assert "wait for a lost peer for ever" in (spec.check_candidate(problem, candidate, LIMITS, by_name=False) or "")

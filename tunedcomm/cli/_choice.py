@@ -112,7 +112,7 @@ def _left_out(
         elif variant.is_library and decision.library_us is not None and decision.latency_us is not None:
             reason = f"{decision.library_us:.2f} µs against {decision.latency_us:.2f} µs"
         else:
-            reason = check_candidate(problem, default, limits)
+            reason = check_candidate(problem, default, limits, by_name=False)
             reason = reason or stored.get(variant.name) or "no trial near this problem is stored"
         found.append((variant.name, reason))
     return tuple(found)

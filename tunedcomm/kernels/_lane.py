@@ -36,6 +36,15 @@ def write_counter(local, value, OFFSET: tl.constexpr):
 
 
 @triton.jit
+def block_range(BLOCK: tl.constexpr):
+    """Which packets this block takes: offsets of one round, the first round's start, and the step to the next."""
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    return lanes, first, step
+
+
+@triton.jit
 def by_step(q0, q1, q2, q3, q4, q5, q6):
     """Peers' addresses as a tensor over steps: element s is the address of rank + 1 + s."""
     step = tl.arange(0, _RANKS)
@@ -56,7 +65,7 @@ def await_peers(local, rank, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr
     """Wait until this block's counterparts on all peers have reached `epoch`; acquires what they released."""
     peer = tl.arange(0, _RANKS)
     flags = local + tl.program_id(0).to(tl.int64) * (_RANKS * 8) + peer.to(tl.int64) * 8
-    wait(flags, epoch + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer + 1, timeout_ns, status)
+    wait(flags, epoch + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer, timeout_ns, status)
 
 
 @triton.jit

@@ -7,9 +7,13 @@ backend) it is plain loads, stores and atomics, so that the very same kernels ru
 element is one packet, and with `BLOCK` a multiple of 32 × num_warps each thread owns whole packets. Addresses are
 int64, not pointers, so that one binary serves every rank and every allocation.
 
-**Waiting is bounded.** Every wait gives up `timeout_ns` after it first found itself waiting for long, writes
-`1 + rank it missed` to the status word (pinned host memory) and lets the kernel run to its end. The clock is read only
-once in 1024 failed polls, so that the bound costs nothing on the path that matters.
+**Waiting is bounded.** Every wait gives up `timeout_ns` after it first found itself waiting for long, says whom it
+missed in the status block (pinned host memory) and lets the kernel run to its end. The clock is read only once in 1024
+failed polls, so that the bound costs nothing on the path that matters.
+
+The status block is 32-bit words at a multiple of `STATUS_BYTES`. Word 0 is 1 once any wait has given up; word 1 + r then
+is the number of the call that missed rank r. Kernels get the block's address plus that number, which is below
+`STATUS_BYTES`, as their one argument `status`.
 
 **What orders what.** Packets of the Lamport protocol carry their own arrival (no word equals the sentinel once it is
 there), so they need no fence. Flags order other data: `signal` releases at system scope after a block barrier, `wait`
@@ -23,12 +27,18 @@ import time
 import triton
 import triton.language as tl
 
+from tunedcomm.symm import layout
+
 __all__ = ["INTERPRET", "SENTINEL"]
 
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 SENTINEL = tl.constexpr(-0x80000000)  # as int32: −0.0 in fp32, (−0.0, +0.0) in two 16-bit halves
 
 _SPIN_CHECK = 1023  # polls between looks at the clock, a power of two minus one
+_STATUS_BYTES = tl.constexpr(layout.STATUS_BYTES)
+_WAIT_REGISTERS = (
+    ".reg .pred active, again, late, bad; .reg .u32 spins, tmp, number; .reg .u64 now, since, block, slot;"
+)
 
 
 class _clock_ns:  # noqa: N801
@@ -59,12 +69,12 @@ def _outs(count, inputs):
 
 
 @triton.constexpr_function
-def _give_up_or_loop(label, timeout, status, code):
-    """PTX for the end of a failed poll: go on at `label`, or leave a code in the status word and fall through.
+def _give_up_or_loop(label, timeout, status, missed):
+    """PTX for the end of a failed poll: go on at `label`, or fill in the status block and fall through.
 
-    Uses the registers `again`, `spins`, `tmp`, `now`, `since` of the block around it; `code` are the instructions that
-    put 1 + the missing rank into `tmp`. A status word that is set already (an earlier launch gave up) ends the wait at
-    once, so that a graph of many launches does not wait its bound many times.
+    Uses `_WAIT_REGISTERS`. `missed` are the instructions that note the missing ranks: `late` says that the own bound is
+    over, `block` and `number` hold the two parts of the status argument. A status block that is set already (an earlier
+    launch gave up) ends the wait at once, so that a graph of many launches does not wait its bound many times.
     """
     lines = [
         "add.u32 spins, spins, 1;",
@@ -75,13 +85,17 @@ def _give_up_or_loop(label, timeout, status, code):
         "setp.ne.u64 again, since, 0;",
         "@!again mov.u64 since, now;",
         "sub.u64 now, now, since;",
-        f"ld.volatile.global.u32 tmp, [{status}];",
-        f"setp.lt.u64 again, now, {timeout};",
-        "setp.eq.and.u32 again, tmp, 0, again;",
+        f"and.b64 block, {status}, -{layout.STATUS_BYTES};",
+        "ld.volatile.global.u32 tmp, [block];",
+        f"setp.ge.u64 late, now, {timeout};",
+        "setp.eq.and.u32 again, tmp, 0, !late;",
         f"@again bra {label};",
-        "setp.eq.u32 again, tmp, 0;",
-        *code,
-        f"@again st.volatile.global.u32 [{status}], tmp;",
+        f"cvt.u32.u64 number, {status};",
+        f"and.b32 number, number, {layout.STATUS_BYTES - 1};",
+        *missed,
+        "mov.u32 tmp, 1;",
+        "membar.sys;",
+        "@late st.volatile.global.u32 [block], tmp;",
     ]
     return "\n".join(lines)
 
@@ -94,7 +108,7 @@ def _poll_asm(n):
     """
     words = 4 * n
     address, stride, mask, skip, timeout, status = (f"${words + i}" for i in range(6))
-    lines = ["{", ".reg .pred active, again, bad;", ".reg .u32 spins, tmp;", ".reg .u64 now, since;"]
+    lines = ["{", _WAIT_REGISTERS]
     lines += [f".reg .pred use{i};" for i in range(n)] + [f".reg .u64 a{i};" for i in range(n)]
     lines += [f"mov.u32 ${i}, 0;" for i in range(words)]
     lines += ["mov.u32 spins, 0;", "mov.u64 since, 0;", f"setp.ne.u32 active, {mask}, 0;"]
@@ -107,10 +121,12 @@ def _poll_asm(n):
     lines.append("setp.eq.u32 bad, $0, 0x80000000;")
     lines += [f"setp.eq.or.u32 bad, ${i}, 0x80000000, bad;" for i in range(1, words)]
     lines.append("@!bad bra DONE;")
-    code = ["mov.u32 tmp, 0;"]
-    for i in range(words):  # which slot is still empty
-        code += [f"setp.eq.u32 bad, ${i}, 0x80000000;", f"@bad mov.u32 tmp, {i // 4 + 1};"]
-    lines += [_give_up_or_loop("LOOP", timeout, status, code), "DONE:", "}"]
+    missed = []
+    for i in range(n):  # words that were not polled are 0
+        missed.append(f"setp.eq.u32 bad, ${4 * i}, 0x80000000;")
+        missed += [f"setp.eq.or.u32 bad, ${4 * i + w}, 0x80000000, bad;" for w in range(1, 4)]
+        missed += ["and.pred bad, bad, late;", f"@bad st.volatile.global.u32 [block+{4 + 4 * i}], number;"]
+    lines += [_give_up_or_loop("LOOP", timeout, status, missed), "DONE:", "}"]
     return "\n".join(lines)
 
 
@@ -118,13 +134,14 @@ def _poll_asm(n):
 def _wait_asm():
     """PTX in which threads below 32 spin until their flag is at least the epoch.
 
-    Operands: output, flag address, epoch, mask, code, timeout, status.
+    Operands: output, flag address, epoch, mask, rank behind the flag, timeout, status.
     """
-    lines = ["{", ".reg .pred active, again;", ".reg .u32 spins, tmp;", ".reg .u64 now, since;", ".reg .s64 seen;"]
+    lines = ["{", _WAIT_REGISTERS, ".reg .s64 seen;"]
     lines += ["mov.u32 $0, 0;", "mov.u32 spins, 0;", "mov.u64 since, 0;", "mov.u32 tmp, %tid.x;"]
     lines += ["setp.lt.u32 active, tmp, 32;", "setp.ne.and.u32 active, $3, 0, active;", "@!active bra DONE;", "LOOP:"]
     lines += ["ld.acquire.sys.global.s64 seen, [$1];", "setp.ge.s64 again, seen, $2;", "@again bra DONE;"]
-    lines += [_give_up_or_loop("LOOP", "$5", "$6", ["mov.u32 tmp, $4;"]), "DONE:", "}"]
+    missed = ["mul.wide.u32 slot, $4, 4;", "add.u64 slot, slot, block;", "@late st.volatile.global.u32 [slot+4], number;"]
+    lines += [_give_up_or_loop("LOOP", "$5", "$6", missed), "DONE:", "}"]
     return "\n".join(lines)
 
 
@@ -210,7 +227,16 @@ def store_packets(address, w0, w1, w2, w3, mask, REMOTE: tl.constexpr = False):
 
 
 @triton.jit
-def _poll_one(address, mask, code, timeout_ns, status):
+def _note_missing(ranks, missing, status):
+    """Interpreter: fill in the status block for the `ranks` where `missing`."""
+    block = (status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))
+    number = (status & (_STATUS_BYTES - 1)).to(tl.int32)
+    tl.store(block + 1 + ranks, number, mask=missing)
+    tl.store(block, 1)
+
+
+@triton.jit
+def _poll_one(address, mask, index, timeout_ns, status):
     """Interpreter: the packet at each `address` once no word of it is the sentinel; 0 where `mask` is false."""
     p = address.to(tl.pointer_type(tl.int32))
     mask = as_mask(mask)
@@ -225,11 +251,11 @@ def _poll_one(address, mask, code, timeout_ns, status):
         waiting = tl.max(missing.to(tl.int32), axis=0) > 0
         if waiting:
             _yield_cpu()
-            status_ptr = status.to(tl.pointer_type(tl.int32))
-            if tl.load(status_ptr) != 0:
+            if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
                 waiting = False
             elif _clock_ns() - start > timeout_ns:
-                tl.store(status_ptr, code)
+                ranks = tl.arange(0, 1) + index
+                _note_missing(ranks, ranks >= 0, status)
                 waiting = False
     return w0, w1, w2, w3
 
@@ -247,7 +273,7 @@ def poll_packets(address, slot_bytes, mask, skip, timeout_ns, status, WORLD_SIZE
     if INTERPRET:
         words = ()
         for i in tl.static_range(WORLD_SIZE):
-            words = words + _poll_one(address + i * slot_bytes, mask & (skip != i), i + 1, timeout_ns, status)
+            words = words + _poll_one(address + i * slot_bytes, mask & (skip != i), i, timeout_ns, status)
         return words
     else:
         return tl.inline_asm_elementwise(
@@ -291,10 +317,10 @@ def signal(flag_addresses, epoch, mask):
 
 
 @triton.jit
-def wait(flag_addresses, epoch, mask, codes, timeout_ns, status):
+def wait(flag_addresses, epoch, mask, ranks, timeout_ns, status):
     """Wait until every flag where `mask` is at least `epoch`; what came before its `signal` is visible from then on.
 
-    `codes` is 1 + rank for each flag: what the status word says if that rank does not come.
+    `ranks` says which rank is behind each flag, for the status block.
     """
     if INTERPRET:
         p = flag_addresses.to(tl.pointer_type(tl.int64))
@@ -307,17 +333,16 @@ def wait(flag_addresses, epoch, mask, codes, timeout_ns, status):
             waiting = tl.max(late.to(tl.int32), axis=0) > 0
             if waiting:
                 _yield_cpu()
-                status_ptr = status.to(tl.pointer_type(tl.int32))
-                if tl.load(status_ptr) != 0:
+                if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
                     waiting = False
                 elif _clock_ns() - start > timeout_ns:
-                    tl.store(status_ptr, tl.max(tl.where(late, codes, 0), axis=0))
+                    _note_missing(ranks, late, status)
                     waiting = False
     else:
         tl.inline_asm_elementwise(
             _wait_asm(),
             "=&r,l,l,r,r,l,l",
-            [flag_addresses, epoch, mask.to(tl.int32), codes, timeout_ns, status],
+            [flag_addresses, epoch, mask.to(tl.int32), ranks, timeout_ns, status],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DATA_OFFSET", "EPOCH_OFFSET", "MAX_BLOCKS", "MAX_WORLD_SIZE", "STATE_OFFSET", "LaneLayout"]
+__all__ = ["DATA_OFFSET", "EPOCH_OFFSET", "MAX_BLOCKS", "MAX_WORLD_SIZE", "STATE_OFFSET", "STATUS_BYTES", "LaneLayout"]
 
 MAX_BLOCKS = 512
 MAX_WORLD_SIZE = 8
@@ -26,6 +26,8 @@ _WORD = 8
 STATE_OFFSET = MAX_BLOCKS * MAX_WORLD_SIZE * _WORD
 EPOCH_OFFSET = STATE_OFFSET + MAX_BLOCKS * _WORD
 DATA_OFFSET = EPOCH_OFFSET + MAX_BLOCKS * _WORD
+# The status block, in host memory: see `kernels._sync`. Also its alignment, and more than the highest call number.
+STATUS_BYTES = 256
 
 _MIB = 1 << 20
 _LAMPORT_SHARE = 4  # Lamport stages hold messages up to a quarter of the staging; beyond that flags win

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.errors import PeerTimeoutError
-from tunedcomm.spec import Mode
+from tunedcomm.spec import Mode, Problem, ops
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate
-from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout
+from tunedcomm.symm.layout import MAX_WORLD_SIZE, STATUS_BYTES, LaneLayout
 
 __all__ = ["LANES", "Lane", "Workspace"]
 
@@ -69,9 +69,9 @@ class Workspace:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.symmetric: dict[int, SymmetricBuffer] = {}
-        pinned = device.type == "cuda"
-        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._status = _status_block(pinned=device.type == "cuda")
         self.status_view = memoryview(self._status.numpy())  # type: ignore[arg-type]
+        self._callers = [(op, mode) for op in sorted(ops()) for mode in LANES]
         self.lanes: dict[Mode, Lane] = {}
         for mode, buffer in self.buffers.items():
             local = buffer.addresses[self.rank]
@@ -81,10 +81,9 @@ class Workspace:
             torch.cuda.synchronize(device)
         dist.barrier(group)  # no rank may send before every rank has armed its arena
 
-    @property
-    def status_address(self) -> int:
-        """Address of the status word: pinned host memory that kernels write when they give up waiting."""
-        return self._status.data_ptr()
+    def status_argument(self, problem: Problem) -> int:
+        """What kernels take as `status`: the block's address plus the number of the problem's op and mode."""
+        return self._status.data_ptr() + 1 + self._callers.index((problem.op, problem.mode))
 
     def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements of a lane's scatter staging, for library operators on peers' memory."""
@@ -109,13 +108,34 @@ class Workspace:
         """Raise if a kernel gave up waiting for a peer.
 
         Raises:
-            PeerTimeoutError: names the first rank that was missed. The group stays unusable: its flags and packets are
-                out of step.
+            PeerTimeoutError: names the calls and the ranks that were missed. The group stays unusable: its flags and
+                packets are out of step.
         """
-        code = self.status_view[0]
-        if code:
-            raise PeerTimeoutError(
-                f"rank {self.rank} waited more than {self.timeout_ns / 1e9:g} s for rank {code - 1} of the group of "
-                f"{self.world_size}: that rank died, or did not make the same call. The group cannot be used any more; "
-                "make a new process group, or raise TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
-            )
+        if not self.status_view[0]:
+            return
+        by_caller: dict[int, list[str]] = {}
+        for rank, number in enumerate(self.status_view[1 : 1 + self.world_size]):
+            if number:
+                by_caller.setdefault(number - 1, []).append(str(rank))
+        # Word 0 is written last, but a block may still be noting a rank: then the call is known to nobody yet.
+        missed = [
+            f"{self._callers[caller][0]} ({_WHERE[self._callers[caller][1]]}) missed rank {', '.join(ranks)}"
+            for caller, ranks in sorted(by_caller.items())
+        ]
+        raise PeerTimeoutError(
+            f"rank {self.rank} waited more than {self.timeout_ns / 1e9:g} s for its peers: "
+            f"{'; '.join(missed) or 'a rank did not come'} of the group of {self.world_size}. That rank died, or did not "
+            "make the same call. The group cannot be used any more; make a new process group, or raise "
+            "TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
+        )
+
+
+_WHERE: dict[Mode, str] = {"eager": "called eagerly", "graph": "captured in a graph"}
+
+
+def _status_block(*, pinned: bool) -> torch.Tensor:
+    """The status block's words, all 0, at a multiple of its size."""
+    words = STATUS_BYTES // 4
+    room = torch.zeros(2 * words, dtype=torch.int32, pin_memory=pinned)
+    skip = -room.data_ptr() % STATUS_BYTES // 4
+    return room[skip : skip + words]

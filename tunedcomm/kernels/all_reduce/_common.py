@@ -98,7 +98,7 @@ def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: 
     lane = workspace.lanes[problem.mode]
     lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
     kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    return _on_tensors(kernel.fix((None, None, *lane_arguments, workspace.status_address, *extra)))
+    return _on_tensors(kernel.fix((None, None, *lane_arguments, workspace.status_argument(problem), *extra)))
 
 
 def _on_tensors(launch: Callable[..., None]) -> Launch:
@@ -132,7 +132,7 @@ def bind_flagged(
     lane = workspace.lanes[problem.mode]
     lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
     kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    head = (None, None, *lane_arguments, workspace.status_address)
+    head = (None, None, *lane_arguments, workspace.status_argument(problem))
     if not dict(request.constants)["SYMMETRIC"]:
         return _on_tensors(kernel.fix((*head, *(0,) * (MAX_WORLD_SIZE - 1), *extra)))
     launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of

@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._data import arm, insert_own, num_packets, packets_of, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._lane import STATE_OFFSET, read_counter, write_counter
+from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import (
     Launch,
@@ -58,9 +58,7 @@ def lamport_kernel(
     calls = read_counter(local, STATE_OFFSET)
     stage = arena + (calls & 1) * stage_bytes
     total = num_packets(numel, WIDTH)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    lanes, first, step = block_range(BLOCK)
 
     for start in tl.range(first, total, step):
         packet = start + lanes

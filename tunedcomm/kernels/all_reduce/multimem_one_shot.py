@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import mean_packets, num_packets, packets_of, read_elements, write_elements
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._multimem import load_reduce
 from tunedcomm.kernels._sync import store_packets
 from tunedcomm.kernels.all_reduce._common import Launch, closest, kernel_blocks
@@ -39,9 +39,7 @@ def multimem_one_shot_kernel(
     epoch = read_counter(local, EPOCH_OFFSET)
     mine = area + (epoch & 1) * area_bytes
     total = num_packets(numel, WIDTH)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    lanes, first, step = block_range(BLOCK)
     for start in tl.range(first, total, step):
         packet = start + lanes
         here = packet < total

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import mean_packets, num_packets, read_elements, write_elements
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._multimem import load_reduce, store_all
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import Launch, closest, kernel_blocks, slice_packets
@@ -41,9 +41,7 @@ def multimem_two_shot_kernel(
     peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    lanes, first, step = block_range(BLOCK)
     for start in tl.range(first, share, step):
         at = start + lanes
         here = at < share

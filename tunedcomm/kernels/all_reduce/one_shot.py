@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import insert_own, num_packets, packets_of, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import (
@@ -50,9 +50,7 @@ def one_shot_kernel(
     epoch = read_counter(local, EPOCH_OFFSET)
     mine = area + (epoch & 1) * area_bytes
     total = num_packets(numel, WIDTH)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    lanes, first, step = block_range(BLOCK)
     if SYMMETRIC:
         peers = (x0, x1, x2, x3, x4, x5, x6)
     else:

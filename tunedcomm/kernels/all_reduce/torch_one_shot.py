@@ -1,6 +1,7 @@
 """torch_one_shot: PyTorch's `symm_mem.one_shot_all_reduce`; a plain input is copied into staging by the operator.
 
-Numerics: library (fp32 sums, but an order of its own). Graph-safe.
+Numerics: library (fp32 sums, but an order of its own). Graph-safe. A lost peer leaves it spinning, so it
+only runs when it is forced.
 """
 
 from __future__ import annotations
@@ -60,5 +61,6 @@ TORCH_ONE_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=lambda problem, config: -1,
+        bounded=False,
     )
 )

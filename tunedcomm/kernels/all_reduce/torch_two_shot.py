@@ -1,6 +1,7 @@
 """torch_two_shot: PyTorch's `symm_mem.two_shot_all_reduce_`; unless in place on symmetric memory, through staging.
 
-Numerics: library (fp32 sums by the slice's owner, an order of its own). Graph-safe.
+Numerics: library (fp32 sums by the slice's owner, an order of its own). Graph-safe. A lost peer leaves it spinning, so
+it only runs when it is forced.
 """
 
 from __future__ import annotations
@@ -60,5 +61,6 @@ TORCH_TWO_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=lambda problem, config: -1,
+        bounded=False,
     )
 )

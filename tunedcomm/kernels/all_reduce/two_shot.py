@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import (
@@ -67,9 +67,7 @@ def two_shot_kernel(
     peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    lanes, first, step = block_range(BLOCK)
     span = ((share + step - 1) // step + num_chunks - 1) // num_chunks * step
     ring = tl.minimum(num_chunks, RING)
     slot = ring * span
@@ -127,9 +125,7 @@ def two_shot_inplace_kernel(
     peers = (x0, x1, x2, x3, x4, x5, x6)
     epoch = read_counter(local, EPOCH_OFFSET)
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    lanes, first, step = block_range(BLOCK)
     # Orders what wrote the inputs before the peers' reads.
     arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)

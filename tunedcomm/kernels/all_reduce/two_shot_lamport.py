@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._data import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._lane import STATE_OFFSET, read_counter, write_counter
+from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import (
     Launch,
@@ -54,9 +54,7 @@ def two_shot_lamport_kernel(
     scatter = arena + (calls & 1) * stage_bytes
     share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
     gather = scatter + WORLD_SIZE * share * 16
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    lanes, first, step = block_range(BLOCK)
     empty = tl.full((BLOCK,), SENTINEL, tl.int32)
 
     for start in tl.range(first, share, step):
