@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 bench/eager_cost.py --csv bench/results/eager_cost.csv
 
 The time is that of the Python thread from call to return, with the device kept ahead (few calls in flight at a time),
-median over blocks of calls. Columns as in the other files of bench/results; `latency` here is host time.
+median over blocks of calls, the contenders' blocks in turn. Columns as in the other files of bench/results; `latency`
+here is host time.
 """
 
 from __future__ import annotations
@@ -26,25 +27,24 @@ import torch.distributed._symmetric_memory as symm_mem
 import tunedcomm
 from tunedcomm.cli._bench_rank import COLUMNS
 
+WARM_UP = 5  # blocks
 
-def host_us(call: Callable[[], object], blocks: int = 60, calls: int = 50) -> tuple[float, float, float]:
-    """p10, median, p90 over blocks of µs a call."""
-    times = []
-    for _ in range(blocks + 5):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - begin) * 1e6 / calls)
-    times = sorted(times[5:])
-    return times[len(times) // 10], statistics.median(times), times[9 * len(times) // 10]
+
+def host_us(call: Callable[[], object], calls: int = 50) -> float:
+    """µs a call on the host, over one block of calls."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) * 1e6 / calls
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, default=4096)
+    parser.add_argument("--blocks", type=int, default=100)
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
@@ -63,23 +63,26 @@ def main() -> None:
     tunedcomm.all_reduce(x, out=out)
     plan = communicator.plans[numel, x.dtype, "sum", False, "default", False, False]
     stream = torch.cuda.current_stream().cuda_stream
-    os.environ["TUNEDCOMM_LAUNCHER"] = "driver"
-    by_driver = communicator.bind(plan.problem, plan.decision.candidate)
-    del os.environ["TUNEDCOMM_LAUNCHER"]
+    addresses = x.data_ptr(), out.data_ptr()
     contenders: dict[str, tuple[str, Callable[[], object]]] = {
         "tuned": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x)),
         "tuned_out": (str(plan.decision.candidate), lambda: tunedcomm.all_reduce(x, out=out)),
-        "plan_launch": (str(plan.decision.candidate), lambda: plan.launch((x,), (out,), stream)),
-        "driver_launch": (str(plan.decision.candidate), lambda: by_driver((x,), (out,), stream)),
+        "launch": (str(plan.decision.candidate), lambda: plan.launch.by_address(stream, *addresses)),
         "torch_one_shot": ("symmetric input", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)),
         "library": ("in place", lambda: dist.all_reduce(x)),
         "empty_like": ("allocation of the output alone", lambda: torch.empty_like(x)),
     }
+    times: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for block in range(args.blocks + WARM_UP):
+        for contender, (_, call) in contenders.items():  # in turn: the host's clock and its neighbours change with time
+            spent = host_us(call)
+            if block >= WARM_UP:
+                times[contender].append(spent)
     rows = []
-    for contender, (config, call) in contenders.items():
-        call()
-        low, middle, high = host_us(call)
-        slowest = torch.tensor([low, middle, high], device=device)
+    for contender, (config, _) in contenders.items():
+        found = sorted(times[contender])
+        values = [found[len(found) // 10], statistics.median(found), found[9 * len(found) // 10]]
+        slowest = torch.tensor(values, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         rows.append((contender, config, [round(value, 3) for value in slowest.tolist()]))
     if rank == 0:

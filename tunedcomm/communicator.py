@@ -11,19 +11,20 @@ import atexit
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels, settings
+from tunedcomm.agreed import AgreedSettings
 from tunedcomm.db.layers import load_snapshot
 from tunedcomm.db.select import Snapshot
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels import _sync
-from tunedcomm.spec import Candidate, Limits, Problem, get_variant, ops, variants
+from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import MAX_BLOCKS, MAX_WORLD_SIZE, LaneLayout
 from tunedcomm.symm.workspace import Workspace
@@ -66,50 +67,6 @@ def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class AgreedSettings:
-    """What changes dispatch besides snapshot and hardware: the same on every rank, fixed when the group is made.
-
-    Attributes:
-        device: `cuda` or `cpu`.
-        interpreted: kernels were made for Triton's interpreter.
-        mode, forced, peer_timeout_s, workspace_bytes: the environment variables.
-        sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
-    """
-
-    device: str
-    interpreted: bool
-    mode: str
-    forced: Mapping[str, str]
-    peer_timeout_s: float
-    workspace_bytes: int
-    sources: Mapping[str, str]
-
-    @classmethod
-    def read(cls, device: str) -> AgreedSettings:
-        """As they are on this rank.
-
-        Raises:
-            SettingError: a variable holds a value that it does not take.
-        """
-        every = [variant for op in ops() for variant in variants(op).values()]
-        return cls(
-            device=device,
-            interpreted=bool(_sync.INTERPRET),
-            mode=settings.mode(),
-            forced=settings.forced_all(),
-            peer_timeout_s=settings.peer_timeout_s(),
-            workspace_bytes=settings.workspace_bytes(),
-            sources={f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every},
-        )
-
-    def fields(self) -> dict[str, Any]:
-        """What to compare, one entry for each variable and source."""
-        values = asdict(self)
-        sources = values.pop("sources")
-        return {**values, **{f"source hash of {name}": text for name, text in sources.items()}}
-
-
 class Communicator:
     """One process group on one kind of device; collective over the group.
 
@@ -121,6 +78,7 @@ class Communicator:
         snapshot: the table all ranks agreed on.
         workspace: symmetric memory; None where the ranks cannot address each other (the library serves then).
         plans: the dispatcher's cache.
+        fast_calls: the ops' cache of plans with all that a call needs besides.
 
     Raises:
         AgreementError: the ranks' settings or machines differ; the text says in what.
@@ -144,6 +102,7 @@ class Communicator:
             self.limits = _without_symmetric(self.limits)
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
+        self.fast_calls: dict[Any, Any] = {}
         self.any_symmetric = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
@@ -248,7 +207,12 @@ class Communicator:
             AgreementError: the ranks were given different snapshots.
         """
         self.snapshot = self._agree_on_digest(lambda: snapshot)
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Choose anew from the next calls on."""
         self.plans.clear()
+        self.fast_calls.clear()
 
     def bind(self, problem: Problem, candidate: Candidate) -> Callable[[tuple[Any, ...], tuple[Any, ...], int], None]:
         """A launch of `candidate`; compiles, so never while a graph is captured.
@@ -263,9 +227,14 @@ class Communicator:
         if self.device.type != "cpu" or variant.is_library:
             return launch
 
-        def launch_and_look(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            # The interpreter has run the kernel to its end: a peer that did not come is known in this very call.
-            launch(inputs, outputs, stream)
+        # The interpreter has run the kernel to its end: a peer that did not come is known in this very call.
+        if isinstance(launch, AddressLaunch):
+            return AddressLaunch(self._then_look(launch.by_address))
+        return self._then_look(launch)
+
+    def _then_look(self, launch: Callable[..., None]) -> Callable[..., None]:
+        def launch_and_look(*arguments: Any) -> None:
+            launch(*arguments)
             self.check_peers()
 
         return launch_and_look

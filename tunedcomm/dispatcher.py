@@ -95,7 +95,7 @@ def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> I
 
 def _forget_plans() -> None:
     for communicator in live_communicators():
-        communicator.plans.clear()
+        communicator.forget_plans()
 
 
 def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, str] | None = None) -> Candidate | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from tunedcomm.errors import SettingError
 
 __all__ = [
-    "LAUNCHERS",
     "LOG_LEVELS",
     "MODES",
     "SETTINGS",
@@ -21,7 +20,6 @@ __all__ = [
     "db_url",
     "forced",
     "forced_all",
-    "launcher",
     "log_level",
     "mode",
     "peer_timeout_s",
@@ -32,7 +30,6 @@ __all__ = [
 
 PREFIX = "TUNEDCOMM_"
 FORCE_PREFIX = "TUNEDCOMM_FORCE_"
-LAUNCHERS = ("triton", "driver")
 MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -74,13 +71,6 @@ SETTINGS: tuple[Setting, ...] = (
         allowed="the name of a variant of the op",
         meaning="Runs this variant for every problem of the op, whatever the databases say; the group raises an error "
         "where it cannot run. Example: `TUNEDCOMM_FORCE_ALL_REDUCE=lamport`.",
-    ),
-    Setting(
-        name="TUNEDCOMM_LAUNCHER",
-        default="triton",
-        allowed=", ".join(f"`{launcher}`" for launcher in LAUNCHERS),
-        meaning="Who launches kernels: Triton's C launcher, or the CUDA driver with arguments laid out beforehand. "
-        "Ranks may differ in it.",
     ),
     Setting(
         name="TUNEDCOMM_LOG",
@@ -158,15 +148,6 @@ def forced_all() -> dict[str, str]:
     """Every TUNEDCOMM_FORCE_<OP> that is set: op to variant."""
     names = sorted(name for name in os.environ if name.startswith(FORCE_PREFIX))
     return {name[len(FORCE_PREFIX) :].lower(): value for name in names if (value := _raw(name))}
-
-
-def launcher() -> str:
-    """TUNEDCOMM_LAUNCHER: one of `LAUNCHERS`.
-
-    Raises:
-        SettingError: another value.
-    """
-    return _one_of("TUNEDCOMM_LAUNCHER", LAUNCHERS, "triton")
 
 
 def log_level() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -354,6 +355,7 @@ def dispatch_body() -> dict[str, object]:
 
 def main(name: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
+    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     kernels.discover()

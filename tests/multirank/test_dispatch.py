@@ -320,7 +320,7 @@ def a_plan_that_cannot_be_bound(rank: int) -> None:
 
     register_variant(dataclasses.replace(real, bind=too_large))
     communicator = get_communicator()
-    communicator.plans.clear()
+    communicator.forget_plans()
     try:
         x, _ = inputs_of(rank, SMALL)
         with logged() as warnings:

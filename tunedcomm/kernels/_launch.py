@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from tunedcomm import settings
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels import _sync
-from tunedcomm.kernels._driver import DirectLauncher, driver_entry
 from tunedcomm.space import Value
 
-__all__ = ["BoundKernel", "CompileRequest", "bind_kernel", "compile_request", "current_target"]
+__all__ = ["AddressLaunch", "BoundKernel", "CompileRequest", "bind_kernel", "compile_request", "current_target"]
 
 _MAX_THREADS_PER_SM = 2048
 _MAX_BLOCKS_PER_SM = 32
@@ -104,6 +102,20 @@ def resident_blocks(num_registers: int, shared_bytes: int, threads: int, num_sms
 
 
 @dataclass(frozen=True, slots=True)
+class AddressLaunch:
+    """A launch that needs nothing of its one input and its one output but their addresses.
+
+    Attributes:
+        by_address: `(stream, input's address, output's address)`, for callers in a hurry.
+    """
+
+    by_address: Callable[..., None]
+
+    def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        self.by_address(stream, inputs[0].data_ptr(), outputs[0].data_ptr())
+
+
+@dataclass(frozen=True, slots=True)
 class BoundKernel:
     """A kernel ready to launch.
 
@@ -182,23 +194,6 @@ def _through_triton(
     return launch_shared if shared else launch_own
 
 
-def _direct(compiled: Any, request: CompileRequest, grid: int, fallback: Callable[..., None]) -> DirectLauncher | None:
-    """A launch through the driver, where it was asked for and can do the same: one CTA a cluster, no scratch memory."""
-    metadata = compiled.metadata
-    scratch = getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0)
-    clustered = getattr(metadata, "num_ctas", 1) != 1 or getattr(metadata, "launch_cooperative_grid", False)
-    if settings.launcher() != "driver" or scratch or clustered or driver_entry() is None:
-        return None
-    return DirectLauncher(
-        compiled.function,
-        grid=grid,
-        threads=32 * request.num_warps,
-        shared_bytes=metadata.shared,
-        launch_pdl=request.launch_pdl,
-        fallback=fallback,
-    )
-
-
 def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> BoundKernel:
     """Compile (or find) the binary, load it on `device` and fix its grid.
 
@@ -224,7 +219,5 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
     constants = dict(request.constants)
     names = request.resolve().arg_names
     tail = tuple(constants[name] for name in names if name in constants)
-    every = _through_triton(compiled, grid, tail, (None,) * (len(names) - len(tail)))
-    direct = _direct(compiled, request, grid, every)
-    fix = direct.fix if direct is not None else functools.partial(_through_triton, compiled, grid, tail)
+    fix = functools.partial(_through_triton, compiled, grid, tail)
     return BoundKernel(fix, compiled.n_regs, compiled.n_spills)

@@ -11,8 +11,8 @@ int64, not pointers, so that one binary serves every rank and every allocation.
 missed in the status block (pinned host memory) and lets the kernel run to its end. The clock is read only once in 1024
 failed polls, so that the bound costs nothing on the path that matters.
 
-The status block is 32-bit words at a multiple of `STATUS_BYTES`. Word 0 is 1 once any wait has given up; word 1 + r then
-is the number of the call that missed rank r. Kernels get the block's address plus that number, which is below
+The status block is 32-bit words at a multiple of `STATUS_BYTES`. Word 0 is 1 once any wait has given up; word 1 + r is
+then the number of the call that missed rank r. Kernels get the block's address plus that number, which is below
 `STATUS_BYTES`, as their one argument `status`.
 
 **What orders what.** Packets of the Lamport protocol carry their own arrival (no word equals the sentinel once it is
@@ -140,7 +140,11 @@ def _wait_asm():
     lines += ["mov.u32 $0, 0;", "mov.u32 spins, 0;", "mov.u64 since, 0;", "mov.u32 tmp, %tid.x;"]
     lines += ["setp.lt.u32 active, tmp, 32;", "setp.ne.and.u32 active, $3, 0, active;", "@!active bra DONE;", "LOOP:"]
     lines += ["ld.acquire.sys.global.s64 seen, [$1];", "setp.ge.s64 again, seen, $2;", "@again bra DONE;"]
-    missed = ["mul.wide.u32 slot, $4, 4;", "add.u64 slot, slot, block;", "@late st.volatile.global.u32 [slot+4], number;"]
+    missed = [
+        "mul.wide.u32 slot, $4, 4;",
+        "add.u64 slot, slot, block;",
+        "@late st.volatile.global.u32 [slot+4], number;",
+    ]
     lines += [_give_up_or_loop("LOOP", "$5", "$6", missed), "DONE:", "}"]
     return "\n".join(lines)
 

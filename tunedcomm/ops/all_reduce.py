@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,15 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator, get_communicator, on_release
 from tunedcomm.dispatcher import Plan, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.ops._fast import (
+    MISALIGNED,
+    current_device,
+    empty,
+    fast_call,
+    is_capturing,
+    raw_stream,
+    remember,
+)
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
 __all__ = ["all_reduce", "all_reduce_"]
@@ -26,31 +34,12 @@ _DTYPES = {
     torch.int64: "int64",
 }
 _REDUCTIONS = ("sum", "avg", "max", "min")
-_MISALIGNED = 15  # kernels move 16-byte packets
-
-
-def _host_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype)
-
-
-def _cuda_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-
-
-# What the hot path asks torch, by the cheapest call that this torch has. All act on the current device.
-_raw_stream: Callable[[int], int] = lambda device: 0  # noqa: E731
-_is_capturing: Callable[[], bool] = bool
-_current_device: Callable[[], int] = lambda: -1  # noqa: E731
-_empty: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] = _host_empty
-if torch.cuda.is_available():
-    _raw_stream = torch._C._cuda_getCurrentRawStream
-    _is_capturing = torch._C._cuda_isCurrentStreamCapturing
-    _current_device = torch._C._cuda_getDevice
-    # Inductor's allocation: a third of torch.empty's cost.
-    _empty = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", _cuda_empty)
 
 _by_group: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
+# The communicator that served a group's last call: nearly always that of its next one, which is checked.
+_recent: dict[dist.ProcessGroup | None, Communicator] = {}
 on_release(_by_group.clear)
+on_release(_recent.clear)
 
 
 def all_reduce(
@@ -86,53 +75,23 @@ def all_reduce(
     """
     if group is None:
         group = dist.GroupMember.WORLD  # looked up anew: groups may be destroyed and made again
+    recent = _recent.get(group)
+    if recent is not None:
+        result = fast_call(recent, x, op, out, numerics)
+        if result is not None:
+            return result
     try:
         communicator = _by_group.get((group, x.device))
     except AttributeError:
         raise UnsupportedInputError(f"all_reduce wants a torch.Tensor, got {type(x).__name__}") from None
     if communicator is None:
         communicator = _first_call(x, group)
-    capturing = _is_capturing()
-    in_place = out is x
-    symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
-    plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, symmetric, capturing))
-    try:
-        address = x.data_ptr()
-    except RuntimeError:  # no storage, e.g. sparse: the slow path says what to do
-        plan = None
-    if (
-        plan is None
-        or x.requires_grad
-        or not x.is_contiguous()
-        or x.is_neg()  # lazily negated: its memory holds the opposite
-        or _current_device() != communicator.device_index
-    ):
+    capturing = is_capturing()
+    result = _prepared_call(communicator, x, op, out, numerics, capturing)
+    if result is None:
         return _slow_path(communicator, x, op, out, numerics, capturing)
-    if out is None:
-        out = _empty(tuple(x.shape), x.stride(), x.dtype)
-    elif not in_place:
-        try:
-            fits = (
-                out.shape == x.shape
-                and out.dtype == x.dtype
-                and out.device == x.device
-                and out.is_contiguous()
-                and not out.requires_grad
-                and abs(out.data_ptr() - address) >= x.nbytes
-            )
-        except (AttributeError, RuntimeError):  # no tensor, or one without storage
-            fits = False
-        if not fits:
-            return _slow_path(communicator, x, op, out, numerics, capturing)
-    if plan.wants_aligned and (address | out.data_ptr()) & _MISALIGNED:
-        return _slow_path(communicator, x, op, out, numerics, capturing)
-    if communicator.status_view[0]:
-        communicator.check_peers()
-    stream = _raw_stream(communicator.device_index)
-    if stream != communicator.last_streams[capturing]:
-        communicator.order_streams(capturing, stream)
-    plan.launch((x,), (out,), stream)
-    return out
+    _recent[group] = communicator
+    return result
 
 
 def all_reduce_(
@@ -144,6 +103,54 @@ def all_reduce_(
 ) -> torch.Tensor:
     """`all_reduce` in place: `x` holds the result and is returned."""
     return all_reduce(x, op=op, group=group, out=x, numerics=numerics)
+
+
+def _prepared_call(
+    communicator: Communicator,
+    x: torch.Tensor,
+    op: str,
+    out: torch.Tensor | None,
+    numerics: NumericsPolicy,
+    capturing: bool,
+) -> torch.Tensor | None:
+    """A call that has a plan and that kernels can take as it is; None where the slow path must see to it."""
+    in_place = out is x
+    symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
+    plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, symmetric, capturing))
+    if plan is None or x.requires_grad or x.layout is not torch.strided or not x.is_contiguous():
+        return None
+    # Lazily negated memory holds the opposite.
+    if x.is_neg() or current_device() != communicator.device_index:
+        return None
+    address = x.data_ptr()
+    if out is None:
+        out = empty(tuple(x.shape), x.stride(), x.dtype)
+    elif not in_place:
+        try:
+            fits = (
+                out.shape == x.shape
+                and out.dtype == x.dtype
+                and out.device == x.device
+                and out.is_contiguous()
+                and not out.requires_grad
+                and not out.is_neg()
+                and abs(out.data_ptr() - address) >= x.nbytes
+            )
+        except (AttributeError, RuntimeError):  # no tensor, or one without storage
+            return None
+        if not fits:
+            return None
+    if plan.wants_aligned and (address | out.data_ptr()) & MISALIGNED:
+        return None
+    if communicator.status_view[0]:
+        communicator.check_peers()
+    stream = raw_stream(communicator.device_index)
+    if stream != communicator.last_streams[capturing]:
+        communicator.order_streams(capturing, stream)
+    plan.launch((x,), (out,), stream)
+    if not symmetric:
+        remember(communicator, plan, x, op, in_place, numerics, capturing)
+    return out
 
 
 def _first_call(x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
@@ -210,7 +217,7 @@ def _check(x: torch.Tensor, op: str, out: torch.Tensor | None, numerics: Numeric
 
 def _usable(tensor: torch.Tensor) -> bool:
     """True if the bytes at the tensor's address are its elements, in order, for kernels to take as they are."""
-    return tensor.is_contiguous() and not tensor.data_ptr() & _MISALIGNED and not tensor.is_neg()
+    return tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED and not tensor.is_neg()
 
 
 def _slow_path(
@@ -227,7 +234,7 @@ def _slow_path(
     with by copies that the other ranks do not see.
     """
     _check(x, op, out, numerics)
-    if x.is_cuda and x.get_device() != _current_device():
+    if x.is_cuda and x.get_device() != current_device():
         with torch.cuda.device(x.device):
             return all_reduce(x, op=op, group=communicator.group, out=out, numerics=numerics)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -245,7 +252,7 @@ def _slow_path(
         )
     plan = _plan(communicator, x, op, in_place, numerics, symmetric, capturing)
     communicator.check_peers()
-    stream = _raw_stream(communicator.device_index) if x.is_cuda else 0
+    stream = raw_stream(communicator.device_index) if x.is_cuda else 0
     communicator.order_streams(capturing, stream)
     source = x if _usable(x) else x.clone(memory_format=torch.contiguous_format)
     sink = source if in_place else target

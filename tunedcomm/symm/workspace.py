@@ -124,8 +124,8 @@ class Workspace:
         ]
         raise PeerTimeoutError(
             f"rank {self.rank} waited more than {self.timeout_ns / 1e9:g} s for its peers: "
-            f"{'; '.join(missed) or 'a rank did not come'} of the group of {self.world_size}. That rank died, or did not "
-            "make the same call. The group cannot be used any more; make a new process group, or raise "
+            f"{'; '.join(missed) or 'a rank did not come'} of the group of {self.world_size}. Such a rank died, or did "
+            "not make the same call. The group cannot be used any more; make a new process group, or raise "
             "TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
+from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
@@ -98,14 +98,7 @@ def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: 
     lane = workspace.lanes[problem.mode]
     lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
     kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    return _on_tensors(kernel.fix((None, None, *lane_arguments, workspace.status_argument(problem), *extra)))
-
-
-def _on_tensors(launch: Callable[..., None]) -> Launch:
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        launch(stream, inputs[0].data_ptr(), outputs[0].data_ptr())
-
-    return run
+    return AddressLaunch(kernel.fix((None, None, *lane_arguments, workspace.status_argument(problem), *extra)))
 
 
 def packet_request(kernel: Any, problem: Problem, config: Config) -> CompileRequest:
@@ -134,7 +127,7 @@ def bind_flagged(
     kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
     head = (None, None, *lane_arguments, workspace.status_argument(problem))
     if not dict(request.constants)["SYMMETRIC"]:
-        return _on_tensors(kernel.fix((*head, *(0,) * (MAX_WORLD_SIZE - 1), *extra)))
+        return AddressLaunch(kernel.fix((*head, *(0,) * (MAX_WORLD_SIZE - 1), *extra)))
     launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
 
     def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:

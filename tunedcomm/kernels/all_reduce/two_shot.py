@@ -31,7 +31,15 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels._lane import (
+    EPOCH_OFFSET,
+    address_of,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import (
