@@ -1,0 +1,154 @@
+"""Bad variants of all_reduce for real GPUs, among the good ones; a sweep imports it as a plugin.
+
+Each is bad at one shape only, so that it costs one gang at most.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.space import Config, Space
+from tunedcomm.spec import Limits, Problem, Variant, get_variant, register_variant
+
+Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
+
+SHAPE = (4096,)
+# Name to the status that a sweep has to record.
+BAD = {
+    "compiles_for_ever": "hung",
+    "device_spins_on_one_rank": "hung",
+    "host_sleeps_on_one_rank": "hung",
+    "launch_missing_on_one_rank": "hung",
+    "nan_on_odd_sizes": "incorrect",
+    "raises_on_one_rank": "crashed",
+    "segfaults_on_one_rank": "crashed",
+    "sticky_cuda_error": "crashed",
+    "wrong_by_one_element": "incorrect",
+    "wrong_second_launch": "incorrect",
+}
+
+
+def lamport(problem: Problem, workspace: Any) -> Launch:
+    limits = Limits("cuda", 132, False, 512, 1 << 26, 1 << 22, 1 << 25, launch_pdl=True)
+    variant = get_variant("all_reduce", "lamport")
+    return variant.bind(problem, variant.default(problem, limits), workspace)
+
+
+def compiles_for_ever(launch: Launch, problem: Problem) -> Launch:
+    time.sleep(600)
+    return launch
+
+
+def device_spins_on_one_rank(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if dist.get_rank() == 1:
+            torch.cuda._sleep(1 << 41)  # minutes: only the end of the process ends it
+        launch(inputs, outputs, stream)
+
+    return run
+
+
+def host_sleeps_on_one_rank(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(600)
+        launch(inputs, outputs, stream)
+
+    return run
+
+
+def launch_missing_on_one_rank(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if dist.get_rank() != 1:
+            launch(inputs, outputs, stream)
+
+    return run
+
+
+def nan_on_odd_sizes(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        if problem.numel % 8:
+            outputs[0][problem.numel // 8 * 8 :] = float("nan")
+
+    return run
+
+
+def raises_on_one_rank(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("planted launch error")
+        launch(inputs, outputs, stream)
+
+    return run
+
+
+def segfaults_on_one_rank(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        launch(inputs, outputs, stream)
+
+    return run
+
+
+def sticky_cuda_error(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        torch._assert_async(torch.zeros(1, device=outputs[0].device))
+
+    return run
+
+
+def wrong_by_one_element(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        if dist.get_rank() == 1:
+            outputs[0].view(-1)[-1:] += 1.0
+
+    return run
+
+
+def wrong_second_launch(launch: Launch, problem: Problem) -> Launch:
+    kept: list[torch.Tensor] = []
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        kept.append(outputs[0].clone())
+        outputs[0].copy_(kept[0])
+
+    return run
+
+
+def plant(name: str, spoil: Callable[[Launch, Problem], Launch]) -> None:
+    def infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+        near = abs(problem.numel - SHAPE[0]) < 64  # the odd shapes next to it are part of its check
+        return None if near else f"planted for {SHAPE[0]} elements"
+
+    def bind(problem: Problem, config: Config, workspace: Any) -> Launch:
+        return spoil(lamport(problem, workspace), problem)
+
+    register_variant(
+        Variant(
+            op="all_reduce",
+            name=name,
+            numerics="ordered",
+            summary=name,
+            space=Space(),
+            infeasible=infeasible,
+            default=lambda problem, limits: {},
+            bind=bind,
+            num_blocks=lambda problem, config: 1,
+        )
+    )
+
+
+for _name in BAD:
+    plant(_name, globals()[_name])

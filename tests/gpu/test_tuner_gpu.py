@@ -1,0 +1,85 @@
+"""The tuner on real GPUs: a sweep with every kind of bad candidate ends, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted_gpu import BAD, SHAPE
+
+from tunedcomm.db.store import Database
+
+SWEEP = """
+import json, sys, time
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.sweep import SweepSpec, sweep
+path, names, plugins = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+spec = SweepSpec(
+    op="all_reduce", shapes=((4096,), (16384,), (65536,), (262144,)), world_size=2, backend="cuda", gangs=1,
+    variants=tuple(names), plugins=tuple(plugins), trials=1000, patience=0, compile_timeout_s=8.0, trial_timeout_s=8.0,
+)
+begin = time.monotonic()
+with Database.open(path, create=True) as database:
+    outcome = sweep(spec, database)
+print(json.dumps({"seconds": time.monotonic() - begin, "reason": outcome.reason, "gangs": outcome.num_gangs,
+                  "trials": outcome.num_trials, "failures": outcome.failures}))
+"""
+GOOD = ("lamport", "one_shot", "two_shot_lamport")
+# Bad candidates that only the watchdog ends, by the wait that it grants them.
+WAITED_FOR = {"compiles_for_ever": 8.0, "device_spins_on_one_rank": 8.0, "host_sleeps_on_one_rank": 8.0}
+
+
+def run(path: Path, variants: tuple[str, ...], plugins: tuple[str, ...]) -> dict[str, Any]:
+    here = Path(__file__).parent
+    search = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", SWEEP, str(path), json.dumps(variants), json.dumps(plugins)],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    sys.stderr.write(f"\n{variants}: {found}\n")
+    return found
+
+
+def memory_used() -> list[int]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    return [pynvml.nvmlDeviceGetMemoryInfo(handle).used >> 20 for handle in handles]
+
+
+@pytest.mark.gpu(2)
+def test_a_sweep_survives_every_kind_of_bad_candidate(tmp_path: Path) -> None:
+    run(tmp_path / "warm.db", GOOD, ())  # fills Triton's cache: the two that follow differ in the bad ones alone
+    before = memory_used()
+    clean = run(tmp_path / "clean.db", GOOD, ())
+    faulty = run(tmp_path / "faulty.db", (*GOOD, *BAD), ("planted_gpu",))
+    with Database.open(tmp_path / "clean.db") as database:
+        wanted = {(t.problem.shape, str(t.candidate)) for t in database.trials(final=False) if t.status != "infeasible"}
+    with Database.open(tmp_path / "faulty.db") as database:
+        trials = database.trials()
+    ran = [t for t in trials if t.status in ("ok", "pruned") and not t.final]
+    assert {(t.problem.shape, str(t.candidate)) for t in ran} == wanted, "every good candidate is measured"
+    assert len(ran) == len(wanted)
+    for name, status in BAD.items():
+        mine = [t for t in trials if t.variant == name and t.problem.shape == SHAPE]
+        assert [t.status for t in mine] == [status], (name, [(t.status, t.reason) for t in mine])
+        assert mine[0].reason
+    assert faulty["reason"] == "done"
+    assert faulty["seconds"] <= 2 * clean["seconds"] + sum(WAITED_FOR.values())
+    time.sleep(2)
+    assert all(now <= then + 64 for now, then in zip(memory_used(), before, strict=True)), "GPU memory is left"
+    left = subprocess.run(["pgrep", "-f", "tunedcomm.tuner.worker"], capture_output=True, text=True, check=False)
+    assert not left.stdout.split()
