@@ -125,11 +125,13 @@ class _Known:
 
         if any(pin.problem == problem for pin in self.snapshot.pins):
             return True
-        finals = [row for row in self.snapshot.family_rows(problem) if row.problem == problem and row.final]
-        challengers = [row for row in finals if not row.is_library]
+        rows = [row for row in self.snapshot.family_rows(problem) if row.problem == problem]
+        challengers = [row for row in rows if not row.is_library]
         if not challengers:
-            return bool(finals)
-        return any(row.source_hash == source_hash_of(problem.op, row.candidate.variant) for row in challengers)
+            return any(row.final for row in rows)
+        return any(
+            row.final and row.source_hash == source_hash_of(problem.op, row.candidate.variant) for row in challengers
+        )
 
 
 def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
