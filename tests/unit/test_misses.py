@@ -18,7 +18,8 @@ from tunedcomm import kernels, misses
 from tunedcomm.communicator import limits_for, release_communicators
 from tunedcomm.db.miss_log import read
 from tunedcomm.db.select import Row, Snapshot
-from tunedcomm.dispatcher import force, plan_for
+from tunedcomm.dispatcher import decide, force, plan_for, unservable
+from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate, Problem, get_variant
 
 TUNED = Problem("all_reduce", (98304,), "bfloat16", 4)
@@ -122,6 +123,20 @@ def test_what_no_kernel_can_run_is_no_miss(changes: dict[str, str]) -> None:
     assert plan.launch is launch
 
 
+def test_a_policy_that_nothing_can_meet_says_why() -> None:
+    limits = limits_for(H200, 4)
+    kernels.discover()
+    for changes in ({"reduction": "max"}, {"dtype": "int64"}):
+        asked = Problem(**{**UNTUNED.to_dict(), "shape": (98304,), **changes})
+        with pytest.raises(InfeasibleError, match=r"tuning would find none: .*one_shot.*goes to the library") as caught:
+            decide(asked, Snapshot(environment=H200, world_size=4), limits, policy="ordered")
+        assert "tunedcomm tune" not in str(caught.value)
+        assert unservable(asked, limits, "any") is not None
+    assert unservable(UNTUNED, limits, "ordered") is None
+    with pytest.raises(InfeasibleError, match="run `tunedcomm tune`"):
+        decide(UNTUNED, Snapshot(environment=H200, world_size=4), limits, policy="ordered")
+
+
 def test_what_was_forced_is_no_miss() -> None:
     assert plan_for(communicator(mode="off"), UNTUNED, "default").launch is launch
     with force("all_reduce", "library"):
@@ -129,8 +144,6 @@ def test_what_was_forced_is_no_miss() -> None:
 
 
 def test_a_tuned_candidate_that_cannot_be_bound_is_no_miss() -> None:
-    from tunedcomm.errors import InfeasibleError
-
     def bind(problem: Problem, candidate: Candidate) -> Any:
         if candidate.variant != "library":
             raise InfeasibleError("too large")

@@ -221,6 +221,11 @@ def _named(target: Target, error: Any) -> DatabaseError:
         )
     if "no such table" in low or "no such column" in low:
         return DatabaseCorruptError(f"{target} does not have the tables of its version ({text}); restore a copy of it")
+    if "unable to open" in low:
+        return DatabaseAccessError(
+            f"{target} cannot be opened or made ({text}); check the permissions of it and of its directory, or set "
+            "TUNEDCOMM_DB or --db to another file"
+        )
     if "readonly" in low or "read-only" in low:
         return DatabaseAccessError(f"{target} cannot be written ({text}); check permissions or set TUNEDCOMM_DB")
     if "is full" in low or "no space" in low or "disk full" in low:
