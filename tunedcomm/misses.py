@@ -85,7 +85,7 @@ class _Counters:
         """Write down what has been counted since; without `everything` only what has doubled.
 
         So a process that runs for weeks writes a few dozen lines a problem, and one that is killed loses less than
-        half of its counts.
+        half of its counts besides those of the last period.
         """
         if not self.lock.acquire(timeout=_PATIENCE_S):
             return
