@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunedcomm import kernels, settings
-from tunedcomm.communicator import Communicator, live_communicators
-from tunedcomm.db.select import Decision, Snapshot, choose
+from tunedcomm import kernels, misses, settings
+from tunedcomm.communicator import Communicator, live_communicators, on_release
+from tunedcomm.db.select import Decision, Snapshot, Source, choose
 from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.space import Value
 from tunedcomm.spec import (
@@ -30,12 +30,27 @@ from tunedcomm.spec import (
     variants,
 )
 
-__all__ = ["Plan", "check_policy", "decide", "explain", "force", "forced_candidate", "library_plan", "plan_for"]
+__all__ = [
+    "MISSES",
+    "Plan",
+    "check_policy",
+    "decide",
+    "explain",
+    "force",
+    "forced_candidate",
+    "library_plan",
+    "plan_for",
+    "source_hash_of",
+    "unservable",
+]
 
 logger = logging.getLogger("tunedcomm")
 
 POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
+# Sources of decisions on problems that were not tuned.
+MISSES: frozenset[Source] = frozenset({"interpolated", "heuristic", "library"})
 _forced: dict[str, tuple[str, dict[str, Value] | None]] = {}
+on_release(misses.flush)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +160,24 @@ def decide(
         message_bytes=spec.message_bytes,
         heuristic=None,
         forced=forced,
+        hopeless=lambda: unservable(problem, limits, policy),
     )
+
+
+def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str | None:
+    """Why no variant but the library can run `problem` here, in any config that the policy admits; None if one can."""
+    reasons: dict[str, list[str]] = {}
+    for variant in variants(problem.op).values():
+        if variant.is_library or not variant.bounded or not admits(policy, variant.numerics):
+            continue
+        reason = variant.infeasible(problem, variant.default(problem, limits), limits)
+        if reason is None or any(
+            variant.infeasible(problem, config, limits) is None for config in variant.space.enumerate()
+        ):
+            return None
+        reasons.setdefault(reason, []).append(variant.name)
+    found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    return found or f"{problem.op} has no such variant"
 
 
 def explain(communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default") -> Decision:
@@ -180,7 +212,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
         )
-    candidate = decision.candidate
+    candidate, source = decision.candidate, decision.source
     try:
         launch = communicator.bind(problem, candidate)
     except InfeasibleError as error:
@@ -191,6 +223,9 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         candidate = decision.candidate
         launch = communicator.bind(problem, candidate)
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
+    # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
+    if source in MISSES and communicator.rank == 0 and unservable(problem, communicator.limits, "any") is None:
+        launch = misses.counted(launch, problem, communicator.environment, source)
     return Plan(problem, decision, launch, candidate.variant != "library")
 
 

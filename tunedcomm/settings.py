@@ -20,7 +20,9 @@ __all__ = [
     "db_url",
     "forced",
     "forced_all",
+    "keeps_misses",
     "log_level",
+    "miss_log",
     "mode",
     "peer_timeout_s",
     "render_markdown",
@@ -32,6 +34,9 @@ PREFIX = "TUNEDCOMM_"
 FORCE_PREFIX = "TUNEDCOMM_FORCE_"
 MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# Words that mean "no file" and "the default file" where a file may be named.
+_OFF = ("0", "off", "no", "false")
+_ON = ("1", "on", "yes", "true")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,13 @@ SETTINGS: tuple[Setting, ...] = (
         default="warning",
         allowed=", ".join(f"`{level}`" for level in LOG_LEVELS),
         meaning="Least severe message that the logger `tunedcomm` prints.",
+    ),
+    Setting(
+        name="TUNEDCOMM_MISS_LOG",
+        default="`misses.jsonl` beside the user database, in the user's data directory where that is on a server",
+        allowed="a file path; `0` for none, `1` for the default",
+        meaning="Where a group's first rank notes the problems that it called without their having been tuned, for "
+        "`tunedcomm tune --from-misses`. Ranks may differ in it.",
     ),
     Setting(
         name="TUNEDCOMM_MODE",
@@ -157,6 +169,17 @@ def log_level() -> str:
         SettingError: another value.
     """
     return _one_of("TUNEDCOMM_LOG", LOG_LEVELS, "warning")
+
+
+def keeps_misses() -> bool:
+    """False if TUNEDCOMM_MISS_LOG switches the noting of untuned problems off."""
+    return (_raw("TUNEDCOMM_MISS_LOG") or "").lower() not in _OFF
+
+
+def miss_log() -> str | None:
+    """TUNEDCOMM_MISS_LOG: the file that it names, or None for the default place."""
+    raw = _raw("TUNEDCOMM_MISS_LOG")
+    return None if raw is None or raw.lower() in (*_OFF, *_ON) else raw
 
 
 def mode() -> str:

@@ -31,6 +31,7 @@ __all__ = [
     "admits",
     "candidates",
     "check_candidate",
+    "did_you_mean",
     "format_shape",
     "get_op",
     "get_variant",
@@ -71,6 +72,12 @@ _ADMITTED: Mapping[str, frozenset[str]] = {
 def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
     """True if a caller's numerics policy allows a variant of this numerics class."""
     return numerics in _ADMITTED[policy]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: `; did you mean 'x' or 'y'?`, or a full stop if none is near."""
+    close = difflib.get_close_matches(name.strip().lower(), list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(other) for other in close)}?" if close else "."
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -123,7 +130,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
-            raise UnknownNameError(f"unknown dtype {self.dtype!r}; the dtypes are {', '.join(DTYPES)}")
+            hint = did_you_mean(str(self.dtype), DTYPES)
+            raise UnknownNameError(f"unknown dtype {self.dtype!r}{hint} The dtypes are {', '.join(DTYPES)}")
         if self.world_size < 1:
             raise ValueError(f"world_size must be >= 1, got {self.world_size}")
         if self.input_kind not in ("plain", "symmetric"):
@@ -321,11 +329,6 @@ _ops: dict[str, OpSpec] = {}
 _variants: dict[tuple[str, str], Variant] = {}
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
-
-
 def register_op(spec: OpSpec) -> OpSpec:
     """Add an op; a second registration of the same name replaces the first (a module that is reloaded)."""
     _ops[spec.name] = spec
@@ -356,7 +359,7 @@ def get_op(name: str) -> OpSpec:
         UnknownNameError: with the nearest names.
     """
     if name not in _ops:
-        raise UnknownNameError(f"unknown op {name!r}{_nearest(name, _ops)} The ops are {', '.join(sorted(_ops))}.")
+        raise UnknownNameError(f"unknown op {name!r}{did_you_mean(name, _ops)} The ops are {', '.join(sorted(_ops))}.")
     return _ops[name]
 
 
@@ -369,21 +372,20 @@ def get_variant(op: str, name: str) -> Variant:
     if (op, name) not in _variants:
         known = list(variants(op))
         raise UnknownNameError(
-            f"op {op!r} has no variant {name!r}{_nearest(name, known)} Its variants are {', '.join(known)}."
+            f"op {op!r} has no variant {name!r}{did_you_mean(name, known)} Its variants are {', '.join(known)}."
         )
     return _variants[op, name]
 
 
 def candidates(problem: Problem, limits: Limits, policy: NumericsPolicy = "default") -> list[Candidate]:
     """Every feasible candidate of `problem`, variant by variant in registry order."""
-    found = []
-    for variant in variants(problem.op).values():
-        if not admits(policy, variant.numerics):
-            continue
-        for config in variant.space.enumerate():
-            if variant.infeasible(problem, config, limits) is None:
-                found.append(Candidate.of(problem.op, variant.name, config))
-    return found
+    return [
+        Candidate.of(problem.op, variant.name, config)
+        for variant in variants(problem.op).values()
+        if admits(policy, variant.numerics)
+        for config in variant.space.enumerate()
+        if variant.infeasible(problem, config, limits) is None
+    ]
 
 
 def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, by_name: bool = True) -> str | None:

@@ -60,6 +60,7 @@ def _forget_settings() -> None:
     os.environ["TUNEDCOMM_WORKSPACE_MIB"] = "1"
     os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "20"
     os.environ["TUNEDCOMM_DB"] = os.environ.get("TEST_DB", "/nonexistent/tuned.db")
+    os.environ["TUNEDCOMM_MISS_LOG"] = os.environ.get("TEST_MISS_LOG", "0")
 
 
 @contextlib.contextmanager

@@ -1,125 +1,33 @@
-"""What runs: the tuned variant with its config, whatever the tensor looks like; else the library, or an error."""
+"""What runs: the tuned variant with its config, whatever the tensor looks like; else the library."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Launched, logged, report, run_cases, same_bits, settings, spy_on_launches
-from harness import run_ranks
+from cases import report, same_bits
+from dispatch_table import (
+    DUBIOUS,
+    LARGE,
+    MIDDLE,
+    SMALL,
+    TUNED,
+    WORLD_SIZE,
+    check_tuned,
+    inputs_of,
+    launched,
+    problem,
+    ran,
+    run_on_table,
+    run_with_table,
+    tuned_config,
+)
 
 import tunedcomm
-from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator, limits_for
-from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Snapshot
-from tunedcomm.db.store import Database
-from tunedcomm.hardware import detect
-from tunedcomm.spec import Candidate, Problem, candidates, get_op, get_variant, register_variant, variants
-from tunedcomm.symm.layout import LaneLayout
-
-WORLD_SIZE = 2
-LIBRARY_US = 100.0
-# Number of elements to the fastest variant at it; the others of TUNED are measured there too, and slower.
-SMALL, MIDDLE, LARGE, DUBIOUS = 1024, 4096, 16384, 128
-TUNED = {SMALL: {"lamport": 10.0}, MIDDLE: {"one_shot": 30.0, "lamport": 35.0}}
-TUNED[LARGE] = {"two_shot": 20.0, "one_shot": 90.0, "lamport": 40.0}
-
-
-def problem(numel: int, **changes: Any) -> Problem:
-    return Problem("all_reduce", (numel,), "float32", WORLD_SIZE, mode="eager", **changes)
-
-
-@functools.cache
-def config_of(variant: str, *sizes: int) -> dict[str, Any]:
-    """A config that is not the default and that all the sizes allow."""
-    kernels.discover()
-    limits = limits_for(detect(), WORLD_SIZE, layout=LaneLayout.for_messages(1 << 20))
-    found = [{c for c in candidates(problem(n), limits) if c.variant == variant} for n in sizes]
-    default = get_variant("all_reduce", variant).default(problem(sizes[0]), limits)
-    usable = sorted(set.intersection(*found) - {Candidate.of("all_reduce", variant, default)}, key=str)
-    return usable[0].config_dict
-
-
-def tuned_config(variant: str, numel: int) -> dict[str, Any]:
-    alone = (variant, numel) in (("lamport", SMALL), ("two_shot", LARGE))
-    return config_of(variant, numel) if alone else config_of(variant, MIDDLE, LARGE)
-
-
-def trial(variant: str, numel: int, latency_us: float, **changes: Any) -> TrialRecord:
-    kernels.discover()
-    known = variants("all_reduce").get(variant)
-    values: dict[str, Any] = {
-        "problem": problem(numel),
-        "environment": detect(),
-        "variant": variant,
-        "numerics": "ordered" if known is None else known.numerics,
-        "source_hash": "none" if known is None else kernels.source_hash(known),
-        "config": {},
-        "status": "ok",
-        "latency_p50_us": latency_us,
-        "baseline_p50_us": LIBRARY_US,
-        "final": True,
-        **changes,
-    }
-    return TrialRecord(**values)
-
-
-def write_database(path: Path) -> None:
-    trials = [trial("library", numel, LIBRARY_US) for numel in (*TUNED, DUBIOUS)]
-    for numel, entries in TUNED.items():
-        trials += [trial(v, numel, us, config=tuned_config(v, numel)) for v, us in entries.items()]
-    lamport = config_of("lamport", DUBIOUS)
-    trials += [
-        trial("lamport", DUBIOUS, 1.0, config=lamport, source_hash="0" * 16),
-        trial("one_shot", DUBIOUS, 2.0, config={"num_blocks": 10**6, "num_warps": 4, "items": 1}),
-        trial("one_shot", DUBIOUS, 3.0, config={"num_blocks": 1}),
-        trial("warp_drive", DUBIOUS, 4.0),
-        trial("two_shot", DUBIOUS, 50.0, config=config_of("two_shot", DUBIOUS)),
-    ]
-    with Database.open(path, create=True) as database:
-        database.record(trials)
-
-
-launched: list[Launched] = []
-
-
-def ran(call: Callable[[], torch.Tensor]) -> tuple[str, torch.Tensor]:
-    """Name of the one variant that a call launched, and what it returned."""
-    launched.clear()
-    out = call()
-    assert len(launched) == 1, launched
-    return launched[0].variant, out
-
-
-def inputs_of(rank: int, numel: int, seed: int = 0, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's input and the bits that ordered variants give."""
-    asked = problem(numel, **changes)
-    op = get_op("all_reduce")
-    everyone = [op.make_inputs(asked, r, seed, "random", "cpu") for r in range(WORLD_SIZE)]
-    (expected,) = op.ordered_reference(asked, everyone, rank)
-    return everyone[rank][0], expected
-
-
-def check_tuned(rank: int, numel: int, variant: str, source: str, config: dict[str, Any] | None = None) -> None:
-    x, expected = inputs_of(rank, numel)
-    for _ in range(2):
-        name, out = ran(lambda: tunedcomm.all_reduce(x))
-        assert name == variant
-        assert same_bits(out, expected)
-        if config is not None:
-            assert launched[0].config == config
-    plan = get_communicator().plans[numel, torch.float32, "sum", False, "default", False, False]
-    assert plan.decision.source == source, plan.decision
-    assert plan.decision.candidate == Candidate.of("all_reduce", variant, launched[0].config)
-    assert tunedcomm.explain(get_communicator(), problem(numel)) == plan.decision
+from tunedcomm.communicator import get_communicator
+from tunedcomm.spec import Problem, get_variant
 
 
 def the_tuned_variant_runs(rank: int) -> None:
@@ -244,152 +152,18 @@ def numerics_policies(rank: int) -> None:
     assert get_variant("all_reduce", name).numerics == "ordered"
     assert same_bits(out, wanted)
     untuned = torch.ones(SMALL, dtype=torch.bfloat16)
-    for tensor, op in ((untuned, "sum"), (x, "max"), (torch.ones(8, dtype=torch.int64), "sum")):
+    hopeless = r"tuning would find none: .*goes to the library.*Allow numerics='default'"
+    for tensor, op, text in (
+        (untuned, "sum", r"run `tunedcomm tune`, or allow numerics='default'"),
+        (x, "max", hopeless),
+        (torch.ones(8, dtype=torch.int64), "sum", hopeless),
+    ):
         launched.clear()
-        with pytest.raises(tunedcomm.InfeasibleError, match=r"tunedcomm tune.*numerics='default'"):
+        with pytest.raises(tunedcomm.InfeasibleError, match=text):
             tunedcomm.all_reduce(tensor, op=op, numerics="ordered")
         assert launched == []
     with pytest.raises(tunedcomm.InfeasibleError, match=r"policy 'ordered' admits no candidate"):
         tunedcomm.explain(get_communicator(), Problem("all_reduce", (8,), "bfloat16", 2), policy="ordered")
-
-
-def forced(rank: int) -> None:
-    x, expected = inputs_of(rank, SMALL)
-    chosen = {"num_blocks": 2, "num_warps": 2, "items": 2}
-
-    def name_of() -> str:
-        name, out = ran(lambda: tunedcomm.all_reduce(x))
-        assert name == "library" or same_bits(out, expected)
-        return name
-
-    assert name_of() == "lamport"
-    with tunedcomm.force("all_reduce", "two_shot"):
-        assert name_of() == "two_shot"
-        assert tunedcomm.explain(get_communicator(), problem(SMALL)).source == "forced"
-        with tunedcomm.force("all_reduce", "one_shot", chosen):
-            assert name_of() == "one_shot"
-            assert launched[0].config == chosen
-            chosen["num_blocks"] = 1  # the caller's dict is the caller's
-            assert name_of() == "one_shot"
-            with tunedcomm.force("all_reduce", "library"):
-                assert name_of() == "library"
-            with pytest.raises(ZeroDivisionError), tunedcomm.force("all_reduce", "library"):
-                raise ZeroDivisionError
-            assert name_of() == "one_shot"
-        assert name_of() == "two_shot"
-    assert name_of() == "lamport"
-
-
-def forced_in_vain(rank: int) -> None:
-    x = torch.ones(SMALL)
-    wrong: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-        (("all_reduce", "lamprt"), tunedcomm.UnknownNameError, "no variant 'lamprt'; did you mean 'lamport'"),
-        (("all_reduse", "lamport"), tunedcomm.UnknownNameError, "unknown op 'all_reduse'; did you mean 'all_reduce'"),
-        (("all_reduce", "lamport", {"num_blocks": 3}), tunedcomm.ConfigError, "num_blocks=3 is not in its axis"),
-        (("all_reduce", "library", {"num_blocks": 1}), tunedcomm.ConfigError, "unknown axis 'num_blocks'"),
-    ]
-    for arguments, error, text in wrong:
-        with pytest.raises(error, match=text), tunedcomm.force(*arguments):
-            raise AssertionError("the block must not be entered")
-    # Known, but not for this problem, on this machine, or in this space's point.
-    with tunedcomm.force("all_reduce", "torch_one_shot"):
-        with pytest.raises(tunedcomm.InfeasibleError, match=r"torch_one_shot.* is forced for .*need GPUs"):
-            tunedcomm.all_reduce(x)
-    with tunedcomm.force("all_reduce", "multimem_one_shot"):
-        with pytest.raises(tunedcomm.InfeasibleError, match=r"multimem_one_shot.* is forced for .*multicast"):
-            tunedcomm.all_reduce(x)
-    with tunedcomm.force("all_reduce", "lamport"):
-        with pytest.raises(tunedcomm.InfeasibleError, match="max goes to the library"):
-            tunedcomm.all_reduce(x, op="max")
-        with pytest.raises(tunedcomm.InfeasibleError, match="float64 goes to the library"):
-            tunedcomm.all_reduce(x.double())
-        with pytest.raises(tunedcomm.InfeasibleError, match="exceed a stage"):
-            tunedcomm.all_reduce(torch.ones(1 << 20))
-    with tunedcomm.force("all_reduce", "one_shot", {"num_blocks": 4, "num_warps": 16, "items": 2}):
-        with pytest.raises(tunedcomm.InfeasibleError, match="without work"):
-            tunedcomm.all_reduce(x)
-    check_tuned(rank, SMALL, "lamport", "exact")
-
-
-def a_plan_that_cannot_be_bound(rank: int) -> None:
-    """What only turns out when the kernel is loaded: the library instead, if the policy allows it."""
-    real = get_variant("all_reduce", "lamport")
-
-    def too_large(problem: Problem, config: Any, workspace: Any) -> Any:
-        raise tunedcomm.InfeasibleError("4 blocks do not fit on 1 SM")
-
-    register_variant(dataclasses.replace(real, bind=too_large))
-    communicator = get_communicator()
-    communicator.forget_plans()
-    try:
-        x, _ = inputs_of(rank, SMALL)
-        with logged() as warnings:
-            name, _ = ran(lambda: tunedcomm.all_reduce(x))
-        assert name == "library"
-        assert len(warnings) == 1
-        assert "do not fit on 1 SM" in warnings[0]
-        plan = communicator.plans[SMALL, torch.float32, "sum", False, "default", False, False]
-        assert plan.decision.candidate.variant == "library"
-        assert "do not fit on 1 SM" in plan.decision.why
-        for policy, context in (("ordered", None), ("default", "lamport")):
-            with pytest.raises(tunedcomm.InfeasibleError, match="do not fit on 1 SM"):
-                with tunedcomm.force("all_reduce", context) if context else contextlib.nullcontext():
-                    tunedcomm.all_reduce(x, numerics=policy)
-    finally:
-        register_variant(real)
-        tunedcomm.release_communicators()
-    check_tuned(rank, SMALL, "lamport", "exact")
-
-
-def mode_off(rank: int) -> None:
-    x, _ = inputs_of(rank, SMALL)
-    with settings({"TUNEDCOMM_MODE": "off"}):
-        assert ran(lambda: tunedcomm.all_reduce(x))[0] == "library"
-        with tunedcomm.force("all_reduce", "one_shot"):
-            assert ran(lambda: tunedcomm.all_reduce(x))[0] == "one_shot"
-    assert ran(lambda: tunedcomm.all_reduce(x))[0] == "lamport"
-
-
-def mode_force(rank: int) -> None:
-    x, _ = inputs_of(rank, SMALL)
-    with settings({"TUNEDCOMM_MODE": "force"}):
-        assert ran(lambda: tunedcomm.all_reduce(x))[0] == "lamport"
-        with pytest.raises(
-            tunedcomm.InfeasibleError,
-            match=r"TUNEDCOMM_MODE=force, but no database .*tunedcomm tune --op all_reduce --shape 1024",
-        ):
-            tunedcomm.all_reduce(x.bfloat16())
-        with tunedcomm.force("all_reduce", "library"):
-            assert ran(lambda: tunedcomm.all_reduce(x.bfloat16()))[0] == "library"
-
-
-def forced_by_setting(rank: int) -> None:
-    x, expected = inputs_of(rank, SMALL)
-    with settings({"TUNEDCOMM_FORCE_ALL_REDUCE": "two_shot_lamport"}):
-        name, out = ran(lambda: tunedcomm.all_reduce(x))
-        assert name == "two_shot_lamport"
-        assert same_bits(out, expected)
-        with tunedcomm.force("all_reduce", "one_shot"):
-            assert ran(lambda: tunedcomm.all_reduce(x))[0] == "one_shot"
-        with pytest.raises(tunedcomm.InfeasibleError, match="max goes to the library"):
-            tunedcomm.all_reduce(x, op="max")
-    with settings({"TUNEDCOMM_FORCE_ALL_REDUCE": "lamprt"}):
-        with pytest.raises(tunedcomm.UnknownNameError, match=r"TUNEDCOMM_FORCE_ALL_REDUCE='lamprt': .*'lamport'"):
-            tunedcomm.all_reduce(x)
-
-
-def replaced_snapshot(rank: int) -> None:
-    communicator = get_communicator()
-    tuned = communicator.snapshot
-    empty = Snapshot(environment=communicator.environment, world_size=WORLD_SIZE)
-    communicator.replace_snapshot(empty)
-    x, _ = inputs_of(rank, SMALL)
-    assert ran(lambda: tunedcomm.all_reduce(x))[0] == "library"
-    with pytest.raises(tunedcomm.AgreementError, match="differ in snapshot: digest is"):
-        communicator.replace_snapshot((empty, tuned)[rank])
-    assert communicator.snapshot is empty, "refused on every rank"
-    communicator.replace_snapshot(tuned)
-    assert ran(lambda: tunedcomm.all_reduce(x))[0] == "lamport"
 
 
 def same_bits_on_every_rank(rank: int) -> None:
@@ -415,27 +189,17 @@ CASES = {
     "reductions": reductions,
     "other dtypes": other_dtypes,
     "numerics policies": numerics_policies,
-    "force": forced,
-    "force in vain": forced_in_vain,
-    "a plan that cannot be bound": a_plan_that_cannot_be_bound,
-    "TUNEDCOMM_MODE=off": mode_off,
-    "TUNEDCOMM_MODE=force": mode_force,
-    "TUNEDCOMM_FORCE_ALL_REDUCE": forced_by_setting,
-    "replace_snapshot": replaced_snapshot,
     "same bits on every rank": same_bits_on_every_rank,
 }
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:
-    spy_on_launches(launched)
-    return run_cases(CASES, rank)
+    return run_on_table(CASES, rank)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    database = tmp_path_factory.mktemp("dispatch") / "tuned.db"
-    write_database(database)
-    return run_ranks(WORLD_SIZE, body, env={"TEST_DB": str(database)}, timeout=120)
+    return run_with_table(body, tmp_path_factory.mktemp("dispatch"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -180,3 +180,21 @@ def test_without_gpus_and_hardware_the_host_is_asked(stored: str, monkeypatch: p
     assert "host backend" in shown.stdout
     assert "--hardware" in shown.stderr
     assert "runs          library()" in shown.stdout
+
+
+def test_stored_trials_that_decided_nothing_show_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = [
+        trial("library", 14.0),
+        trial("lamport", 4.0),
+        trial("lamport", 4.5),
+        trial("lamport", 5.0, status="pruned", final=False),
+        trial("one_shot", 5.0, status="crashed", final=False),
+    ]
+    path = store(tmp_path / "tried.db", trials)
+    monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "two_shot")
+    left_out = dict(
+        json.loads(invoke("explain", *ASK, "--hardware", "H200", "--db", path, "--json").stdout)["left_out"]
+    )
+    assert left_out["lamport"] == "4.00 µs at best where it was tried"
+    assert left_out["one_shot"] == "crashed"
+    assert "ok" not in left_out.values()

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from db_samples import H200, candidate, problem, trial
 
-from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.cli._choice import read_layers
+from tunedcomm.db.layers import Layer, is_absent, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
     DatabaseAccessError,
@@ -271,3 +272,22 @@ def test_a_bad_layer_is_left_out_with_one_warning(path: Path, caplog: pytest.Log
     assert "gone.db does not exist" in messages[1]
     with pytest.raises(DatabaseError):
         load_snapshot(H200, 4, layers=wanted, strict=True)
+
+
+def test_a_user_database_in_an_unreadable_directory_is_not_taken_for_absent(
+    ordinary_user: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = ordinary_user / "closed"
+    Database.open(closed / "tuned.db", create=True).close()
+    closed.chmod(0)
+    _drop_privileges()
+    inside, outside = Layer("user", str(closed / "tuned.db")), Layer("user", str(ordinary_user / "none.db"))
+    assert (is_absent(inside), is_absent(outside)) == (False, True)
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        load_snapshot(H200, 4, layers=[inside, outside])
+    assert len(caplog.records) == 1
+    assert f"left out (user): cannot read database {closed / 'tuned.db'}: Permission denied" in caplog.text
+    monkeypatch.setenv("TUNEDCOMM_DB", inside.target)
+    assert inside in read_layers(None)
+    monkeypatch.setenv("TUNEDCOMM_DB", outside.target)
+    assert outside not in read_layers(None)

@@ -10,6 +10,7 @@ import pytest
 from db_samples import NUMERICS, candidate, decide, problem, row, snapshot
 
 from tunedcomm.db.select import Decision, Failure
+from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate
 
 
@@ -91,6 +92,17 @@ def test_an_empty_snapshot_gives_the_library() -> None:
     assert (decision.candidate, decision.source, decision.passed_over) == (candidate("library"), "library", ())
     assert decide([], problem(0)).candidate == candidate("library")
     assert decide([row("one_shot", 4.0)], problem(0)).candidate == candidate("library")
+
+
+def test_tuning_is_not_recommended_where_it_can_find_nothing() -> None:
+    with pytest.raises(InfeasibleError, match=r"run `tunedcomm tune`, or allow numerics='default'$"):
+        decide([], policy="ordered")
+    with pytest.raises(InfeasibleError) as caught:
+        decide([], policy="ordered", hopeless=lambda: "one_shot: no max")
+    assert "tuning would find none: one_shot: no max. Allow numerics='default'" in str(caught.value)
+    assert "tunedcomm tune" not in str(caught.value)
+    assert decide([row("one_shot", 4.0)], policy="ordered", hopeless=lambda: "unasked").source == "exact"
+    assert decide([], hopeless=lambda: "the library may run").source == "library"
 
 
 def test_huge_sizes_are_no_trouble() -> None:

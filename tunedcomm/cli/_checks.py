@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunedcomm import settings
-from tunedcomm.cli._choice import is_absent, open_layer
+from tunedcomm.cli._choice import open_layer
 from tunedcomm.errors import DatabaseError, SettingError
 from tunedcomm.version import VERSION
 
@@ -203,7 +203,7 @@ def _host_backend() -> Iterator[Check]:
 def check_databases() -> Iterator[Check]:
     """Every layer: can it be read, what does it hold, does it lie where SQLite is safe."""
     from tunedcomm.db.engine import parse_target
-    from tunedcomm.db.layers import layers
+    from tunedcomm.db.layers import is_absent, layers
 
     for layer in layers():
         name = f"{layer.name} database"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ __all__ = [
     "Choice",
     "choose",
     "environment_here",
-    "is_absent",
     "match_environments",
     "open_layer",
     "read_layers",
@@ -81,17 +79,24 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
 
 
 def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence[Layer]) -> dict[str, str]:
-    """Variant to how its latest trial of this very problem on this hardware ended, where none of its trials ran."""
+    """Variant to what its trials of this very problem on this hardware came to; the nearest layer's where several have.
+
+    That is its best time where it ran at all, else how its latest trial ended.
+    """
     found: dict[str, str] = {}
     for layer in reversed(layers):
         try:
             with open_layer(layer) as database:
-                trials = database.trials(problem=problem)
+                trials = [t for t in database.trials(problem=problem) if t.environment.hard_key == environment.hard_key]
         except DatabaseError:
             continue  # noted when the snapshot was loaded
+        best: dict[str, float] = {}
         for trial in trials:
-            if trial.environment.hard_key == environment.hard_key and trial.status != "infeasible":
+            if trial.latency_p50_us is not None and trial.status == "ok":
+                best[trial.variant] = min(trial.latency_p50_us, best.get(trial.variant, trial.latency_p50_us))
+            elif trial.status != "infeasible":
                 found[trial.variant] = f"{trial.status}: {trial.reason}" if trial.reason else trial.status
+        found.update({name: f"{latency_us:.2f} µs at best where it was tried" for name, latency_us in best.items()})
     return found
 
 
@@ -120,19 +125,11 @@ def _left_out(
 
 def read_layers(database: str | None) -> Sequence[Layer]:
     """Every layer, without a user database that was never made; or only the database that was named."""
-    from tunedcomm.db.layers import Layer, layers
+    from tunedcomm.db.layers import Layer, is_absent, layers
 
     if database is not None:
         return [Layer(name="user", target=database)]
     return [layer for layer in layers() if not is_absent(layer)]
-
-
-def is_absent(layer: Layer) -> bool:
-    """True for a user database that was never made, which is no fault."""
-    from tunedcomm.db.engine import parse_target
-
-    path = parse_target(layer.target).path
-    return layer.name == "user" and path is not None and not os.path.lexists(path)
 
 
 def open_layer(layer: Layer) -> Database:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-__all__ = ["local_ranks", "num_gpus", "run_module"]
+__all__ = ["host_ranks", "local_ranks", "num_gpus", "run_module", "swept_ranks"]
 
 
 def num_gpus() -> int:
@@ -23,11 +23,11 @@ def local_ranks(world_size: int | None) -> int:
     """Ranks to start: those asked for, else one a GPU, else 2 on the host backend; a single GPU has no peers.
 
     Raises:
-        BadParameter: more ranks than GPUs, on a machine that has several.
+        BadParameter: more ranks than GPUs, on a machine that has several, or more than the host backend serves.
     """
     available = num_gpus()
     if available < 2:
-        return world_size or 2
+        return host_ranks(world_size)
     if world_size is None:
         return available
     if available < world_size:
@@ -37,6 +37,40 @@ def local_ranks(world_size: int | None) -> int:
             param_hint="--world-size",
         )
     return world_size
+
+
+def host_ranks(world_size: int | None) -> int:
+    """Ranks of the host backend to start, 2 by default.
+
+    Raises:
+        BadParameter: more than kernels serve, which would be a measurement of the library alone.
+    """
+    from tunedcomm.symm.layout import MAX_WORLD_SIZE
+
+    if world_size is not None and world_size > MAX_WORLD_SIZE:
+        raise typer.BadParameter(
+            f"{world_size} ranks are more than the {MAX_WORLD_SIZE} that kernels serve on one host; pass a smaller "
+            "--world-size",
+            param_hint="--world-size",
+        )
+    return world_size or 2
+
+
+def swept_ranks(world_size: int | None, backend: str | None) -> int:
+    """Ranks of a sweep on `cuda`, `host`, or whichever of them this machine has.
+
+    Raises:
+        BadParameter: this machine cannot start that many.
+    """
+    if backend == "host":
+        return host_ranks(world_size)
+    if backend == "cuda" and num_gpus() < 2:
+        raise typer.BadParameter(
+            f"it needs at least 2 GPUs, this machine has {num_gpus()}; leave it out or pass --backend host to tune "
+            "CPU ranks, whose timings say nothing about GPUs",
+            param_hint="--backend",
+        )
+    return local_ranks(world_size)
 
 
 def run_module(

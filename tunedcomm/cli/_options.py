@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, parse_shape
+from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, did_you_mean, get_op, parse_shape
 
 if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy
@@ -146,19 +147,41 @@ def check_dtype(dtype: str, spec: OpSpec | None = None) -> str:
     allowed = DTYPES if spec is None else spec.dtypes
     if dtype not in allowed:
         what = "a dtype" if spec is None else f"a dtype of {spec.name}"
-        raise typer.BadParameter(f"{dtype!r} is not {what}; allowed: {', '.join(allowed)}", param_hint="--dtype")
+        raise typer.BadParameter(
+            f"{dtype!r} is not {what}{did_you_mean(dtype, allowed)} Allowed: {', '.join(allowed)}", param_hint="--dtype"
+        )
     return dtype
 
 
-def check_shape(text: str, spec: OpSpec) -> tuple[int, ...]:
-    """Read a shape and refuse one that is not of the op's form as bad usage."""
+_OTHER_SEPARATOR = re.compile(r"\d+(?:\s*[*×/;:]\s*\d+)+")
+_MAX_ELEMENTS = 1 << 48
+
+
+def check_shape(text: str, spec: OpSpec, *, may_be_empty: bool = False) -> tuple[int, ...]:
+    """Read a shape and refuse as bad usage one that is not of the op's form, or that nothing can be measured at.
+
+    Args:
+        text: as typed.
+        spec: the op.
+        may_be_empty: take a shape without elements, which can be asked about but not measured.
+    """
     try:
         shape = parse_shape(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shape") from None
+        meant = "x".join(re.findall(r"\d+", text)) if _OTHER_SEPARATOR.fullmatch(text.strip()) else ""
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        raise typer.BadParameter(f"{error}{hint}", param_hint="--shape") from None
     if len(shape) != spec.rank_of_shape:
         raise typer.BadParameter(
             f"{text!r} has {len(shape)} extents, a shape of {spec.name} has {spec.rank_of_shape}: {spec.shape_help}",
+            param_hint="--shape",
+        )
+    elements = math.prod(shape)
+    if elements == 0 and not may_be_empty:
+        raise typer.BadParameter(f"{text!r} has no elements: there is nothing to measure", param_hint="--shape")
+    if elements > _MAX_ELEMENTS:
+        raise typer.BadParameter(
+            f"{text!r} has more elements than any memory holds; at most {_MAX_ELEMENTS}: {spec.shape_help}",
             param_hint="--shape",
         )
     return shape
@@ -171,7 +194,8 @@ def check_reduction(reduction: str | None, spec: OpSpec) -> str:
         return allowed[0]
     if reduction not in allowed:
         raise typer.BadParameter(
-            f"{reduction!r} is not a reduction of {spec.name}; allowed: {', '.join(allowed) or '(none)'}",
+            f"{reduction!r} is not a reduction of {spec.name}{did_you_mean(reduction, allowed)} "
+            f"Allowed: {', '.join(allowed) or '(none)'}",
             param_hint="--reduction",
         )
     return reduction
@@ -224,7 +248,7 @@ class ProblemOptions:
         input_kind: InputKind = "plain" if self.input_kind is Kind.plain else "symmetric"
         return Problem(
             op=spec.name,
-            shape=check_shape(self.shape, spec),
+            shape=check_shape(self.shape, spec, may_be_empty=True),
             dtype=check_dtype(self.dtype),
             world_size=self.world_size,
             reduction=check_reduction(self.reduction, spec),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,9 +22,11 @@ from tunedcomm.cli._options import (
 )
 from tunedcomm.cli._output import emit_json, format_ratio, format_us, note, table
 from tunedcomm.cli._stored import Contest, contests, read_trials
+from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.db.records import TrialRecord
+    from tunedcomm.spec import Problem
 
 __all__ = ["db_show"]
 
@@ -57,8 +61,10 @@ def db_show(
         input_kind=input_kind,
     ).problem()
     found: list[Contest] = []
+    others: set[Problem] = set()
     for layer, trials in read_trials(db, op=op, hardware=hardware):
         found += contests(layer, [trial for trial in trials if trial.problem == problem])
+        others |= {trial.problem for trial in trials if trial.problem.family == problem.family}
     if as_json:
         emit_json([_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
     for contest in [] if as_json else found:
@@ -67,8 +73,19 @@ def db_show(
         if len(contest.trials) > limit:
             note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
     if not found:
-        note(f"no trial of {problem} is stored; `tunedcomm db list` prints what is")
+        near = nearest_shapes(problem, others)
+        hint = f"; the nearest shapes stored are {', '.join(near)}" if near else ""
+        note(f"no trial of {problem} is stored{hint}; `tunedcomm db list` prints what is")
         raise typer.Exit(1)
+
+
+def nearest_shapes(problem: Problem, others: Iterable[Problem]) -> list[str]:
+    """Shapes of the problems nearest in size, at most three, nearest first."""
+
+    def distance(other: Problem) -> tuple[float, Problem]:
+        return abs(math.log((other.numel + 1) / (problem.numel + 1))), other
+
+    return [format_shape(other.shape) for other in sorted(others, key=distance)[:3]]
 
 
 def _by_speed(contest: Contest) -> list[TrialRecord]:

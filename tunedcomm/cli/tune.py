@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
+import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunedcomm.cli._gang import local_ranks, num_gpus
+from tunedcomm.cli._gang import num_gpus, swept_ranks
+from tunedcomm.cli._misses import check_alone, missed_problems
 from tunedcomm.cli._models import ModelOptions, list_models
 from tunedcomm.cli._options import (
     JsonOption,
@@ -29,11 +32,16 @@ from tunedcomm.cli._progress import shown
 from tunedcomm.spec import format_shape, get_variant
 
 if TYPE_CHECKING:
+    from tunedcomm.spec import Problem
     from tunedcomm.tuner.sweep import ProblemResult, SweepOutcome, SweepSpec
 
-__all__ = ["run_sweep", "tune"]
+__all__ = ["is_spare_copy", "run_sweep", "tune"]
 
 COLUMNS = ("shape", "bytes", "dtype", "mode", "input", "winner", "p50 us", "library us", "speed-up", "trials", "failed")
+
+
+# What torchrun and Slurm number the processes of one host by.
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 
 
 class Backend(str, enum.Enum):
@@ -43,9 +51,15 @@ class Backend(str, enum.Enum):
     host = "host"
 
 
+def is_spare_copy() -> bool:
+    """True for all but the first copy that a launcher started on this host: one command tunes all of its GPUs."""
+    return any(value.isdecimal() and int(value) > 0 for name in LOCAL_RANKS if (value := os.environ.get(name, "")))
+
+
 def tune(
+    context: typer.Context,
     *,
-    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce. Needed unless models are listed.")] = None,
+    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce. May be left out with --from-misses.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's, 1 KiB to 256 MiB.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to tune, instead of --shape.")] = None,
     tp: Annotated[
@@ -53,6 +67,9 @@ def tune(
     ] = None,
     tokens: Annotated[list[str] | None, typer.Option(help="Tokens a step of --model; by default 1 to 8192.")] = None,
     models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
+    from_misses: Annotated[
+        bool, typer.Option("--from-misses", help="Tune what was called here without having been tuned.")
+    ] = False,
     dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None,
     mode: Annotated[
         SweptMode | None,
@@ -81,19 +98,33 @@ def tune(
     Example: tunedcomm tune --op all_reduce --dtype bfloat16,float16 --mode both --budget 10m
 
     Example: tunedcomm tune --op all_reduce --model llama3-70b,qwen3-32b --tp 4 --tokens 1,8,64,4096
+
+    Example: tunedcomm tune --from-misses --budget 30m
     """
     if models:
         list_models(as_json=as_json)
         return
+    if is_spare_copy():
+        note("another copy of this command tunes this host's GPUs; this one has nothing to do (start one a host)")
+        return
+    on_host = backend is Backend.host
+    named = ModelOptions.of(model, tp=tp, tokens=tokens, shape=shape)
+    ranks = swept_ranks(named.ranks(world_size), None if backend is None else backend.value)
+    missed: dict[str, tuple[Problem, ...]] = {}
+    if from_misses:
+        check_alone(context)
+        only = None if op is None else known_op(op).name
+        missed = missed_problems(only, world_size=ranks, on_host=on_host, database=db)
+        if not missed:
+            if as_json:
+                emit_json([])
+            return
+        op = next(iter(missed))
     if op is None:
         raise typer.BadParameter("it is missing; pass e.g. --op all_reduce", param_hint="--op")
     spec = known_op(op)
     for name in split(variants):
         get_variant(spec.name, name)
-    on_host = backend is Backend.host
-    named = ModelOptions.of(model, tp=tp, tokens=tokens, shape=shape)
-    world_size = named.ranks(world_size)
-    ranks = world_size or 2 if on_host else local_ranks(world_size)
     from tunedcomm.tuner.sweep import SweepSpec
 
     wanted = SweepSpec(
@@ -113,10 +144,33 @@ def tune(
         retry=retry,
         command=shlex.join(["tunedcomm", *sys.argv[1:]]),
     )
+    if missed:
+        tune_missed(wanted, missed, db, as_json=as_json)
+        return
     outcome, url = run_sweep(wanted, db)
     report(outcome, url, as_json=as_json)
-    if outcome.unsolved:
-        note("no candidate runs: " + "; ".join(str(problem) for problem in outcome.unsolved))
+    leave([outcome])
+
+
+def tune_missed(
+    spec: SweepSpec, missed: Mapping[str, tuple[Problem, ...]], database: str | None, *, as_json: bool
+) -> None:
+    """One sweep an op, like `spec` but of these problems; with a budget each has an equal share of it."""
+    budget_s = None if spec.budget_s is None else spec.budget_s / len(missed)
+    done = []
+    for op, problems in missed.items():
+        done.append(run_sweep(replace(spec, op=op, problems=problems, budget_s=budget_s), database))
+        if not as_json:
+            report(*done[-1], as_json=False)
+    if as_json:
+        emit_json([_to_dict(outcome, url) for outcome, url in done])
+    leave([outcome for outcome, _ in done])
+
+
+def leave(outcomes: Sequence[SweepOutcome]) -> None:
+    """Exit with code 1 if a problem ended without a candidate that runs."""
+    if unsolved := [problem for outcome in outcomes for problem in outcome.unsolved]:
+        note("no candidate runs: " + "; ".join(map(str, unsolved)))
         raise typer.Exit(1)
 
 

@@ -221,8 +221,18 @@ def _named(target: Target, error: Any) -> DatabaseError:
         )
     if "no such table" in low or "no such column" in low:
         return DatabaseCorruptError(f"{target} does not have the tables of its version ({text}); restore a copy of it")
+    if "unable to open" in low:
+        return DatabaseAccessError(
+            f"{target} cannot be opened or made ({text}); check the permissions of it and of its directory, or set "
+            "TUNEDCOMM_DB or --db to another file"
+        )
     if "readonly" in low or "read-only" in low:
         return DatabaseAccessError(f"{target} cannot be written ({text}); check permissions or set TUNEDCOMM_DB")
+    if "is full" in low or "no space" in low or "disk full" in low:
+        return DatabaseAccessError(
+            f"no space is left for {target} ({text}); what was stored is intact: make room and run the same command "
+            "again, or set TUNEDCOMM_DB or --db to a file on another disk"
+        )
     if "locking protocol" in low or "disk i/o" in low:
         return DatabaseAccessError(
             f"{target} cannot be used ({text}); on a network file system give each host a local file (TUNEDCOMM_DB) "

@@ -27,7 +27,7 @@ from tunedcomm.errors import DatabaseError
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.spec import Candidate, Problem
 
-__all__ = ["Layer", "layers", "load_snapshot", "packaged_databases", "user_database"]
+__all__ = ["Layer", "is_absent", "layers", "load_snapshot", "packaged_databases", "user_database"]
 
 _log = logging.getLogger("tunedcomm")
 _warned: set[str] = set()
@@ -203,10 +203,18 @@ def _warn_once(message: str) -> None:
         _log.warning(message)
 
 
-def _is_absent(layer: Layer) -> bool:
-    """True for a user database that was never made, which is no fault."""
+def is_absent(layer: Layer) -> bool:
+    """True for a user database that was never made, which is no fault; one that cannot be looked at may be there."""
     path = parse_target(layer.target).path
-    return layer.name == "user" and path is not None and not os.path.lexists(path)
+    if layer.name != "user" or path is None:
+        return False
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _read(layer: Layer, rank: int, world_size: int, merge: _Merge) -> None:
@@ -250,7 +258,7 @@ def load_snapshot(
     merge = _Merge(environment)
     for rank, layer in enumerate(_all_layers() if layers is None else layers):
         try:
-            if strict or not _is_absent(layer):
+            if strict or not is_absent(layer):
                 _read(layer, rank, world_size, merge)
         except DatabaseError as error:
             if strict:

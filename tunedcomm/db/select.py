@@ -55,6 +55,7 @@ def choose(
     policy: NumericsPolicy = "default",
     heuristic: Callable[[Problem], Candidate | None] | None = None,
     forced: Candidate | None = None,
+    hopeless: Callable[[], str | None] = lambda: None,
 ) -> Decision:
     """Resolve `problem`; see the module's text for the rules.
 
@@ -69,6 +70,8 @@ def choose(
         policy: numerics classes that the caller accepts.
         heuristic: the op's rule for what was never measured.
         forced: a candidate asked for by name: overrides everything but feasibility, the policy included.
+        hopeless: why no variant that the policy admits can ever run `problem` here, or None; asked where nothing that
+            it admits is known, for tuning is no way out then.
 
     Raises:
         InfeasibleError: the forced candidate cannot run, or the policy excludes the library and nothing that it admits
@@ -81,7 +84,7 @@ def choose(
     if decision is None and not call.library_admitted:
         # Nothing slower than the library is to be feared here, for the library may not run at all.
         decision = _interpolated(call, None)
-    decision = decision or _library(call)
+    decision = decision or _library(call, hopeless)
     passed = {candidate: reason for candidate, reason in call.passed.items() if candidate != decision.candidate}
     return replace(decision, passed_over=tuple(sorted((str(c), reason) for c, reason in passed.items())))
 
@@ -238,7 +241,7 @@ def _heuristic(call: Call, heuristic: Callable[[Problem], Candidate | None] | No
     return _measured(call, candidate, "heuristic", f"nothing near is measured; the op's rule of thumb is {candidate}")
 
 
-def _library(call: Call) -> Decision:
+def _library(call: Call, hopeless: Callable[[], str | None]) -> Decision:
     rows = call.snapshot.family_rows(call.problem)
     if rows:
         size = call.size(call.problem)
@@ -249,6 +252,11 @@ def _library(call: Call) -> Decision:
     else:
         why = "nothing of this kind is measured for this hardware and world size"
     if not call.library_admitted:
+        if reason := hopeless():
+            raise InfeasibleError(
+                f"policy {call.policy!r} admits no candidate for {call.problem}, and tuning would find none: {reason}. "
+                "Allow numerics='default'"
+            )
         raise InfeasibleError(
             f"policy {call.policy!r} admits no candidate for {call.problem}: {why}; run `tunedcomm tune`, or allow "
             "numerics='default'"

@@ -7,7 +7,6 @@ gathered (`ag_gemm`); one that is split by rows leaves every rank a partial sum 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from importlib.resources import files
 from typing import Any, TypeAlias
 
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
-from tunedcomm.spec import ITEMSIZE
+from tunedcomm.spec import ITEMSIZE, did_you_mean
 
 __all__ = [
     "DEFAULT_TOKENS",
@@ -217,11 +216,9 @@ def find_model(name: str) -> Model:
     wanted = name.strip().lower().replace("_", "-")
     if wanted in known:
         return known[wanted]
-    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else "."
     raise UnknownNameError(
-        f"unknown model {name!r}{hint} The models are {', '.join(catalog())}. For any other model pass its shapes "
-        "with --shape"
+        f"unknown model {name!r}{did_you_mean(wanted, known)} The models are {', '.join(catalog())}. For any other "
+        "model pass its shapes with --shape"
     )
 
 

@@ -1,0 +1,73 @@
+"""What real groups leave in the log of untuned problems, and that a tuned call knows nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import Case, same_bits
+from dispatch_table import LARGE, MIDDLE, SMALL, inputs_of, problem, ran, run_on_table, run_with_table
+
+import tunedcomm
+from tunedcomm.communicator import get_communicator
+from tunedcomm.db.miss_log import Miss, read
+from tunedcomm.hardware import detect
+
+BETWEEN = 8192
+
+
+def counts_its_calls(numel: int, dtype: torch.dtype = torch.float32, group: Any = None) -> bool:
+    plan = get_communicator(group).plans[numel, dtype, "sum", False, "default", False, False]
+    return "count_and_launch" in plan.launch.__qualname__
+
+
+def calls(rank: int) -> None:
+    other = dist.new_group([0, 1])
+    for numel in (SMALL, MIDDLE, LARGE):
+        x, expected = inputs_of(rank, numel)
+        for _ in range(3):
+            assert same_bits(ran(lambda x=x: tunedcomm.all_reduce(x))[1], expected)
+        assert not counts_its_calls(numel)
+    x, expected = inputs_of(rank, BETWEEN)
+    for group in (None, other):
+        for _ in range(4):
+            assert same_bits(ran(lambda group=group: tunedcomm.all_reduce(x, group=group))[1], expected)
+        assert counts_its_calls(BETWEEN, group=group) == (rank == 0)
+    strided = torch.ones(2 * SMALL, dtype=torch.bfloat16)[::2]  # through the slow path, each time
+    for _ in range(5):
+        assert torch.equal(tunedcomm.all_reduce(strided), torch.full((SMALL,), 2.0, dtype=torch.bfloat16))
+    tunedcomm.all_reduce(torch.ones(SMALL, dtype=torch.int64))
+    tunedcomm.all_reduce(torch.ones(SMALL), op="max")
+    with tunedcomm.force("all_reduce", "one_shot"):
+        tunedcomm.all_reduce(torch.ones(3 * SMALL))
+    tunedcomm.release_communicators()
+
+
+CASES: dict[str, Case] = {"calls": calls}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    return run_on_table(CASES, rank)
+
+
+def logged_misses(folder: Path, runs: int) -> list[Miss]:
+    log = folder / "misses.jsonl"
+    for _ in range(runs):
+        for found in run_with_table(body, folder, TEST_MISS_LOG=str(log)):
+            assert found == {"calls": ""}, found["calls"]
+    misses, skipped = read(log)
+    assert skipped == 0
+    assert len(log.read_bytes().splitlines()) == 2 * runs, "one line a missed problem and process, none for a tuned one"
+    return misses
+
+
+def test_groups_note_what_was_not_tuned_and_nothing_else(tmp_path: Path) -> None:
+    misses = logged_misses(tmp_path, runs=2)
+    untuned = problem(SMALL, dtype="bfloat16")
+    assert [(m.problem, m.count, m.source) for m in misses] == [
+        (problem(BETWEEN), 16, "interpolated"),
+        (untuned, 10, "library"),
+    ]
+    assert {m.hard_key for m in misses} == {detect().hard_key}

@@ -1,0 +1,220 @@
+"""Bad input on the command line: one message that says what was wrong and what to do, exit code 2, nothing begun."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tunedcomm.cli import _gang, main, tune
+from tunedcomm.db import engine, store
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec
+
+
+@pytest.fixture(autouse=True)
+def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_gang, tune):
+        monkeypatch.setattr(module, "num_gpus", lambda: 0)
+
+
+def refuse(spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None) -> SweepOutcome:
+    raise AssertionError(f"the sweep must not begin: {spec}")
+
+
+def begin_and_store(
+    spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None
+) -> SweepOutcome:
+    database.start_run(command=spec.command, seed=0, budget="", host="here")
+    raise AssertionError("the database must not take it")
+
+
+def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said about bad usage."""
+    with pytest.raises(SystemExit) as caught:
+        main.run(arguments.split())
+    shown = capsys.readouterr()
+    assert caught.value.code == 2, shown
+    assert shown.out == ""
+    assert "Traceback" not in shown.err
+    return " ".join(shown.err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("--op all_reduse", ["unknown op 'all_reduse'; did you mean 'all_reduce'? The ops are all_reduce"]),
+        ("--op quux", ["unknown op 'quux'. The ops are all_reduce"]),
+        ("--op all_reduce --model lama3-70b", ["unknown model 'lama3-70b'; did you mean 'llama3-70b'", "--shape"]),
+        ("--op all_reduce --model quux", ["unknown model 'quux'. The models are"]),
+        ("--op all_reduce --variants lamprt", ["no variant 'lamprt'; did you mean 'lamport'", "Its variants are"]),
+        ("--op all_reduce --variants lamport,quux", ["no variant 'quux'. Its variants are"]),
+        ("--op all_reduce --dtype bf16", ["'bf16' is not a dtype of all_reduce; did you mean 'bfloat16'"]),
+        ("--op all_reduce --dtype quux", ["'quux' is not a dtype of all_reduce. Allowed: bfloat16, float16"]),
+        ("--op all_reduce --reduction mean", ["'mean' is not a reduction of all_reduce", "Allowed: sum, avg"]),
+        ("--op all_reduce --reduction Average", ["'Average' is not a reduction of all_reduce; did you mean 'avg'"]),
+        ("--op all_reduce --shape 4k", ["shape '4k' is not of the form"]),
+        ("--op all_reduce --shape 4096*8", ["shape '4096*8' is not of the form", "did you mean '4096x8'"]),
+        ("--op all_reduce --shape 4096x8", ["has 2 extents, a shape of all_reduce has 1", "98304"]),
+        ("--op all_reduce --shape -8", ["negative extent"]),
+        ("--op all_reduce --shape 0", ["'0' has no elements: there is nothing to measure"]),
+        (f"--op all_reduce --shape {10**30}", ["more elements than any memory holds"]),
+        ("--op all_reduce --mode graf", ["'graf' is not one of 'graph', 'eager', 'both'"]),
+        ("--op all_reduce --backend gpu", ["'gpu' is not one of 'cuda', 'host'"]),
+        ("--op all_reduce --budget soon", ["'soon' is not a time"]),
+        ("--op all_reduce --shpe 8", ["No such option: --shpe", "--shape"]),
+        ("--op all_reduce --backend cuda", ["at least 2 GPUs, this machine has 0", "--backend host"]),
+        ("--op all_reduce --world-size 64", ["64 ranks are more than the 8 that kernels serve"]),
+        ("--op all_reduce --world-size 9 --backend host", ["9 ranks are more than the 8"]),
+        ("--op all_reduce --world-size 1", ["--world-size", "2"]),
+    ],
+)
+def test_tune_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    parts: list[str],
+) -> None:
+    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", refuse)
+    said = refused(f"tune {arguments}", capsys)
+    for part in parts:
+        assert part in said
+    assert not (tmp_path / "user.db").exists(), "no database is made for a sweep that cannot be"
+
+
+@pytest.mark.parametrize("verb", ["tune", "bench", "demo"])
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    monkeypatch.setattr(_gang, "num_gpus", lambda: 4)
+    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", refuse)
+    op = "" if verb == "demo" else "--op all_reduce"
+    assert "8 ranks need 8 GPUs, this machine has 4" in refused(f"{verb} {op} --world-size 8", capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("lookup --op allreduce --shape 8 --world-size 2", "did you mean 'all_reduce'"),
+        ("explain --op all_reduce --shape 8 --world-size 2 --dtype fp16", "did you mean 'float16'"),
+        ("db show --op all_reduce --shape 8 --world-size 2 --dtype flaot32", "did you mean 'float32'"),
+        ("bench --op all_reduce --shape 0", "there is nothing to measure"),
+        ("lookp", "Did you mean 'lookup'"),
+    ],
+)
+def test_other_verbs_say_it_too(capsys: pytest.CaptureFixture[str], arguments: str, part: str) -> None:
+    assert part in refused(arguments, capsys)
+
+
+def test_a_database_that_is_locked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", begin_and_store)
+    path = tmp_path / "user.db"
+    Database.open(path, create=True).close()
+    monkeypatch.setitem(store.Database.open.__func__.__kwdefaults__, "busy_timeout_s", 0.2)  # type: ignore[attr-defined]
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    said = refused("tune --op all_reduce", capsys)
+    assert "DatabaseBusyError" in said
+    assert "user.db is locked by another writer" in said
+    assert "wait for it to end, or give each host its own file" in said
+    other.close()
+
+
+def test_a_disk_that_is_full(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", begin_and_store)
+    Database.open(tmp_path / "user.db", create=True).close()
+    real = engine._set_pragmas
+
+    def full(connection: sqlite3.Connection, busy_timeout_s: float, *, use_wal: bool) -> None:
+        real(connection, busy_timeout_s, use_wal=use_wal)
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count={pages}")
+
+    monkeypatch.setattr(engine, "_set_pragmas", full)
+    monkeypatch.setattr("tunedcomm.db.store._login", lambda: "x" * 100_000)  # more than a page has left
+    said = refused("tune --op all_reduce", capsys)
+    assert "DatabaseAccessError: no space is left for" in said
+    assert "make room and run the same command again" in said
+    with Database.open(tmp_path / "user.db", readonly=True) as database:
+        assert database.runs() == []
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[Path]:
+    """A directory that another user may enter, and no root privileges while the test runs."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        is_root = os.geteuid() == 0
+        yield folder
+        if is_root:
+            os.seteuid(0)
+
+
+def _drop_privileges() -> None:
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+
+
+def test_a_database_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, ordinary_user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", begin_and_store)
+    path = ordinary_user / "tuned.db"
+    Database.open(path, create=True).close()
+    path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
+    _drop_privileges()
+    for target in (path, ordinary_user / "new.db", ordinary_user / "deeper" / "new.db"):
+        said = refused(f"tune --op all_reduce --db {target}", capsys)
+        assert "DatabaseAccessError" in said
+        assert str(ordinary_user) in said
+        assert "TUNEDCOMM_DB" in said
+
+
+def test_the_nearest_shapes_are_named(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(main.app, "db show --op all_reduce --shape 5000 --world-size 4 --hardware H200".split())
+    assert shown.exit_code == 1
+    assert "the nearest shapes stored are 4096, 8192, 2048; `tunedcomm db list`" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "spare"),
+    [
+        ({}, False),
+        ({"LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "3"}, True),
+        ({"SLURM_LOCALID": "0"}, False),
+        ({"SLURM_LOCALID": "1"}, True),
+        ({"SLURM_LOCALID": "2", "LOCAL_RANK": "0"}, True),
+        ({"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}, True),
+        ({"LOCAL_RANK": ""}, False),
+        ({"LOCAL_RANK": "first"}, False),
+        ({"LOCAL_RANK": "-1"}, False),
+        ({"RANK": "5"}, False),
+    ],
+)
+def test_one_copy_a_host_tunes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], spare: bool
+) -> None:
+    for name in ("RANK", *tune.LOCAL_RANKS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", refuse)
+    assert tune.is_spare_copy() == spare
+    shown = CliRunner().invoke(main.app, ["tune", "--op", "all_reduce"])
+    if spare:
+        assert (shown.exit_code, shown.stdout) == (0, "")
+        assert "another copy of this command tunes this host's GPUs" in shown.stderr
+        assert not (tmp_path / "user.db").exists()
+    else:
+        assert isinstance(shown.exception, AssertionError)

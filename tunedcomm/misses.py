@@ -1,0 +1,171 @@
+"""Counts calls of problems that were not tuned, and notes them in a file for `tunedcomm tune --from-misses`.
+
+Whether a problem is a miss is decided when its plan is made. Only the launch of a missed problem is wrapped, by one
+that adds to a counter; a tuned problem's launch is left as it is. Counters reach the file from a thread of their own
+and when communicators are released, which is also done at exit. Nothing here ever raises into a call: a file that
+cannot be written costs one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tunedcomm import settings
+from tunedcomm.db import miss_log
+from tunedcomm.db.miss_log import HardKey, Miss
+from tunedcomm.db.records import utc_now
+from tunedcomm.hardware import Environment
+from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.spec import Problem
+
+__all__ = ["MAX_PROBLEMS", "counted", "flush"]
+
+logger = logging.getLogger("tunedcomm")
+
+Launch: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
+
+# Problems that one process counts: a program that never calls the same size twice must not fill memory or disk.
+MAX_PROBLEMS = 1024
+_PERIOD_S = 30.0
+# At exit the thread may be stuck in a file system that does not answer.
+_PATIENCE_S = 2.0
+
+
+class _Counter:
+    """Calls of one problem, and how many of them the file knows. Threads may lose a count to each other, no more."""
+
+    __slots__ = ("count", "hard_key", "path", "problem", "source", "written")
+
+    def __init__(self, path: Path, hard_key: HardKey, problem: Problem, source: str) -> None:
+        self.path = path
+        self.hard_key = hard_key
+        self.problem = problem
+        self.source = source
+        self.count = 0
+        self.written = 0
+
+
+class _Counters:
+    """Every counter of this process, and the thread that writes them down."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counters: dict[tuple[Path, HardKey, Problem], _Counter] = {}
+        self.thread: threading.Thread | None = None
+        self.refused: set[Path] = set()
+
+    def counter(self, path: Path, hard_key: HardKey, problem: Problem, source: str) -> _Counter | None:
+        """The problem's counter, made at its first plan; None if there are too many already."""
+        key = (path, hard_key, problem)
+        found = self.counters.get(key)
+        if found is None:
+            if len(self.counters) >= MAX_PROBLEMS:
+                logger.info("%s is not counted as untuned: %d problems are already", problem, MAX_PROBLEMS)
+                return None
+            found = self.counters[key] = _Counter(path, hard_key, problem, source)
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, name="tunedcomm-misses", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
+                    self.thread.start()
+        found.source = source
+        return found
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_PERIOD_S)
+            self.flush(everything=False)
+
+    def flush(self, *, everything: bool) -> None:
+        """Write down what has been counted since; without `everything` only what has doubled.
+
+        So a process that runs for weeks writes a few dozen lines a problem, and one that is killed loses less than
+        half of its counts besides those of the last period.
+        """
+        if not self.lock.acquire(timeout=_PATIENCE_S):
+            return
+        try:
+            due: dict[Path, list[tuple[_Counter, int]]] = {}
+            for counter in list(self.counters.values()):
+                count = counter.count
+                if count > counter.written and (everything or count >= 2 * counter.written):
+                    due.setdefault(counter.path, []).append((counter, count))
+            for path, counted_now in due.items():
+                self._write(path, counted_now)
+        finally:
+            self.lock.release()
+
+    def _write(self, path: Path, due: list[tuple[_Counter, int]]) -> None:
+        if path in self.refused:
+            return
+        now = utc_now()
+        misses = [
+            Miss(
+                problem=counter.problem,
+                hard_key=counter.hard_key,
+                count=count - counter.written,
+                source=counter.source,
+                last_seen=now,
+            )
+            for counter, count in due
+        ]
+        try:
+            miss_log.append(path, misses)
+        except (OSError, ValueError) as error:  # ValueError: a path that is none
+            self.refused.add(path)
+            logger.warning(
+                "untuned problems are not noted any more: cannot add to %s: %s; set TUNEDCOMM_MISS_LOG to a file that "
+                "can be written, or to 0",
+                path,
+                error,
+            )
+            return
+        for counter, count in due:
+            counter.written = count
+
+
+_counters = _Counters()
+
+
+def _forget() -> None:
+    """What was counted before a fork is the parent's to write, and its thread is not here."""
+    global _counters  # noqa: PLW0603
+    _counters = _Counters()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def counted(launch: Launch, problem: Problem, environment: Environment, source: str) -> Launch:
+    """`launch`, counted as a call of an untuned problem; `launch` itself where nothing is noted.
+
+    Args:
+        launch: what the problem's plan launches.
+        problem: what is called.
+        environment: of the group.
+        source: the rule that chose what is launched.
+    """
+    if not settings.keeps_misses():
+        return launch
+    counter = _counters.counter(miss_log.log_path(), environment.hard_key, problem, source)
+    if counter is None:
+        return launch
+
+    inner = launch.by_address if isinstance(launch, AddressLaunch) else launch
+
+    def count_and_launch(*arguments: Any) -> None:
+        counter.count += 1
+        inner(*arguments)
+
+    return AddressLaunch(count_and_launch) if isinstance(launch, AddressLaunch) else count_and_launch
+
+
+def flush() -> None:
+    """Write down every count. Called when communicators are released, and so at exit."""
+    _counters.flush(everything=True)
