@@ -32,8 +32,11 @@ class Claim:
 class Ledger(Protocol):
     """Shared by the supervisors that write to one database."""
 
-    def claim(self, problem: Problem, candidate: Candidate, *, final: bool) -> Claim | None:
-        """Claim a candidate; None if another supervisor runs it now, or has run it: its row is stored then."""
+    def claim(self, problem: Problem, candidate: Candidate, *, final: bool, again: bool = False) -> Claim | None:
+        """Claim a candidate; None if another supervisor runs it now, or has run it: its row is stored then.
+
+        With `again`, that it has been run does not matter.
+        """
 
     def tell(self, claim: Claim, latency_us: float | None) -> None:
         """Report a claim's end, after its row was stored: the latency, or None if it did not get that far."""

@@ -23,7 +23,7 @@ from tunedcomm.spec import (
     get_op,
     get_variant,
 )
-from tunedcomm.tuner.job import FAILED, Job, StoredTrial
+from tunedcomm.tuner.job import FAILED, StoredTrial
 
 __all__ = ["Knowledge"]
 
@@ -37,30 +37,56 @@ class Knowledge:
     """Results of a sweep's problems, by problem and candidate.
 
     Args:
-        job: what the supervisor knew when the gang was started.
-        environment: of this gang.
-        limits: of this gang.
+        problems: of the sweep.
+        environment: of the gangs.
+        limits: of the gangs.
         source_hash: (op, variant) to the hash of its kernels as they are now.
+        retry: what failed before the sweep is to be tried again.
+        stored: what was known before the sweep, oldest first.
+        environments: digest to environment of `stored`.
     """
 
     def __init__(
-        self, job: Job, environment: Environment, limits: Limits, source_hash: Callable[[str, str], str]
+        self,
+        problems: Iterable[Problem],
+        environment: Environment,
+        limits: Limits,
+        source_hash: Callable[[str, str], str],
+        *,
+        retry: bool = False,
+        stored: Iterable[StoredTrial] = (),
+        environments: Mapping[str, Environment] | None = None,
     ) -> None:
-        self._job = job
         self._limits = limits
-        self._results: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in job.problems}
-        self._finals: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in job.problems}
+        self._retry = retry
+        self._source_hash = source_hash
+        self._results: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in problems}
+        self._finals: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in self._results}
         self._proposals: dict[Problem, list[StoredTrial]] = {}
+        self._tried: set[tuple[Problem, Candidate]] = set()
         self._environment = environment.digest
-        known = {digest: Environment.from_dict(data) for digest, data in job.environments}
-        for trial in job.stored:
-            if _current(trial, source_hash) and trial.environment == self._environment:
-                self.add(trial)
+        known = environments or {}
+        for trial in stored:
+            if self.counts(trial):
+                self._enter(trial)
             elif trial.status == "ok" and not environment.mismatches(known[trial.environment]):
                 self._proposals.setdefault(trial.problem, []).append(trial)
 
+    def counts(self, trial: StoredTrial) -> bool:
+        """True if a stored trial was measured in this environment, and of the kernels as they are now."""
+        if trial.environment != self._environment:
+            return False
+        try:
+            return trial.source_hash == self._source_hash(trial.candidate.op, trial.candidate.variant)
+        except UnknownNameError:
+            return False
+
     def add(self, trial: StoredTrial) -> None:
-        """Take in a result; a later one of the same candidate replaces an earlier one."""
+        """Take in a result of this sweep; a later one of the same candidate replaces an earlier one."""
+        self._tried.add((trial.problem, trial.candidate))
+        self._enter(trial)
+
+    def _enter(self, trial: StoredTrial) -> None:
         table = self._finals if trial.final else self._results
         table.setdefault(trial.problem, {})[trial.candidate] = trial
 
@@ -69,12 +95,16 @@ class Knowledge:
         trial = self._results.get(problem, {}).get(candidate)
         return trial.status if trial else None
 
+    def measured(self, problem: Problem, candidate: Candidate, *, final: bool) -> bool:
+        """True if there is a result that makes another trial of the search, or of the finals, needless."""
+        return not self.wants_final(problem, candidate) if final else candidate in self.settled(problem)
+
     def settled(self, problem: Problem) -> dict[Candidate, float | None]:
         """Candidates that are not to be tried again, with their latency if they ran."""
         settled = {}
         for candidate, trial in self._results.get(problem, {}).items():
-            again = self._job.settings.retry and trial.status in FAILED
-            if not again or (problem.digest, candidate) in self._job.tried:
+            again = self._retry and trial.status in FAILED
+            if not again or (problem, candidate) in self._tried:
                 settled[candidate] = trial.latency_us if trial.status not in FAILED else None
         return settled
 
@@ -153,11 +183,3 @@ class Knowledge:
 
 def _numerics(candidate: Candidate) -> Numerics:
     return get_variant(candidate.op, candidate.variant).numerics
-
-
-def _current(trial: StoredTrial, source_hash: Callable[[str, str], str]) -> bool:
-    """True if the trial's variant is registered and its kernels are still those that were tried."""
-    try:
-        return trial.source_hash == source_hash(trial.candidate.op, trial.candidate.variant)
-    except UnknownNameError:
-        return False

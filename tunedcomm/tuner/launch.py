@@ -1,4 +1,4 @@
-"""Start one gang: `python -m tunedcomm.tuner.launch SUPERVISOR_PID WORLD_SIZE JOB`.
+"""Start one gang: `python -m tunedcomm.tuner.launch SUPERVISOR_PID SETTINGS`, the path of a gang's settings.
 
 A thin layer over PyTorch's elastic launcher that ties every process's life to the one above it: the launcher dies with
 the supervisor, the ranks with the launcher, by order of the kernel. Closed pipes or time-outs would not reach a process
@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from pathlib import Path
 
+from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.processes import die_with_parent
 
 __all__ = ["main"]
 
 
-def main(supervisor: int, world_size: int, job: str) -> None:
+def main(supervisor: int, settings: str) -> None:
     """Run the launcher in this process until the gang has ended."""
     die_with_parent(supervisor)
     from torch.distributed.run import main as run
@@ -26,16 +28,16 @@ def main(supervisor: int, world_size: int, job: str) -> None:
             [
                 "--standalone",
                 "--local-addr=127.0.0.1",
-                f"--nproc-per-node={world_size}",
+                f"--nproc-per-node={Settings.load(Path(settings)).world_size}",
                 "--max-restarts=0",
                 f"--log-dir={logs}",
                 "--module",
                 "tunedcomm.tuner.worker",
-                job,
+                settings,
                 str(os.getpid()),
             ]
         )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])
