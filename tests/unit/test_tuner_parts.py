@@ -25,7 +25,7 @@ from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.channel import GangEnd, SupervisorEnd, read_failures, write_failure
 from tunedcomm.tuner.commands import Command, Latency, Outcome
 from tunedcomm.tuner.compile_pool import decode, encode
-from tunedcomm.tuner.death import Death, read_death
+from tunedcomm.tuner.death import Death, read_death, write_exits
 from tunedcomm.tuner.gang_process import gang_environment
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.outcome import summarise_problem
@@ -36,19 +36,10 @@ HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8, variants=("one_shot",), plugins=("planted",))
 
-SUMMARY = """
+OUTPUT = """
 [rank0]: Traceback (most recent call last):
 [rank0]: RuntimeError: Connection closed by peer
 [rank1]: ValueError: planted
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-Failures:
-[1]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : -15 (pid: 9932)  (SIGTERM)
-Root Cause (first observed failure):
-[0]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : {code} (pid: 9933)
 """
 
 
@@ -136,15 +127,19 @@ def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "text", "killed"),
+    ("exits", "text", "killed"),
     [
-        (-11, "rank 1 was killed by SIGSEGV", False),
-        (-9, "rank 1 was killed by SIGKILL", True),
-        (1, "rank 1 ended with exit code 1; ValueError: planted", False),
+        ([(0, 1), (1, -11)], "rank 1 was killed by SIGSEGV", False),
+        ([(1, -9), (0, 1)], "rank 1 was killed by SIGKILL", True),
+        ([(1, 1), (0, 1)], "rank 1 ended with exit code 1; ValueError: planted", False),
+        ([(0, 0), (1, 1)], "rank 1 ended with exit code 1; ValueError: planted", False),
     ],
 )
-def test_death_is_blamed_on_its_root_cause(tmp_path: Path, code: int, text: str, killed: bool) -> None:
-    (tmp_path / "output.txt").write_text(SUMMARY.format(code=code))
+def test_death_is_blamed_on_its_root_cause(
+    tmp_path: Path, exits: list[tuple[int, int]], text: str, killed: bool
+) -> None:
+    (tmp_path / "output.txt").write_text(OUTPUT)
+    write_exits(tmp_path, exits)
     assert read_death(tmp_path, 1) == Death(text, killed)
 
 
@@ -154,7 +149,7 @@ def test_death_of_the_launcher_by_a_signal(tmp_path: Path) -> None:
     assert read_death(tmp_path, -11) == Death("it was killed by SIGSEGV", False)
 
 
-def test_death_without_summary_names_the_launchers_code(tmp_path: Path) -> None:
+def test_death_that_left_nothing_names_the_launchers_code(tmp_path: Path) -> None:
     (tmp_path / "output.txt").write_text("ModuleNotFoundError: No module named 'x'\n")
     assert read_death(tmp_path, 3).text == "the launcher ended with code 3; ModuleNotFoundError: No module named 'x'"
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunedcomm.tuner.channel import read_failures
 
-__all__ = ["Death", "read_death"]
+__all__ = ["Death", "read_death", "write_exits"]
 
 _MAX_ERROR = 500
-# The launcher's summary: a rank with its exit code, minus a signal's number where one killed it.
-_EXIT = re.compile(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
-_ROOT_CAUSE = "Root Cause"
+_EXITS_FILE = "exits.json"
 _EXCEPTION = re.compile(r"(?:\[rank(\d+)\]:\s*)?([\w.]*(?:Error|Exception|Interrupt)\b.*)")
 
 
@@ -31,6 +31,18 @@ class Death:
     killed: bool
 
 
+def write_exits(folder: Path, exits: Sequence[tuple[int, int]]) -> None:
+    """Leave which ranks ended by themselves and with which code, minus a signal's number where one killed it."""
+    (folder / _EXITS_FILE).write_text(json.dumps(list(exits)), encoding="ascii")
+
+
+def _read_exits(folder: Path) -> list[tuple[int, int]]:
+    try:
+        return [(int(rank), int(code)) for rank, code in json.loads((folder / _EXITS_FILE).read_text("ascii"))]
+    except (OSError, ValueError):  # the launcher did not get that far
+        return []
+
+
 def read_death(folder: Path, code: int) -> Death:
     """What ended a gang.
 
@@ -38,19 +50,18 @@ def read_death(folder: Path, code: int) -> Death:
         folder: of the gang.
         code: with which its launcher ended; minus a signal's number where one killed it.
     """
-    output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
-    summary = output[output.find(_ROOT_CAUSE) :] if _ROOT_CAUSE in output else ""
-    exits = [(int(rank), int(exit_code)) for rank, exit_code in _EXIT.findall(output)]
-    # The launcher ends the other ranks by SIGTERM; any other signal is the cause, whoever was seen dead first.
-    killed = [(rank, -exit_code) for rank, exit_code in exits if exit_code < 0 and -exit_code != signal.SIGTERM]
+    failed = [(rank, exit_code) for rank, exit_code in _read_exits(folder) if exit_code]
+    # A signal is the cause, whoever was seen dead first: the others raise when a peer is gone.
+    killed = [(rank, -exit_code) for rank, exit_code in failed if exit_code < 0]
     if killed:
         text = f"rank {killed[0][0]} was killed by {signal.Signals(killed[0][1]).name}"
         return Death(text, all(number == signal.SIGKILL for _, number in killed))
-    root = _EXIT.search(summary)
-    if root is None and code < 0:
+    if not failed and code < 0:
         return Death(f"it was killed by {signal.Signals(-code).name}", -code == signal.SIGKILL)
-    parts = [f"rank {root[1]} ended with exit code {root[2]}" if root else f"the launcher ended with code {code}"]
-    parts += read_failures(folder) or [_first_error(output, root[1] if root else None)]
+    root = failed[0] if failed else None
+    output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+    parts = [f"rank {root[0]} ended with exit code {root[1]}" if root else f"the launcher ended with code {code}"]
+    parts += read_failures(folder) or [_first_error(output, str(root[0]) if root else None)]
     return Death("; ".join(part for part in parts if part), killed=False)
 
 

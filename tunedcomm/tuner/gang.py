@@ -25,6 +25,7 @@ from tunedcomm.symm.buffer import SymmetricBuffer, allocate
 from tunedcomm.tuner.channel import GangEnd
 from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.launch import STORE_FD, STORE_PORT
 
 __all__ = ["Gang", "Trouble", "Verdict", "assemble"]
 
@@ -172,16 +173,28 @@ def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int
 
 
 def assemble(settings: Settings, folder: Path) -> Gang:
-    """Join the gang that the elastic launcher's environment describes; collective over its ranks."""
-    local_rank = int(os.environ["LOCAL_RANK"])
+    """Join the gang that the launcher's environment describes; collective over its ranks."""
+    rank = int(os.environ["RANK"])
     # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
     timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)
-    device: torch.device | None = None
-    if settings.backend == "cuda":
-        device = torch.device("cuda", local_rank)
+    store = dist.TCPStore(
+        "127.0.0.1",
+        int(os.environ[STORE_PORT]),
+        settings.world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        master_listen_fd=int(os.environ[STORE_FD]) if rank == 0 else None,
+    )
+    device = torch.device("cuda", rank) if settings.backend == "cuda" else None
+    if device is not None:
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group(
+        "nccl" if device is not None else "gloo",
+        store=store,
+        rank=rank,
+        world_size=settings.world_size,
+        timeout=timeout,
+        device_id=device,
+    )
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Gang(control, get_communicator(None, device), folder)

@@ -19,8 +19,8 @@ __all__ = [
     "candidate_to_dict",
 ]
 
-# Exit code of a gang that ended itself because its group may be out of step; torchrun passes no other code on, so the
-# reason travels as an event and this only marks the death as meant.
+# Exit code of a gang that ended itself because its group may be out of step. The reason travels as an event; this only
+# marks the death as meant.
 EXIT_UNUSABLE = 75
 
 # Outcomes that are not tried again under the same environment and source unless asked to.

@@ -1,4 +1,4 @@
-"""One rank of a gang: `python -m tunedcomm.tuner.worker SETTINGS LAUNCHER_PID`, started by the elastic launcher.
+"""One rank of a gang: `python -m tunedcomm.tuner.worker SETTINGS LAUNCHER_PID`, started by `tuner.launch`.
 
 Rank 0 hears the supervisor's commands and broadcasts each; every rank runs it. The process ends with code 0 when it is
 told to end, and with `EXIT_UNUSABLE` when a candidate left the ranks out of step.
