@@ -177,7 +177,7 @@ def assemble(settings: Settings, folder: Path) -> Gang:
     rank = int(os.environ["RANK"])
     # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
     timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1",
         int(os.environ[STORE_PORT]),
         settings.world_size,
