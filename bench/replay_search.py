@@ -31,10 +31,10 @@ from tunedcomm.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem, format_shape, get_op
-from tunedcomm.tuner.job import Job, Settings
+from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.replay import Replay, run_search
-from tunedcomm.tuner.schedule import families, search_space
+from tunedcomm.tuner.study import families, search_space
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
@@ -104,8 +104,8 @@ class Bench:
 
     def space(self, problem: Problem) -> list[Candidate]:
         """What the tuner may try."""
-        job = Job(problems=(problem,), settings=Settings(backend="cuda", world_size=problem.world_size, trials=1))
-        return search_space(problem, self.limits[problem.world_size], job)
+        settings = Settings(backend="cuda", world_size=problem.world_size, trials=1)
+        return search_space(problem, self.limits[problem.world_size], settings)
 
     def tried(self, problem: Problem) -> set[Candidate]:
         return {record.candidate for record in self.replay.records(problem)}
@@ -146,7 +146,7 @@ class Bench:
             seed=task.seed,
             finals=False,
         )
-        done = run_search(Job(problems=task.problems, settings=settings), self.replay, limits=self.limits[world_size])
+        done = run_search(task.problems, settings, self.replay, limits=self.limits[world_size])
         orders: dict[Problem, list[Candidate]] = {problem: [] for problem in task.problems}
         for step in done.steps:
             assert step.command.problem is not None

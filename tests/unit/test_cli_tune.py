@@ -1,21 +1,24 @@
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tunedcomm.cli import _gang, main, tune
-from tunedcomm.cli._progress import PlainLines, describe
+from tunedcomm.cli._progress import JsonLines, LiveView, PlainLines, describe
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.sweep import ProblemResult, Progress, SweepOutcome, SweepSpec
+from tunedcomm.tuner.sweep import GangProgress, ProblemResult, Progress, SweepOutcome, SweepSpec
 
 PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 2, mode="eager")
 OTHER = Problem("all_reduce", (512,), "bfloat16", 2, mode="eager")
@@ -167,28 +170,41 @@ def test_directory_as_database_is_bad_usage(tmp_path: Path, capsys: pytest.Captu
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def progress(problem: Problem | None, *, done: int = 0, elapsed_s: float = 1.0, final: bool = False) -> Progress:
-    return Progress(
-        problems=2,
-        problems_done=done,
-        trials=5,
-        trials_planned=3,
+def gang(problem: Problem | None, *, slot: int = 0, final: bool = False) -> GangProgress:
+    if problem is None:
+        return GangProgress(slot=slot, step="starting")
+    return GangProgress(
+        slot=slot,
+        step="running",
         problem=problem,
         candidate=Candidate.of("all_reduce", "lamport", {"num_blocks": 8}),
         final=final,
         best_us=4.0,
         library_us=14.0,
-        failures={"hung": 1},
-        gangs=1,
-        elapsed_s=elapsed_s,
     )
 
 
+def progress(
+    *problems: Problem | None, done: int = 0, elapsed_s: float = 1.0, final: bool = False, **changes: Any
+) -> Progress:
+    values: dict[str, Any] = {
+        "problems": 2,
+        "problems_done": done,
+        "trials": 5,
+        "trials_planned": 3,
+        "failures": {"hung": 1},
+        "gangs": tuple(gang(problem, slot=slot, final=final) for slot, problem in enumerate(problems)),
+        "num_gangs": 1,
+        "elapsed_s": elapsed_s,
+    }
+    return Progress(**{**values, **changes})
+
+
 def test_line_says_where_the_sweep_stands() -> None:
-    text = describe(progress(PROBLEM, done=1))
+    text = describe(progress(PROBLEM, done=1), gang(PROBLEM))
     for part in ("[1/2]", "98304", "best 4.00 µs", "library 14.00 µs", "3.50x", "5 trials", "1 hung"):
         assert part in text
-    assert "starting" in describe(progress(None))
+    assert "starting" in describe(progress(None), gang(None))
 
 
 def test_plain_lines_one_a_problem() -> None:
@@ -208,3 +224,72 @@ def test_plain_lines_show_life_in_a_long_search() -> None:
     for elapsed_s in (1.0, 29.0, 31.0, 40.0, 62.0):
         lines(progress(PROBLEM, elapsed_s=elapsed_s))
     assert len(written) == 2
+
+
+def test_plain_lines_tell_gangs_apart() -> None:
+    written: list[str] = []
+    lines = PlainLines(written.append)
+    for step in (progress(OTHER, PROBLEM), progress(OTHER, PROBLEM), progress(OTHER, OTHER, done=1)):
+        lines(step)
+    assert len(written) == 1
+    assert "98304" in written[0]
+
+
+def test_json_lines_once_a_second_and_at_the_end() -> None:
+    written: list[str] = []
+    lines = JsonLines(written.append)
+    for elapsed_s in (0.0, 0.3, 0.9, 1.1, 1.4):
+        lines(progress(PROBLEM, None, elapsed_s=elapsed_s, seconds_left=20.0, num_compiled=2, bind_share=0.125))
+    lines.finish()
+    events = [json.loads(line) for line in written]
+    assert [(event["event"], event["elapsed_s"]) for event in events] == [
+        ("progress", 0.0),
+        ("progress", 1.1),
+        ("end", 1.4),
+    ]
+    assert (events[1]["num_compiled"], events[1]["bind_share"], events[1]["seconds_left"]) == (2, 0.125, 20.0)
+    assert events[1]["trials_per_minute"] == 272.7
+    assert [(g["slot"], g["step"], g["best_us"]) for g in events[1]["gangs"]] == [
+        (0, "running", 4.0),
+        (1, "starting", None),
+    ]
+    assert Problem.from_dict(events[1]["gangs"][0]["problem"]) == PROBLEM
+
+
+def test_live_view_has_a_line_a_gang() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    view = LiveView(console.print)
+    view(progress(PROBLEM, None, done=1, elapsed_s=60.0, seconds_left=3700.0))
+    text = console.export_text()
+    for part in ("1/2 problems", "5 trials, 5/min", "1:00, about 1:01:40 left", "failed: 1 hung", "gang 1: starting"):
+        assert part in text
+    (line,) = [line for line in text.splitlines() if line.startswith("gang 0")]
+    assert "98304" in line
+    assert "best 4.00 µs, library 14.00 µs (3.50x); running lamport(num_blocks=8)" in line
+
+
+def test_gangs_reach_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, expected in (((), None), (("--gangs", "auto"), None), (("--gangs", "3"), 3)):
+        sweep = Sweep(outcome())
+        assert start(sweep, monkeypatch, *arguments, gpus=4).exit_code == 0
+        assert sweep.spec is not None
+        assert sweep.spec.gangs == expected
+    for wrong in ("0", "many", "-1", "1.5"):
+        shown = start(Sweep(outcome()), monkeypatch, "--gangs", wrong)
+        assert shown.exit_code == 2
+        assert "neither auto nor a whole number" in shown.stderr
+
+
+def test_summary_says_how_long_the_compiler_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = replace(outcome(), compiled_ahead=100, num_compiled=7, bind_share=0.0625)
+    assert "7 trials had to wait for the compiler; 6.2% of the time" in start(Sweep(compiled), monkeypatch).stdout
+    summary = json.loads(start(Sweep(compiled), monkeypatch, "--json").stdout)
+    assert (summary["num_compiled"], summary["bind_share"]) == (7, 0.0625)
+    assert "compiler" not in start(Sweep(outcome()), monkeypatch).stdout
+
+
+def test_json_progress_is_json_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = start(Sweep(outcome()), monkeypatch, "--json")
+    events = [json.loads(line) for line in shown.stderr.splitlines()]
+    assert {event["event"] for event in events} == {"note"}
+    assert "tuning all_reduce" in events[-1]["text"]

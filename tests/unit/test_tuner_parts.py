@@ -1,11 +1,15 @@
-"""The supervisor's parts: jobs and events as files, how deaths are described, what a sweep is resolved to."""
+"""The supervisor's parts: what travels to gangs and back, how deaths are described, what a sweep is resolved to."""
 
 from __future__ import annotations
 
+import json
 import os
+import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,65 +21,102 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.spec import Candidate, Problem
+from tunedcomm.spec import Candidate, Limits, Problem
+from tunedcomm.tuner.channel import GangEnd, SupervisorEnd, read_failures, write_failure
+from tunedcomm.tuner.commands import Command, Latency, Outcome
 from tunedcomm.tuner.compile_pool import decode, encode
-from tunedcomm.tuner.events import EventReader, EventWriter, read_failures, write_failure
-from tunedcomm.tuner.job import Job, Settings, StoredTrial
+from tunedcomm.tuner.death import Death, read_death, write_exits
+from tunedcomm.tuner.gang_process import gang_environment
+from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.outcome import summarise_problem
 from tunedcomm.tuner.plan import SweepSpec, resolve
 from tunedcomm.tuner.processes import is_alive, kill_processes
-from tunedcomm.tuner.supervisor import describe_death, gang_environment
 
 HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "1")
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8, variants=("one_shot",), plugins=("planted",))
 
-SUMMARY = """
+OUTPUT = """
 [rank0]: Traceback (most recent call last):
 [rank0]: RuntimeError: Connection closed by peer
 [rank1]: ValueError: planted
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-Failures:
-[1]:
-  rank      : 0 (local_rank: 0)
-  exitcode  : -15 (pid: 9932)  (SIGTERM)
-Root Cause (first observed failure):
-[0]:
-  rank      : 1 (local_rank: 1)
-  exitcode  : {code} (pid: 9933)
 """
 
 
-def test_job_survives_its_file(tmp_path: Path) -> None:
+def test_settings_survive_their_file(tmp_path: Path) -> None:
+    limits = Limits("cuda", 132, True, 512, 1 << 20, 1 << 20, 1 << 20)
+    for settings in (SETTINGS, replace(SETTINGS, gangs=3, replay="a.jsonl", replay_trial_s=0.5, replay_limits=limits)):
+        settings.save(tmp_path / "settings.json")
+        assert Settings.load(tmp_path / "settings.json") == settings
+
+
+def test_commands_and_outcomes_survive_the_line() -> None:
     candidate = Candidate.of("all_reduce", "lamport", {"launch_pdl": True, "num_blocks": 4})
-    stored = StoredTrial(
-        problem=PROBLEM, candidate=candidate, status="ok", source_hash="a", environment=HERE.digest, latency_us=3.5
-    )
-    job = Job(
-        problems=(PROBLEM,),
-        settings=SETTINGS,
-        seconds_left=12.5,
-        stored=(stored,),
-        environments=((HERE.digest, HERE.to_dict()),),
-        tried=frozenset({(PROBLEM.digest, candidate)}),
-        dropped=frozenset({"two_shot"}),
-    )
-    job.save(tmp_path / "job.json")
-    assert Job.load(tmp_path / "job.json") == job
+    library = Candidate.of("all_reduce", "library", {})
+    trial = Command(kind="trial", problem=PROBLEM, candidate=candidate, baseline=library, final=True, full_check=False)
+    commands = [trial, replace(trial, baseline=None, threshold_us=3.5), Command(kind="wait")]
+    for command in [*commands, Command(kind="end", reason="budget")]:
+        assert Command.from_dict(json.loads(json.dumps(command.to_dict(), allow_nan=False))) == command
+    latency = Latency(p10_us=1.0, p50_us=2.0, p90_us=3.0, samples=4)
+    for outcome in (
+        Outcome(status="ok", latency=latency, baseline_us=3.0, error=0.0, bind_s=0.25, compiled=2),
+        Outcome(status="hung", reason="x"),
+    ):
+        assert Outcome.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
 
 
-def test_reader_waits_for_whole_lines(tmp_path: Path) -> None:
-    reader = EventReader(tmp_path)
-    assert reader.read() == []
-    writer = EventWriter(tmp_path)
-    writer.write("ready", {"a": 1})
-    with (tmp_path / "events.jsonl").open("ab") as file:
-        file.write(b'{"event": "tri')
-        file.flush()
-        assert [event["event"] for event in reader.read()] == ["ready"]
-        assert reader.read() == []
-        file.write(b'al"}\n')
-    assert reader.read() == [{"event": "trial"}]
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[tuple[SupervisorEnd, GangEnd]]:
+    folder = tmp_path / ("long" * 40)  # a Unix socket's address holds 107 bytes
+    folder.mkdir()
+    with selectors.DefaultSelector() as selector:
+        supervisor = SupervisorEnd(folder, selector, "data")
+        gang = GangEnd(folder)
+        yield supervisor, gang
+        supervisor.close()
+
+
+def test_line_carries_both_ways_and_tells_the_selector(line: tuple[SupervisorEnd, GangEnd], tmp_path: Path) -> None:
+    supervisor, gang = line
+    assert supervisor.read() == []
+    gang.report("ready", {"a": 1})
+    gang.report("work")
+    assert supervisor.read() == [{"event": "ready", "a": 1}, {"event": "work"}]
+    supervisor.send({"kind": "wait"})
+    supervisor.send({"kind": "end"})
+    assert [gang.receive(), gang.receive()] == [{"kind": "wait"}, {"kind": "end"}]
+    assert not supervisor.closed
+    supervisor.close()
+    with pytest.raises(ConnectionError, match="supervisor"):
+        gang.receive()
+
+
+def test_line_waits_for_whole_lines_and_keeps_what_a_dead_gang_said(tmp_path: Path) -> None:
+    with selectors.DefaultSelector() as selector:
+        supervisor = SupervisorEnd(tmp_path, selector, "data")
+        code = """
+import os, socket, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect(sys.argv[1])
+line.sendall(b'{"event": "ready"}\\n{"event": "tri')
+sys.stdin.readline()
+line.sendall(b'al"}\\n{"event": "torn')
+os.kill(os.getpid(), 9)
+"""
+        command = [sys.executable, "-c", code, str(tmp_path / "socket")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            heard: list[dict[str, Any]] = []
+            while not heard:
+                assert [key.data for key, _ in selector.select(30)] == ["data"]
+                heard += supervisor.read()
+            assert heard == [{"event": "ready"}]
+            process.stdin.close()
+            assert process.wait(30) == -9
+        supervisor.send({"kind": "wait"})
+        assert supervisor.read() == [{"event": "trial"}]
+        assert supervisor.closed
+        assert not selector.get_map()
 
 
 def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> None:
@@ -86,21 +127,31 @@ def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "text"),
+    ("exits", "text", "killed"),
     [
-        (-11, "rank 1 was killed by SIGSEGV"),
-        (-9, "rank 1 was killed by SIGKILL"),
-        (1, "rank 1 ended with exit code 1; ValueError: planted"),
+        ([(0, 1), (1, -11)], "rank 1 was killed by SIGSEGV", False),
+        ([(1, -9), (0, 1)], "rank 1 was killed by SIGKILL", True),
+        ([(1, 1), (0, 1)], "rank 1 ended with exit code 1; ValueError: planted", False),
+        ([(0, 0), (1, 1)], "rank 1 ended with exit code 1; ValueError: planted", False),
     ],
 )
-def test_death_is_blamed_on_its_root_cause(tmp_path: Path, code: int, text: str) -> None:
-    (tmp_path / "output.txt").write_text(SUMMARY.format(code=code))
-    assert describe_death(tmp_path, 1) == text
+def test_death_is_blamed_on_its_root_cause(
+    tmp_path: Path, exits: list[tuple[int, int]], text: str, killed: bool
+) -> None:
+    (tmp_path / "output.txt").write_text(OUTPUT)
+    write_exits(tmp_path, exits)
+    assert read_death(tmp_path, 1) == Death(text, killed)
 
 
-def test_death_without_summary_names_the_launchers_code(tmp_path: Path) -> None:
+def test_death_of_the_launcher_by_a_signal(tmp_path: Path) -> None:
+    (tmp_path / "output.txt").write_text("")
+    assert read_death(tmp_path, -9) == Death("it was killed by SIGKILL", True)
+    assert read_death(tmp_path, -11) == Death("it was killed by SIGSEGV", False)
+
+
+def test_death_that_left_nothing_names_the_launchers_code(tmp_path: Path) -> None:
     (tmp_path / "output.txt").write_text("ModuleNotFoundError: No module named 'x'\n")
-    assert describe_death(tmp_path, 3) == "the launcher ended with code 3; ModuleNotFoundError: No module named 'x'"
+    assert read_death(tmp_path, 3).text == "the launcher ended with code 3; ModuleNotFoundError: No module named 'x'"
 
 
 def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,11 @@ from tunedcomm import kernels
 from tunedcomm.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.job import Job, Settings
+from tunedcomm.tuner.commands import Command
+from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.recording import read_recording, write_recording
 from tunedcomm.tuner.replay import Replay, SearchRun, run_search
-from tunedcomm.tuner.schedule import Command, search_space
+from tunedcomm.tuner.study import search_space
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"
@@ -52,12 +53,15 @@ def problem_of(numel: int) -> Problem:
 PROBLEMS = tuple(problem_of(numel) for numel in NUMELS)
 
 
+Job = tuple[tuple[Problem, ...], Settings]
+
+
 def job_of(*problems: Problem, **changes: Any) -> Job:
-    return Job(problems=problems or PROBLEMS, settings=replace(SETTINGS, **changes))
+    return problems or PROBLEMS, replace(SETTINGS, **changes)
 
 
 def search(job: Job, replay: Replay, **options: Any) -> SearchRun:
-    return run_search(job, replay, limits=limits(), **options)
+    return run_search(*job, replay, limits=limits(), **options)
 
 
 def record(problem: Problem, candidate: Candidate, p50: float | None, **changes: Any) -> TrialRecord:
@@ -220,9 +224,8 @@ def test_exhaustive_search_finds_the_recorded_best() -> None:
     replay = Replay(recorded())
     done = search(job_of(trials=10**6, patience=0, finals=False), replay)
     for problem in PROBLEMS:
-        job = job_of(problem)
         latencies = replay.measured(problem, "default")
-        best = min(latencies.get(candidate, math.inf) for candidate in search_space(problem, limits(), job))
+        best = min(latencies.get(candidate, math.inf) for candidate in search_space(problem, limits(), SETTINGS))
         found = done.winner(problem)
         assert found is not None
         assert found.latency_us == best
@@ -239,7 +242,7 @@ def test_interrupted_and_resumed_search_ends_with_the_same_table(options: dict[s
         before = search(job, replay, max_trials=cut)
         assert len(before.steps) == cut
         assert before.reason == ("interrupted" if cut < count else "done")
-        after = search(before.resume(job), replay)
+        after = search(job, replay, stored=before.stored)
         assert after.table() == whole.table()
         assert cut + len(after.steps) == count
 
@@ -250,7 +253,7 @@ def test_search_cut_to_pieces_does_nothing_twice() -> None:
     run = search(job, replay, max_trials=0)
     asked = []
     while run.reason == "interrupted":
-        run = search(run.resume(job), replay, max_trials=5)
+        run = search(job, replay, stored=run.stored, max_trials=5)
         asked += [(step.command.candidate, step.command.final) for step in run.steps]
     assert len(asked) == len(set(asked))
     assert sum(not final for _, final in asked) == 40
@@ -271,13 +274,43 @@ def test_lost_gangs_are_replaced_and_their_variant_is_dropped() -> None:
 
 
 def test_budget_is_spent_by_the_trials() -> None:
-    job = replace(job_of(), seconds_left=20.0)
-    done = search(job, Replay(recorded()), trial_seconds=1.0)
+    done = search(job_of(), Replay(recorded()), seconds_left=20.0, trial_seconds=1.0)
     assert done.reason == "budget"
     searches = [step for step in done.steps if not step.command.final]
     assert 15 <= len(searches) <= 18
     assert len(done.steps) == 20
     assert all(done.winner(problem) for problem in PROBLEMS)
+
+
+@pytest.mark.parametrize("gangs", [2, 3, 5])
+@pytest.mark.parametrize("options", [{"patience": 0}, {"trials": 40, "patience": 12}], ids=["exhaustive", "sampled"])
+def test_gangs_share_the_work_and_do_nothing_twice(gangs: int, options: dict[str, int]) -> None:
+    replay = Replay(recorded())
+    alone, many = (search(job_of(**options, gangs=n), replay, trial_seconds=1.0) for n in (1, gangs))
+    assert alone.seconds == len(alone.steps)
+    asked = [(step.command.problem, step.command.candidate, step.command.final) for step in many.steps]
+    assert len(asked) == len(set(asked))
+    assert many.reason == "done"
+    assert all(many.winner(problem) for problem in PROBLEMS)
+    # No gang is idle for long: what one has to wait for is the last trials of a search and of the finals.
+    assert many.seconds < len(many.steps) / gangs + 2 * len(PROBLEMS)
+    if not options["patience"]:
+        searched = [{entry[:2] for entry in run.table() if not entry[2]} for run in (alone, many)]
+        assert searched[0] == searched[1]
+
+
+def test_lost_gang_disturbs_no_other() -> None:
+    problem = PROBLEMS[0]
+    bad = [r for r in recorded() if r.problem == problem and r.variant == "one_shot" and not r.final]
+    rows = [r for r in recorded() if r not in bad]
+    rows += [replace(r, status="crashed", latency_p50_us=None) for r in bad]
+    done = search(job_of(gangs=2, patience=0), Replay(rows), trial_seconds=1.0)
+    asked = [(step.command.problem, step.command.candidate, step.command.final) for step in done.steps]
+    assert done.reason == "done"
+    assert len(asked) == len(set(asked))
+    assert done.num_gangs == 2 + len([step for step in done.steps if step.outcome.status == "crashed"])
+    # One more may be out at the other gang when the variant is dropped.
+    assert SETTINGS.failures_per_variant <= done.num_gangs - 2 <= SETTINGS.failures_per_variant + 1
 
 
 def test_committed_comparison_of_strategies_is_sound() -> None:

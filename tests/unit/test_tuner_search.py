@@ -1,10 +1,10 @@
-"""Study, knowledge and schedule: what is tried, in which order, and what is not tried again. No process is started."""
+"""Study, knowledge and coordinator: what is tried, in which order, and what not again. No process is started."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from tunedcomm import spec
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Candidate, Limits, OpSpec, Problem, Variant, register_op, register_variant
-from tunedcomm.tuner.job import Job, Settings, StoredTrial
+from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
+from tunedcomm.tuner.coordinator import Coordinator
+from tunedcomm.tuner.job import Settings, StoredTrial
 from tunedcomm.tuner.knowledge import Knowledge
-from tunedcomm.tuner.schedule import Command, Latency, Outcome, Schedule, families, search_space
-from tunedcomm.tuner.study import Search, default_candidates, interleave
+from tunedcomm.tuner.study import Search, default_candidates, families, interleave, search_space
 
 OP = "search_op"
 LIMITS = Limits("host", 1, False, 64, 1 << 20, 1 << 20, 1 << 20)
@@ -113,14 +114,27 @@ def stored(problem: Problem, candidate: Candidate, status: str = "ok", **changes
     return StoredTrial(problem=problem, candidate=candidate, status=status, **{**values, **changes})
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a coordinator is made of."""
+
+    problems: tuple[Problem, ...]
+    settings: Settings
+    stored: tuple[StoredTrial, ...] = ()
+    environments: tuple[Environment, ...] = (HERE,)
+    seconds_left: float | None = None
+
+    def known(self) -> dict[str, Any]:
+        return {"stored": self.stored, "environments": {here.digest: here for here in self.environments}}
+
+
 def job_of(*problems: Problem, known: tuple[StoredTrial, ...] = (), **changes: Any) -> Job:
-    settings = replace(SETTINGS, **changes)
-    environments = {HERE.digest: HERE.to_dict()}
-    return Job(problems=problems, settings=settings, stored=known, environments=tuple(environments.items()))
+    return Job(problems, replace(SETTINGS, **changes), known)
 
 
-def knowledge_of(job: Job, source: str = "v1") -> Knowledge:
-    return Knowledge(job, HERE, LIMITS, lambda op, variant: source)
+def knowledge_of(job: Job) -> Knowledge:
+    retry = job.settings.retry
+    return Knowledge(job.problems, HERE, LIMITS, lambda op, variant: "v1", retry=retry, **job.known())
 
 
 def run_search(search: Search, cost: Callable[[Candidate], float | None] = cost_us) -> list[Candidate]:
@@ -132,7 +146,7 @@ def run_search(search: Search, cost: Callable[[Candidate], float | None] = cost_
 
 
 def search_of(job: Job, problem: Problem, **known: Any) -> Search:
-    feasible = search_space(problem, LIMITS, job)
+    feasible = search_space(problem, LIMITS, job.settings)
     seeds = [c for c in default_candidates(problem, LIMITS) if c in feasible]
     return Search(problem, feasible, job.settings, seeds=seeds, **known)
 
@@ -141,7 +155,7 @@ def test_small_space_is_searched_whole_with_seeds_first() -> None:
     problem = problem_of(64)
     job = job_of(problem, trials=50, variants=("small", "loose"))
     asked = run_search(search_of(job, problem))
-    assert set(asked) == set(search_space(problem, LIMITS, job))
+    assert set(asked) == set(search_space(problem, LIMITS, job.settings))
     assert len(asked) == 5
     assert [c.variant for c in asked[:3]] == ["library", "loose", "small"]
 
@@ -183,9 +197,9 @@ def test_settled_candidates_count_and_the_search_goes_on_as_it_would_have(cut: i
 
 def test_interleave_takes_one_of_each_variant_in_turn() -> None:
     job = job_of(problem_of())
-    turns = interleave(search_space(problem_of(), LIMITS, job))
+    turns = interleave(search_space(problem_of(), LIMITS, job.settings))
     assert {c.variant for c in turns[:4]} == {"library", "small", "wide", "loose"}
-    assert len(turns) == len(search_space(problem_of(), LIMITS, job))
+    assert len(turns) == len(search_space(problem_of(), LIMITS, job.settings))
 
 
 def test_only_current_rows_of_this_environment_are_settled() -> None:
@@ -197,9 +211,7 @@ def test_only_current_rows_of_this_environment_are_settled() -> None:
         stored(problem, wide(4, 1), environment=other.digest),
         stored(problem, wide(8, 1), "hung"),
     )
-    job = replace(
-        job_of(problem, known=known), environments=((HERE.digest, HERE.to_dict()), (other.digest, other.to_dict()))
-    )
+    job = replace(job_of(problem, known=known), environments=(HERE, other))
     assert knowledge_of(job).settled(problem) == {wide(1, 1): cost_us(wide(1, 1)), wide(8, 1): None}
     # What other software measured, or an older kernel, is worth trying first.
     assert set(knowledge_of(job).proposals(problem, 3, ())) == {wide(2, 1), wide(4, 1)}
@@ -209,16 +221,17 @@ def test_other_hardware_proposes_nothing() -> None:
     problem = problem_of()
     other = replace(HERE, gpu="another")
     known = (stored(problem, wide(4, 1), environment=other.digest),)
-    job = replace(job_of(problem, known=known), environments=((other.digest, other.to_dict()),))
+    job = replace(job_of(problem, known=known), environments=(other,))
     assert knowledge_of(job).proposals(problem, 3, ()) == []
 
 
 def test_retry_settles_a_failure_only_once_it_was_tried_again() -> None:
     problem = problem_of()
     job = job_of(problem, known=(stored(problem, wide(1, 1), "crashed"),), retry=True)
-    assert knowledge_of(job).settled(problem) == {}
-    again = replace(job, tried=frozenset({(problem.digest, wide(1, 1))}))
-    assert knowledge_of(again).settled(problem) == {wide(1, 1): None}
+    knowledge = knowledge_of(job)
+    assert knowledge.settled(problem) == {}
+    knowledge.add(stored(problem, wide(1, 1), "crashed"))
+    assert knowledge.settled(problem) == {wide(1, 1): None}
 
 
 def test_proposals_come_from_the_nearest_shapes_and_are_feasible() -> None:
@@ -240,22 +253,22 @@ def test_reach_is_judged_within_what_a_class_promises() -> None:
 
 
 class Machine:
-    """Answers commands from `cost_us` and keeps what was asked and reported."""
+    """One gang that answers commands from `cost_us`, and keeps what was asked and stored."""
 
     def __init__(self, job: Job, seconds_a_trial: float = 0.0) -> None:
         self.now, self.seconds_a_trial = 0.0, seconds_a_trial
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.rows: list[Row] = []
         self.commands: list[Command] = []
-        self.knowledge = knowledge_of(job)
-        self.schedule = Schedule(
-            job,
-            self.knowledge,
-            LIMITS,
+        self.coordinator = Coordinator(
+            job.problems,
+            job.settings,
             source_hash=lambda op, variant: "v1",
-            environment=HERE.digest,
-            report=lambda event, data: self.events.append((event, data)),
+            on_row=self.rows.append,
             clock=lambda: self.now,
+            seconds_left=job.seconds_left,
+            **job.known(),
         )
+        self.coordinator.gang_ready(0, HERE, LIMITS)
 
     def answer(self, command: Command) -> Outcome:
         assert command.candidate is not None
@@ -265,19 +278,21 @@ class Machine:
         return Outcome(status="pruned" if pruned else "ok", latency=latency, baseline_us=20.0)
 
     def run(self) -> str:
-        work = self.schedule.commands()
-        command = next(work)
-        while command.kind == "trial":
+        while (command := self.coordinator.next(0)).kind == "trial":
             self.commands.append(command)
             self.now += self.seconds_a_trial
-            command = work.send(self.answer(command))
+            self.coordinator.learn(0, self.answer(command))
+        assert command.kind == "end"
         return command.reason
+
+    def known(self) -> tuple[StoredTrial, ...]:
+        return tuple(row.steering(HERE.digest) for row in self.rows)
 
     def asked(self, problem: Problem, *, final: bool) -> list[Candidate]:
         return [c.candidate for c in self.commands if c.problem == problem and c.final == final and c.candidate]
 
 
-def test_schedule_searches_small_to_large_then_runs_finals_everywhere() -> None:
+def test_coordinator_searches_small_to_large_then_runs_finals_everywhere() -> None:
     small, large = problem_of(256), problem_of(4096)
     machine = Machine(job_of(large, small, trials=12))
     assert machine.run() == "done"
@@ -287,12 +302,13 @@ def test_schedule_searches_small_to_large_then_runs_finals_everywhere() -> None:
     library = Candidate.of(OP, "library", {})
     assert library in finals[0] & finals[1]
     # Every winner is measured on every shape on which it can run.
-    winners = set(machine.knowledge.finalists([small, large], 2))
+    knowledge = knowledge_of(job_of(small, large, known=machine.known()))
+    winners = set(knowledge.finalists([small, large], 2))
     for problem, measured in zip((small, large), finals, strict=True):
-        assert measured - {library} == set(machine.knowledge.feasible(problem, winners))
+        assert measured - {library} == set(knowledge.feasible(problem, winners))
 
 
-def test_schedule_starts_every_search_with_the_library_and_checks_fully_once() -> None:
+def test_coordinator_starts_every_search_with_the_library_and_checks_fully_once() -> None:
     problems = (problem_of(256), problem_of(4096))
     machine = Machine(job_of(*problems, trials=12))
     machine.run()
@@ -305,16 +321,11 @@ def test_schedule_starts_every_search_with_the_library_and_checks_fully_once() -
         seen.add(command.candidate)
 
 
-def test_schedule_that_ran_through_has_nothing_left_to_do() -> None:
+def test_coordinator_that_ran_through_has_nothing_left_to_do() -> None:
     job = job_of(problem_of(256), problem_of(4096), trials=12)
     first = Machine(job)
     first.run()
-    known = tuple(
-        StoredTrial.from_dict({**data, "environment": HERE.digest, "latency_us": data["latency_p50_us"]})
-        for event, data in first.events
-        if event == "result"
-    )
-    second = Machine(replace(job, stored=known))
+    second = Machine(replace(job, stored=first.known()))
     assert second.run() == "done"
     assert second.commands == []
 
@@ -322,8 +333,8 @@ def test_schedule_that_ran_through_has_nothing_left_to_do() -> None:
 def test_variant_without_feasible_config_is_reported_once_with_its_reason() -> None:
     machine = Machine(job_of(problem_of(256), trials=3))
     machine.run()
-    results = [data for event, data in machine.events if event == "result" and data["status"] == "infeasible"]
-    assert [(r["candidate"]["variant"], r["reason"]) for r in results] == [("absent", "not here")]
+    rows = [row for row in machine.rows if row.outcome.status == "infeasible"]
+    assert [(row.candidate.variant, row.outcome.reason) for row in rows] == [("absent", "not here")]
 
 
 def test_budget_is_shared_and_keeps_time_for_finals() -> None:
@@ -344,9 +355,21 @@ def test_budget_that_is_gone_still_measures_the_library_once_a_problem() -> None
 
 
 def test_dropped_variants_are_left_alone() -> None:
-    machine = Machine(replace(job_of(problem_of(256), trials=30), dropped=frozenset({"wide"})))
+    class Crashing(Machine):
+        def answer(self, command: Command) -> Outcome:
+            assert command.candidate is not None
+            if command.candidate.variant == "wide":
+                return Outcome(status="crashed", reason="planted")
+            return super().answer(command)
+
+    machine = Crashing(job_of(problem_of(256), trials=30))
     machine.run()
-    assert {c.candidate.variant for c in machine.commands if c.candidate} == {"library", "small", "loose"}
+    assert machine.coordinator.dropped == {"wide"}
+    tried = [c.candidate.variant for c in machine.commands if c.candidate and not c.final]
+    assert tried.count("wide") == SETTINGS.failures_per_variant
+    assert set(tried) == {"library", "small", "loose", "wide"}
+    # Everything else that can run was tried all the same.
+    assert len(tried) == SETTINGS.failures_per_variant + 5
 
 
 def test_families_keep_modes_apart() -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "check_shape",
     "known_op",
     "parse_budget",
+    "parse_gangs",
     "split",
 ]
 
@@ -216,6 +217,19 @@ def parse_budget(text: str) -> float:
     if total <= 0:
         raise typer.BadParameter(f"{text!r} is not a time such as 90s, 10m or 1h30m", param_hint="--budget")
     return total
+
+
+def parse_gangs(text: str) -> int | None:
+    """Read a number of gangs; None for `auto`.
+
+    Raises:
+        BadParameter: neither `auto` nor a whole number above 0.
+    """
+    if text.strip().lower() == "auto":
+        return None
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number above 0", param_hint="--gangs")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,90 +1,189 @@
-"""How a sweep is shown while it runs: one live view on a terminal, plain lines otherwise; on stderr either way."""
+"""How a sweep is shown while it runs: one live view on a terminal, lines otherwise; on stderr either way."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.cli._output import format_ratio, format_us, note
 
 if TYPE_CHECKING:
-    from tunedcomm.tuner.sweep import Progress
+    from rich.console import RenderableType
 
-__all__ = ["PlainLines", "describe", "shown"]
+    from tunedcomm.tuner.sweep import GangProgress, Progress
+
+__all__ = ["JsonLines", "LiveView", "PlainLines", "describe", "shown"]
 
 # Between problems a long search still says now and then that it is alive.
 QUIET_S = 30.0
+# Between two JSON lines while nothing comes to an end.
+EVENT_S = 1.0
+_BAR_WIDTH = 30
 
 
-def describe(progress: Progress) -> str:
-    """Where the sweep stands, in one line."""
+def _failures(failures: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in sorted(failures.items()))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _against_library(gang: GangProgress) -> str:
+    speed_up = format_ratio(gang.library_us, gang.best_us)
+    return f"best {format_us(gang.best_us)} µs, library {format_us(gang.library_us)} µs ({speed_up})"
+
+
+def describe(progress: Progress, gang: GangProgress | None) -> str:
+    """Where the sweep stands and what one of its gangs is at, in one line."""
     parts = [f"[{progress.problems_done}/{progress.problems}]"]
-    if progress.problem is None:
-        parts.append("starting")
+    if gang is None or gang.problem is None:
+        parts.append("starting" if progress.problems_done == 0 else "waiting")
     else:
-        speed_up = format_ratio(progress.library_us, progress.best_us)
-        parts.append(f"{'finals, ' if progress.final else ''}{progress.problem}:")
-        parts.append(
-            f"best {format_us(progress.best_us)} µs, library {format_us(progress.library_us)} µs ({speed_up}),"
-        )
+        parts.append(f"{'finals, ' if gang.final else ''}{gang.problem}: {_against_library(gang)},")
     parts.append(f"{progress.trials} trials")
     if progress.failures:
-        parts.append("(" + ", ".join(f"{count} {status}" for status, count in sorted(progress.failures.items())) + ")")
+        parts.append(f"({_failures(progress.failures)})")
     return " ".join(parts)
 
 
 class PlainLines:
-    """A line for each problem, and one in every `QUIET_S` seconds."""
+    """A line for each problem that a gang is done with, and one in every `QUIET_S` seconds."""
 
     def __init__(self, write: Callable[[str], None] = note) -> None:
         self._write = write
-        self._last: Progress | None = None
+        self._last: dict[int, GangProgress] = {}
+        self._progress: Progress | None = None
         self._written_s = 0.0
 
     def __call__(self, progress: Progress) -> None:
         """Write what has come to an end since the last call."""
-        last, self._last = self._last, progress
-        if (
-            last is not None
-            and last.problem is not None
-            and (last.problem, last.final) != (progress.problem, progress.final)
-        ):
-            self._line(last)
-        elif progress.elapsed_s - self._written_s > QUIET_S:
-            self._line(progress)
+        self._progress = progress
+        busy = [gang for gang in progress.gangs if gang.problem is not None]
+        for gang in busy:
+            last = self._last.get(gang.slot)
+            if last is not None and (last.problem, last.final) != (gang.problem, gang.final):
+                self._line(progress, last)
+            self._last[gang.slot] = gang
+        if progress.elapsed_s - self._written_s > QUIET_S:
+            self._line(progress, busy[0] if busy else None)
+
+    def finish(self) -> None:
+        """Write where the sweep ended."""
+        if self._progress is not None:
+            for gang in self._last.values():
+                self._line(self._progress, gang)
+
+    def _line(self, progress: Progress, gang: GangProgress | None) -> None:
+        self._written_s = max(self._written_s, progress.elapsed_s)
+        self._write(describe(progress, gang))
+
+
+class JsonLines:
+    """One JSON object a line: `progress` once a second, and `end` at the end."""
+
+    def __init__(self, write: Callable[[str], None] = note) -> None:
+        self._write = write
+        self._last: Progress | None = None
+        self._written_s = -EVENT_S
+
+    def __call__(self, progress: Progress) -> None:
+        """Write where the sweep stands, if that is due."""
+        self._last = progress
+        if progress.elapsed_s - self._written_s >= EVENT_S:
+            self._written_s = progress.elapsed_s
+            self._line("progress", progress)
 
     def finish(self) -> None:
         """Write where the sweep ended."""
         if self._last is not None:
-            self._line(self._last)
+            self._line("end", self._last)
 
-    def _line(self, progress: Progress) -> None:
-        self._written_s = max(self._written_s, progress.elapsed_s)
-        self._write(describe(progress))
+    def _line(self, event: str, progress: Progress) -> None:
+        self._write(json.dumps({"event": event, **_to_dict(progress)}, ensure_ascii=False))
+
+
+def _to_dict(progress: Progress) -> dict[str, Any]:
+    return {
+        "elapsed_s": round(progress.elapsed_s, 3),
+        "seconds_left": None if progress.seconds_left is None else round(progress.seconds_left, 1),
+        "problems": progress.problems,
+        "problems_done": progress.problems_done,
+        "trials": progress.trials,
+        "trials_planned": progress.trials_planned,
+        "trials_per_minute": round(progress.trials_per_minute, 1),
+        "failures": progress.failures,
+        "num_gangs": progress.num_gangs,
+        "num_compiled": progress.num_compiled,
+        "bind_share": None if progress.bind_share is None else round(progress.bind_share, 4),
+        "gangs": [
+            {
+                "slot": gang.slot,
+                "step": gang.step,
+                "problem": None if gang.problem is None else gang.problem.to_dict(),
+                "candidate": None if gang.candidate is None else str(gang.candidate),
+                "final": gang.final,
+                "best_us": gang.best_us,
+                "library_us": gang.library_us,
+            }
+            for gang in progress.gangs
+        ],
+    }
+
+
+class LiveView:
+    """Draws a bar over the problems, a line for each gang, and what failed.
+
+    Args:
+        draw: shows what is given in the place of what was shown before.
+    """
+
+    def __init__(self, draw: Callable[[RenderableType], None]) -> None:
+        self._draw = draw
+
+    def __call__(self, progress: Progress) -> None:
+        """Draw where the sweep stands."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Table.grid(padding=(0, 1))
+        left = "" if progress.seconds_left is None else f", about {_duration(progress.seconds_left)} left"
+        head.add_row(
+            ProgressBar(total=max(progress.problems, 1), completed=progress.problems_done, width=_BAR_WIDTH),
+            f"{progress.problems_done}/{progress.problems} problems",
+            f"{progress.trials} trials, {progress.trials_per_minute:.0f}/min",
+            f"{_duration(progress.elapsed_s)}{left}",
+        )
+        lines = [Text(self._gang(gang), no_wrap=True, overflow="ellipsis") for gang in progress.gangs]
+        if progress.failures:
+            lines.append(Text(f"failed: {_failures(progress.failures)}", style="yellow"))
+        self._draw(Group(head, *lines))
+
+    def _gang(self, gang: GangProgress) -> str:
+        if gang.problem is None:
+            return f"gang {gang.slot}: {gang.step}"
+        final = "finals, " if gang.final else ""
+        return f"gang {gang.slot}: {final}{gang.problem}: {_against_library(gang)}; {gang.step} {gang.candidate}"
 
 
 @contextmanager
-def shown() -> Iterator[Callable[[Progress], None]]:
+def shown(*, as_json: bool = False) -> Iterator[Callable[[Progress], None]]:
     """A progress callback for `sweep`, for as long as the sweep runs."""
-    if not sys.stderr.isatty():
-        lines = PlainLines()
+    if as_json or not sys.stderr.isatty():
+        lines: JsonLines | PlainLines = JsonLines() if as_json else PlainLines()
         yield lines
         lines.finish()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
+    from rich.live import Live
 
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task("starting", total=None)
-
-        def update(progress: Progress) -> None:
-            running = f" {progress.candidate}" if progress.candidate is not None else ""
-            rate = f" {progress.trials_per_minute:.0f}/min"
-            text = describe(progress).partition("] ")[2] + rate + running
-            bars.update(task, total=progress.problems, completed=progress.problems_done, description=text)
-
-        yield update
+    # Drawn when it is told to, never by a thread of its own: the sweep calls when gangs do not wait for it.
+    with Live(console=Console(stderr=True), auto_refresh=False) as live:
+        yield LiveView(lambda view: live.update(view, refresh=True))

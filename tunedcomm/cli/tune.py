@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import os
 import shlex
 import sys
@@ -25,6 +26,7 @@ from tunedcomm.cli._options import (
     check_shape,
     known_op,
     parse_budget,
+    parse_gangs,
     split,
 )
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
@@ -85,6 +87,12 @@ def tune(
     variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides the library.")] = None,
     budget: Annotated[str | None, typer.Option(help="Time for the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Most candidates a problem.")] = None,
+    gangs: Annotated[
+        str,
+        typer.Option(
+            help="Groups of ranks that measure side by side, each on GPUs of its own; auto fills the machine."
+        ),
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the search and of the inputs.")] = 0,
     db: Annotated[str | None, typer.Option(help="Database to write; by default the user database.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
@@ -95,7 +103,15 @@ def tune(
     Options with several values may be repeated or take them separated by commas. Every trial is stored as it ends: stop
     the command at any time, the same command goes on. Exit code 1 if a problem ended without a candidate that runs.
 
+    With --json, stdout holds one object, the summary, and stderr one object a line: {"event": "note", "text": ...},
+    {"event": "progress", ...} about once a second, and {"event": "end", ...} at last. The latter two have elapsed_s,
+    seconds_left (null while unknown), problems, problems_done, trials, trials_planned, trials_per_minute, failures by
+    status, num_gangs started, num_compiled and bind_share (trials that had to wait for the compiler, and the share of
+    the gangs' time in binding after 30 s), and gangs: slot, step, problem, candidate, final, best_us, library_us.
+
     Example: tunedcomm tune --op all_reduce --dtype bfloat16,float16 --mode both --budget 10m
+
+    Example: tunedcomm tune --op all_reduce --world-size 2 --gangs auto --json
 
     Example: tunedcomm tune --op all_reduce --model llama3-70b,qwen3-32b --tp 4 --tokens 1,8,64,4096
 
@@ -140,6 +156,7 @@ def tune(
         variants=tuple(split(variants)),
         trials=trials,
         budget_s=None if budget is None else parse_budget(budget),
+        gangs=parse_gangs(gangs),
         seed=seed,
         retry=retry,
         command=shlex.join(["tunedcomm", *sys.argv[1:]]),
@@ -147,7 +164,7 @@ def tune(
     if missed:
         tune_missed(wanted, missed, db, as_json=as_json)
         return
-    outcome, url = run_sweep(wanted, db)
+    outcome, url = run_sweep(wanted, db, as_json=as_json)
     report(outcome, url, as_json=as_json)
     leave([outcome])
 
@@ -159,7 +176,8 @@ def tune_missed(
     budget_s = None if spec.budget_s is None else spec.budget_s / len(missed)
     done = []
     for op, problems in missed.items():
-        done.append(run_sweep(replace(spec, op=op, problems=problems, budget_s=budget_s), database))
+        mine = replace(spec, op=op, problems=problems, budget_s=budget_s)
+        done.append(run_sweep(mine, database, as_json=as_json))
         if not as_json:
             report(*done[-1], as_json=False)
     if as_json:
@@ -174,7 +192,7 @@ def leave(outcomes: Sequence[SweepOutcome]) -> None:
         raise typer.Exit(1)
 
 
-def run_sweep(spec: SweepSpec, database: str | None) -> tuple[SweepOutcome, str]:
+def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -> tuple[SweepOutcome, str]:
     """Run a sweep with its progress on stderr; returns its outcome and where it was stored.
 
     Raises:
@@ -185,17 +203,20 @@ def run_sweep(spec: SweepSpec, database: str | None) -> tuple[SweepOutcome, str]
     from tunedcomm.db.store import Database
     from tunedcomm.tuner.sweep import sweep
 
+    def say(text: str) -> None:
+        note(json.dumps({"event": "note", "text": text}) if as_json else text)
+
     if spec.backend is None and num_gpus() < 2:
-        note("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs")
+        say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs")
         spec = replace(spec, backend="host")
     with Database.open(database or user_database(), create=True) as opened:
         url = str(opened.path or opened.url)
-        note(f"tuning {spec.op}, storing in {url}")
+        say(f"tuning {spec.op}, storing in {url}")
         try:
-            with shown() as progress:
+            with shown(as_json=as_json) as progress:
                 return sweep(spec, opened, progress), url
         except KeyboardInterrupt:
-            note("stopped; what was measured is stored, and the same command goes on from there")
+            say("stopped; what was measured is stored, and the same command goes on from there")
             raise typer.Exit(1) from None
 
 
@@ -209,6 +230,9 @@ def report(outcome: SweepOutcome, url: str, *, as_json: bool) -> None:
     table(COLUMNS, [_cells(result) for result in outcome.problems], title=f"{ranks} ranks{where}")
     end = "out of time" if outcome.reason == "budget" else "done"
     emit(f"{end}: {outcome.num_trials} trials in {outcome.seconds:.0f} s, stored in {url} (run {outcome.run_id})")
+    if outcome.compiled_ahead or outcome.num_compiled:
+        share = "" if outcome.bind_share is None else f"; {outcome.bind_share:.1%} of the time went into binding"
+        emit(f"{outcome.num_compiled} trials had to wait for the compiler{share}")
     if outcome.dropped:
         note(f"left alone after they had cost several gangs: {', '.join(outcome.dropped)}")
 
@@ -242,6 +266,8 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
         "failures": outcome.failures,
         "dropped": list(outcome.dropped),
         "num_gangs": outcome.num_gangs,
+        "num_compiled": outcome.num_compiled,
+        "bind_share": outcome.bind_share,
         "seconds": outcome.seconds,
         "problems": [
             {

@@ -12,8 +12,11 @@ import json
 import logging
 import multiprocessing
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -60,19 +63,29 @@ class CompilePool:
             start_new_session=True,
         )
         self._seen: set[CompileRequest] = set()
+        # The pool reads nothing while it starts, and a pipe holds little: its writer waits, its owner must not.
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="tunedcomm-compile-pool", daemon=True)
+        self._writer.start()
 
-    def submit(self, requests: Iterable[CompileRequest], compute_capability: int) -> int:
-        """Hand over those requests that are new, in order; returns how many those were."""
+    def _write(self) -> None:
         stream = self._process.stdin
         assert stream is not None
+        try:
+            while line := self._lines.get():
+                stream.write(line)
+                if self._lines.empty():
+                    stream.flush()
+        except (OSError, ValueError) as error:
+            if self._process.poll() not in (None, 0, -signal.SIGKILL):
+                _log.warning("the compile pool is gone (%s); gangs compile for themselves", error)
+
+    def submit(self, requests: Iterable[CompileRequest], compute_capability: int) -> int:
+        """Hand over those requests that are new, in order; returns how many those were. Does not wait."""
         fresh = [request for request in dict.fromkeys(requests) if request not in self._seen]
         self._seen.update(fresh)
-        try:
-            for request in fresh:
-                stream.write(encode(request, compute_capability))
-            stream.flush()
-        except OSError as error:
-            _log.warning("the compile pool is gone (%s); the gang compiles for itself", error)
+        for request in fresh:
+            self._lines.put(encode(request, compute_capability))
         return len(fresh)
 
     def drain(self, timeout_s: float | None = None) -> None:
@@ -81,16 +94,18 @@ class CompilePool:
         Raises:
             subprocess.TimeoutExpired: it took longer than `timeout_s`.
         """
-        self._close_stdin()
+        self._end_input()
         self._process.wait(timeout_s)
 
     def close(self) -> None:
         """End the pool at once; what it has compiled stays in the cache."""
         kill_processes([self._process.pid], 5.0)
-        self._close_stdin()
+        self._end_input()
         self._process.wait()
 
-    def _close_stdin(self) -> None:
+    def _end_input(self) -> None:
+        self._lines.put(b"")
+        self._writer.join()
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()

@@ -22,8 +22,10 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate
-from tunedcomm.tuner.events import EventWriter
+from tunedcomm.tuner.channel import GangEnd
+from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.launch import STORE_FD, STORE_PORT
 
 __all__ = ["Gang", "Trouble", "Verdict", "assemble"]
 
@@ -55,11 +57,12 @@ class Trouble(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A vote's outcome, the same on every rank: the heaviest trouble, its reason, the largest number."""
+    """A vote's outcome, the same on every rank: the heaviest trouble, its reason, the largest number and count."""
 
     trouble: Trouble = Trouble.NONE
     reason: str = ""
     number: float = 0.0
+    count: int = 0
 
 
 class Gang:
@@ -69,7 +72,6 @@ class Gang:
         rank, world_size: in the default group.
         device: where this rank's tensors live.
         communicator: the group's communicator, bound to the data plane.
-        events: where rank 0 reports; None on the others.
         folder: the gang's folder.
     """
 
@@ -82,7 +84,7 @@ class Gang:
         self.device: torch.device = communicator.device
         self._symmetric: dict[tuple[int, int], SymmetricBuffer] = {}
         self._token = torch.zeros(1, device=self.device)
-        self.events = EventWriter(folder) if self.rank == 0 else None
+        self._channel = GangEnd(folder) if self.rank == 0 else None
 
     @property
     def on_gpu(self) -> bool:
@@ -90,9 +92,13 @@ class Gang:
         return self.device.type == "cuda"
 
     def report(self, event: str, data: dict[str, Any] | None = None) -> None:
-        """Write an event, on rank 0."""
-        if self.events is not None:
-            self.events.write(event, data)
+        """Tell the supervisor an event, on rank 0."""
+        if self._channel is not None:
+            self._channel.report(event, data)
+
+    def receive(self) -> Command | None:
+        """The supervisor's next command, on rank 0; None on the others."""
+        return None if self._channel is None else Command.from_dict(self._channel.receive())
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""
@@ -107,17 +113,18 @@ class Gang:
         dist.all_gather(everyone, mine, group=self._control)
         return [row.tolist() for row in everyone]
 
-    def vote(self, trouble: Trouble, reason: str = "", number: float = 0.0) -> Verdict:
-        """Agree on the heaviest trouble of any rank, that rank's reason, and the largest `number` >= 0."""
+    def vote(self, trouble: Trouble, reason: str = "", number: float = 0.0, count: int = 0) -> Verdict:
+        """Agree on the heaviest trouble of any rank, that rank's reason, and the largest `number` and `count` >= 0."""
         # A NaN has no defined place in a maximum.
-        ballot = torch.tensor([float(trouble), number if math.isfinite(number) else math.inf], dtype=torch.float64)
+        finite = number if math.isfinite(number) else math.inf
+        ballot = torch.tensor([float(trouble), finite, float(count)], dtype=torch.float64)
         dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._control)
-        heaviest, largest = ballot.tolist()
+        heaviest, largest, most = ballot.tolist()
         if not heaviest:
-            return Verdict(number=largest)
+            return Verdict(number=largest, count=int(most))
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, (int(trouble), reason), group=self._control)
-        return combine(everyone, largest)
+        return combine(everyone, largest, int(most))
 
     def barrier(self) -> None:
         """Wait for every rank, on the control plane."""
@@ -155,27 +162,39 @@ class Gang:
             torch.cuda.synchronize(self.device)
 
 
-def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0) -> Verdict:
+def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int = 0) -> Verdict:
     """One verdict from every rank's: the heaviest trouble, and the first rank's reason for it."""
     heaviest = max(code for code, _ in everyone)
     blamed = [rank for rank, (code, _) in enumerate(everyone) if code == heaviest]
     reason = everyone[blamed[0]][1]
     if len(blamed) < len(everyone):
         reason = f"on rank {', '.join(str(rank) for rank in blamed)} of {len(everyone)}: {reason}"
-    return Verdict(Trouble(heaviest), reason, number)
+    return Verdict(Trouble(heaviest), reason, number, count)
 
 
 def assemble(settings: Settings, folder: Path) -> Gang:
-    """Join the gang that the elastic launcher's environment describes; collective over its ranks."""
-    local_rank = int(os.environ["LOCAL_RANK"])
+    """Join the gang that the launcher's environment describes; collective over its ranks."""
+    rank = int(os.environ["RANK"])
     # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
     timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)
-    device: torch.device | None = None
-    if settings.backend == "cuda":
-        device = torch.device("cuda", local_rank)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        int(os.environ[STORE_PORT]),
+        settings.world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        master_listen_fd=int(os.environ[STORE_FD]) if rank == 0 else None,
+    )
+    device = torch.device("cuda", rank) if settings.backend == "cuda" else None
+    if device is not None:
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group(
+        "nccl" if device is not None else "gloo",
+        store=store,
+        rank=rank,
+        world_size=settings.world_size,
+        timeout=timeout,
+        device_id=device,
+    )
     control = dist.new_group(backend="gloo", timeout=timeout)
     return Gang(control, get_communicator(None, device), folder)

@@ -1,4 +1,4 @@
-"""What the supervisor tells a gang: problems, what is known already, and settings. Plain JSON in a file."""
+"""How a sweep is run, and the part of a stored trial that steers it. Plain JSON in files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tunedcomm.spec import Candidate, NumericsPolicy, Problem
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem
 
 __all__ = [
     "EXIT_UNUSABLE",
     "FAILED",
-    "Job",
     "Settings",
     "StoredTrial",
     "candidate_from_dict",
     "candidate_to_dict",
 ]
 
-# Exit code of a gang that ended itself because its group may be out of step; torchrun passes no other code on, so the
-# reason travels as an event and this only marks the death as meant.
+# Exit code of a gang that ended itself because its group may be out of step. The reason travels as an event; this only
+# marks the death as meant.
 EXIT_UNUSABLE = 75
 
 # Outcomes that are not tried again under the same environment and source unless asked to.
@@ -60,31 +59,6 @@ class StoredTrial:
     latency_us: float | None = None
     final: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "problem": self.problem.to_dict(),
-            "candidate": candidate_to_dict(self.candidate),
-            "status": self.status,
-            "source_hash": self.source_hash,
-            "environment": self.environment,
-            "latency_us": self.latency_us,
-            "final": self.final,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StoredTrial:
-        """Inverse of `to_dict`."""
-        return cls(
-            problem=Problem.from_dict(data["problem"]),
-            candidate=candidate_from_dict(data["candidate"]),
-            status=data["status"],
-            source_hash=data["source_hash"],
-            environment=data["environment"],
-            latency_us=data["latency_us"],
-            final=data["final"],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -109,8 +83,11 @@ class Settings:
         trial_timeout_s: the same while it runs.
         peer_timeout_s: bound of the kernels' own waits.
         failures_per_variant: a variant is left alone in this sweep after so many lost gangs.
-        storage: Optuna storage URL; None keeps the studies in rank 0's memory.
+        gangs: how many run at once, each on its own GPUs.
         plugins: modules that a gang imports after the kernels, to register further ops and variants.
+        replay: a recording that answers in the gangs' place, see `tuner.replay_gang`; None measures.
+        replay_trial_s: seconds that such a gang pretends to need for a trial.
+        replay_limits: of the recorded machine.
     """
 
     backend: Literal["cuda", "host"]
@@ -131,8 +108,11 @@ class Settings:
     trial_timeout_s: float = 30.0
     peer_timeout_s: float = 2.0
     failures_per_variant: int = 3
-    storage: str | None = None
+    gangs: int = 1
     plugins: tuple[str, ...] = ()
+    replay: str | None = None
+    replay_trial_s: float = 0.0
+    replay_limits: Limits | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -143,54 +123,15 @@ class Settings:
         """Inverse of `to_dict`."""
         tuples = ("variants", "plugins")
         values: dict[str, Any] = {f.name: data[f.name] for f in fields(cls)}
-        return cls(**{**values, **{name: tuple(values[name]) for name in tuples}})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One gang's work.
-
-    Attributes:
-        problems: in the order in which they are tuned.
-        settings: how.
-        seconds_left: of the sweep's budget; None is no bound.
-        stored: what is known, from the database and from this sweep's earlier gangs.
-        environments: digest to the readable environment of `stored`.
-        tried: (problem digest, candidate) pairs that this sweep's earlier gangs ended with, for `retry`.
-        dropped: variants that this sweep leaves alone from here on.
-    """
-
-    problems: tuple[Problem, ...]
-    settings: Settings
-    seconds_left: float | None = None
-    stored: tuple[StoredTrial, ...] = ()
-    environments: tuple[tuple[str, dict[str, Any]], ...] = ()
-    tried: frozenset[tuple[str, Candidate]] = frozenset()
-    dropped: frozenset[str] = frozenset()
+        limits = values.pop("replay_limits")
+        values.update({name: tuple(values[name]) for name in tuples})
+        return cls(**values, replay_limits=None if limits is None else Limits(**limits))
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
-        data = {
-            "problems": [problem.to_dict() for problem in self.problems],
-            "settings": self.settings.to_dict(),
-            "seconds_left": self.seconds_left,
-            "stored": [trial.to_dict() for trial in self.stored],
-            "environments": dict(self.environments),
-            "tried": [[digest, candidate_to_dict(candidate)] for digest, candidate in self.tried],
-            "dropped": sorted(self.dropped),
-        }
-        path.write_text(json.dumps(data), encoding="utf-8")
+        path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: Path) -> Job:
+    def load(cls, path: Path) -> Settings:
         """Inverse of `save`."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            problems=tuple(Problem.from_dict(problem) for problem in data["problems"]),
-            settings=Settings.from_dict(data["settings"]),
-            seconds_left=data["seconds_left"],
-            stored=tuple(StoredTrial.from_dict(trial) for trial in data["stored"]),
-            environments=tuple(data["environments"].items()),
-            tried=frozenset((digest, candidate_from_dict(candidate)) for digest, candidate in data["tried"]),
-            dropped=frozenset(data["dropped"]),
-        )
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -23,7 +23,8 @@ from tunedcomm.spec import (
     get_op,
     get_variant,
 )
-from tunedcomm.tuner.job import FAILED, Job, StoredTrial
+from tunedcomm.tuner.commands import LOST
+from tunedcomm.tuner.job import FAILED, StoredTrial
 
 __all__ = ["Knowledge"]
 
@@ -37,30 +38,59 @@ class Knowledge:
     """Results of a sweep's problems, by problem and candidate.
 
     Args:
-        job: what the supervisor knew when the gang was started.
-        environment: of this gang.
-        limits: of this gang.
+        problems: of the sweep.
+        environment: of the gangs.
+        limits: of the gangs.
         source_hash: (op, variant) to the hash of its kernels as they are now.
+        retry: what failed before the sweep is to be tried again.
+        stored: what was known before the sweep, oldest first.
+        environments: digest to environment of `stored`.
     """
 
     def __init__(
-        self, job: Job, environment: Environment, limits: Limits, source_hash: Callable[[str, str], str]
+        self,
+        problems: Iterable[Problem],
+        environment: Environment,
+        limits: Limits,
+        source_hash: Callable[[str, str], str],
+        *,
+        retry: bool = False,
+        stored: Iterable[StoredTrial] = (),
+        environments: Mapping[str, Environment] | None = None,
     ) -> None:
-        self._job = job
         self._limits = limits
-        self._results: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in job.problems}
-        self._finals: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in job.problems}
+        self._retry = retry
+        self._source_hash = source_hash
+        self._results: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in problems}
+        self._finals: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in self._results}
         self._proposals: dict[Problem, list[StoredTrial]] = {}
+        self._tried: set[tuple[Problem, Candidate]] = set()
+        self._quarantine: set[tuple[Problem, Candidate]] = set()
         self._environment = environment.digest
-        known = {digest: Environment.from_dict(data) for digest, data in job.environments}
-        for trial in job.stored:
-            if _current(trial, source_hash) and trial.environment == self._environment:
-                self.add(trial)
+        known = environments or {}
+        for trial in stored:
+            if self.counts(trial):
+                self._enter(trial)
             elif trial.status == "ok" and not environment.mismatches(known[trial.environment]):
                 self._proposals.setdefault(trial.problem, []).append(trial)
 
+    def counts(self, trial: StoredTrial) -> bool:
+        """True if a stored trial was measured in this environment, and of the kernels as they are now."""
+        if trial.environment != self._environment:
+            return False
+        try:
+            return trial.source_hash == self._source_hash(trial.candidate.op, trial.candidate.variant)
+        except UnknownNameError:
+            return False
+
     def add(self, trial: StoredTrial) -> None:
-        """Take in a result; a later one of the same candidate replaces an earlier one."""
+        """Take in a result of this sweep; a later one of the same candidate replaces an earlier one."""
+        self._tried.add((trial.problem, trial.candidate))
+        self._enter(trial)
+
+    def _enter(self, trial: StoredTrial) -> None:
+        if trial.status in LOST and not (self._retry and (trial.problem, trial.candidate) not in self._tried):
+            self._quarantine.add((trial.problem.family, trial.candidate))
         table = self._finals if trial.final else self._results
         table.setdefault(trial.problem, {})[trial.candidate] = trial
 
@@ -69,14 +99,22 @@ class Knowledge:
         trial = self._results.get(problem, {}).get(candidate)
         return trial.status if trial else None
 
+    def measured(self, problem: Problem, candidate: Candidate, *, final: bool) -> bool:
+        """True if there is a result that makes another trial of the search, or of the finals, needless."""
+        return not self.wants_final(problem, candidate) if final else candidate in self.settled(problem)
+
     def settled(self, problem: Problem) -> dict[Candidate, float | None]:
         """Candidates that are not to be tried again, with their latency if they ran."""
         settled = {}
         for candidate, trial in self._results.get(problem, {}).items():
-            again = self._job.settings.retry and trial.status in FAILED
-            if not again or (problem.digest, candidate) in self._job.tried:
+            again = self._retry and trial.status in FAILED
+            if not again or (problem, candidate) in self._tried:
                 settled[candidate] = trial.latency_us if trial.status not in FAILED else None
         return settled
+
+    def quarantined(self, problem: Problem, candidate: Candidate) -> bool:
+        """True if the candidate took a gang along at some size of the problem's family: it is not tried at another."""
+        return (problem.family, candidate) in self._quarantine
 
     def best_us(self, problem: Problem, numerics: Numerics) -> float:
         """Least latency that a candidate of this numerics class has to come near; infinity if nothing is `ok` yet.
@@ -89,11 +127,12 @@ class Knowledge:
         return min((trial.latency_us or math.inf for trial in rivals), default=math.inf)
 
     def winners(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
-        """The best `count` challengers that `policy` admits, best first; equal times in a fixed order."""
+        """The best `count` challengers that `policy` admits and that may be chosen, best first; ties in a fixed order."""
         ranked = sorted(
             self._challengers(problem), key=lambda trial: (trial.latency_us or math.inf, str(trial.candidate))
         )
-        return [t.candidate for t in ranked if admits(policy, _numerics(t.candidate))][:count]
+        found = [t.candidate for t in ranked if admits(policy, _numerics(t.candidate))]
+        return [c for c in found if get_variant(problem.op, c.variant).bounded][:count]
 
     def proposals(self, problem: Problem, count: int, searched: Collection[Problem]) -> list[Candidate]:
         """Winners worth trying first: of the nearest shapes, of other families at this shape, of other versions.
@@ -134,7 +173,7 @@ class Knowledge:
 
     def wants_final(self, problem: Problem, candidate: Candidate) -> bool:
         """True if the candidate has no final here yet and did not fail here."""
-        if candidate in self._finals.get(problem, {}):
+        if candidate in self._finals.get(problem, {}) or self.quarantined(problem, candidate):
             return False
         return self.status(problem, candidate) not in FAILED
 
@@ -153,11 +192,3 @@ class Knowledge:
 
 def _numerics(candidate: Candidate) -> Numerics:
     return get_variant(candidate.op, candidate.variant).numerics
-
-
-def _current(trial: StoredTrial, source_hash: Callable[[str, str], str]) -> bool:
-    """True if the trial's variant is registered and its kernels are still those that were tried."""
-    try:
-        return trial.source_hash == source_hash(trial.candidate.op, trial.candidate.variant)
-    except UnknownNameError:
-        return False

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from tunedcomm.tuner.check import Launch, Tensors
-from tunedcomm.tuner.schedule import Latency
+from tunedcomm.tuner.commands import Latency
 
 __all__ = ["Contender", "calls_for", "contend", "summarise", "take_rounds"]
 

@@ -8,10 +8,31 @@ from dataclasses import dataclass
 
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Problem, admits
+from tunedcomm.spec import Candidate, Problem, admits, variants
 from tunedcomm.tuner.job import FAILED
 
-__all__ = ["ProblemResult", "Progress", "SweepOutcome", "summarise_problem"]
+__all__ = ["GangProgress", "ProblemResult", "Progress", "SweepOutcome", "summarise_problem"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangProgress:
+    """What one gang is at.
+
+    Attributes:
+        slot: its number among those that run at once.
+        step: `starting`, `binding`, `running`, `waiting` or `ending`.
+        problem, candidate: what it runs; None where there is nothing.
+        final: it is measured as in the finals.
+        best_us, library_us: of that problem; None where not yet known.
+    """
+
+    slot: int
+    step: str
+    problem: Problem | None = None
+    candidate: Candidate | None = None
+    final: bool = False
+    best_us: float | None = None
+    library_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,31 +41,30 @@ class Progress:
 
     Attributes:
         problems, problems_done: all of them, and those whose search is over.
-        trials, trials_planned: measured in this sweep, and still to come in the running search at most.
-        problem, candidate: what is being run.
-        final: the finals have begun for it.
-        best_us, library_us: of the running problem; None where not yet known.
+        trials, trials_planned: measured in this sweep, and still to come in the searches that are under way, at most.
         failures: failed trials of this sweep by status.
-        gangs: started so far.
+        gangs: those that are up, by slot.
+        num_gangs: started so far.
         elapsed_s: seconds since the sweep began.
-        trials_per_minute: over the whole sweep.
+        seconds_left: what is left of the budget, or an estimate where that is less; None while nobody knows.
+        num_compiled, bind_share: see `SweepOutcome`.
     """
 
     problems: int
     problems_done: int
     trials: int
     trials_planned: int
-    problem: Problem | None
-    candidate: Candidate | None
-    final: bool
-    best_us: float | None
-    library_us: float | None
     failures: dict[str, int]
-    gangs: int
+    gangs: tuple[GangProgress, ...]
+    num_gangs: int
     elapsed_s: float
+    seconds_left: float | None = None
+    num_compiled: int = 0
+    bind_share: float | None = None
 
     @property
     def trials_per_minute(self) -> float:
+        """Over the whole sweep."""
         return 60 * self.trials / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
@@ -89,6 +109,9 @@ class SweepOutcome:
         num_gangs: gangs started.
         seconds: wall time.
         compiled_ahead: binaries handed to the compile pool.
+        num_compiled: trials for which a rank still had to compile.
+        bind_share: share of the gangs' time that went into binding, by the slowest rank, after the first 30 s of the
+            sweep; None if it was over by then.
     """
 
     run_id: int
@@ -101,6 +124,8 @@ class SweepOutcome:
     num_gangs: int
     seconds: float
     compiled_ahead: int
+    num_compiled: int = 0
+    bind_share: float | None = None
 
     @property
     def unsolved(self) -> tuple[Problem, ...]:
@@ -112,7 +137,7 @@ def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> Probl
     """Sum up the records of one problem in one environment; finals count before searches, later before earlier."""
     latest: dict[tuple[Candidate, bool], TrialRecord] = {(r.candidate, r.final): r for r in records}
     tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
-    ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics)]
+    ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics) and _may_be_chosen(r)]
     ran = [r for r in ran if r.final] or ran
     best = min(ran, key=lambda r: (r.latency_p50_us or 0.0, str(r.candidate)), default=None)
     library = [r.latency_p50_us for r in ran if r.variant == "library"]
@@ -123,3 +148,8 @@ def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> Probl
     return ProblemResult(
         problem=problem, best=best, library_us=library_us, num_trials=len(tried), failures=dict(failures)
     )
+
+
+def _may_be_chosen(record: TrialRecord) -> bool:
+    known = variants(record.problem.op).get(record.variant)
+    return known is None or known.bounded

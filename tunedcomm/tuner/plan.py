@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import ITEMSIZE, InputKind, Mode, NumericsPolicy, Problem, get_op, get_variant
 from tunedcomm.tuner.job import Settings
 
-__all__ = ["SweepSpec", "resolve"]
+__all__ = ["SweepSpec", "gang_devices", "resolve"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +38,11 @@ class SweepSpec:
         finals: measure the winners over the whole sweep at the end.
         start_timeout_s, compile_timeout_s, trial_timeout_s: a gang silent for longer in that step is killed.
         peer_timeout_s: bound of the kernels' own waits.
-        storage: Optuna storage URL; None keeps studies in memory.
+        gangs: how many run at once; None fills the machine's GPUs, and is one on the host.
         plugins: modules that register further ops and variants.
         command: what to note as the run's command line.
+        replay: a recording that answers in the gangs' place, on a machine without GPUs; None measures.
+        replay_trial_s: seconds that each gang then pretends to need for a trial.
     """
 
     op: str
@@ -63,9 +67,11 @@ class SweepSpec:
     compile_timeout_s: float | None = None
     trial_timeout_s: float | None = None
     peer_timeout_s: float | None = None
-    storage: str | None = None
+    gangs: int | None = None
     plugins: tuple[str, ...] = ()
     command: str = ""
+    replay: str | None = None
+    replay_trial_s: float = 0.0
 
 
 def _count_gpus() -> int:
@@ -79,10 +85,12 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
     """Fill in what the machine decides.
 
     Raises:
-        TuningError: the machine has too few GPUs for the world size.
+        TuningError: the machine has too few GPUs for the world size, or for so many gangs of it.
         UnknownNameError: no such op or variant.
         ValueError: an option that the op does not have.
     """
+    if spec.replay is not None:
+        return _resolve_replay(spec)
     gpus = _count_gpus() if spec.backend != "host" else 0
     backend: Literal["cuda", "host"] = spec.backend or ("cuda" if gpus >= 2 else "host")
     world_size = spec.world_size or (spec.problems[0].world_size if spec.problems else 0)
@@ -97,7 +105,51 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
         get_variant(spec.op, name)
     if strangers := [problem for problem in problems if problem.world_size != world_size]:
         raise TuningError(f"a sweep has one world size, {world_size}; {strangers[0]} has another. Tune it by itself")
-    return problems, _settings(spec, backend, world_size)
+    gangs = _count_gangs(spec.gangs, gpus // world_size if backend == "cuda" else None, gpus, world_size)
+    return problems, replace(_settings(spec, backend, world_size), gangs=gangs)
+
+
+def _resolve_replay(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
+    """The recording decides what this machine decides otherwise."""
+    from tunedcomm.communicator import limits_for
+    from tunedcomm.tuner.recording import read_recording
+
+    assert spec.replay is not None
+    records = read_recording(Path(spec.replay))
+    environment, world_size = records[0].environment, records[0].problem.world_size
+    problems = spec.problems or _expand(spec, "cuda", world_size)
+    settings = replace(
+        _settings(spec, "cuda", world_size),
+        gangs=spec.gangs or 1,
+        replay=spec.replay,
+        replay_trial_s=spec.replay_trial_s,
+        replay_limits=limits_for(environment, world_size),
+    )
+    return problems, settings
+
+
+def _count_gangs(asked: int | None, fitting: int | None, gpus: int, world_size: int) -> int:
+    """How many gangs run at once; `fitting` is None where nothing but patience bounds them."""
+    if asked is not None and asked < 1:
+        raise TuningError(f"a sweep needs at least 1 gang, got {asked}")
+    if fitting is None:
+        return asked or 1
+    if asked is not None and asked > fitting:
+        raise TuningError(
+            f"{asked} gangs of {world_size} ranks need {asked * world_size} GPUs and this machine has {gpus} usable "
+            f"ones: at most {fitting} fit; pass --gangs {fitting}, or auto"
+        )
+    return asked or fitting
+
+
+def gang_devices(settings: Settings) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each gang: its share of the GPUs that this process may use, which no other gang has."""
+    if settings.backend == "host" or settings.replay is not None:
+        return [""] * settings.gangs
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = visible or [str(index) for index in range(settings.gangs * settings.world_size)]
+    starts = range(0, settings.gangs * settings.world_size, settings.world_size)
+    return [",".join(names[start : start + settings.world_size]) for start in starts]
 
 
 def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> tuple[Problem, ...]:
@@ -155,7 +207,6 @@ def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int
         variants=spec.variants,
         retry=spec.retry,
         finals=spec.finals,
-        storage=spec.storage,
         plugins=spec.plugins,
         **{name: value for name, value in asked.items() if value is not None},
     )

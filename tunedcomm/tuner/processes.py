@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["die_with_parent", "is_alive", "kill_group", "kill_processes"]
+__all__ = ["die_with_parent", "is_alive", "kill_group", "kill_processes", "send_kill"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,13 +41,18 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def kill_processes(pids: Iterable[int], wait_s: float) -> list[int]:
-    """SIGKILL every process and wait until they are gone; returns those that are not after `wait_s`."""
-    left = list(pids)
-    for pid in left:
+def send_kill(pids: Iterable[int]) -> None:
+    """SIGKILL every process, with the group that it leads; does not wait."""
+    for pid in pids:
         kill_group(pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+
+
+def kill_processes(pids: Iterable[int], wait_s: float) -> list[int]:
+    """SIGKILL every process and wait until they are gone; returns those that are not after `wait_s`."""
+    left = list(pids)
+    send_kill(left)
     deadline = time.monotonic() + wait_s
     while (left := [pid for pid in left if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,30 +1,29 @@
 """Recorded trials in a gang's place: the whole search runs without GPUs, and the same way every time.
 
-A `Replay` answers a command as the gang did that was recorded; `run_search` walks a schedule to its end with such
-answers, in this process. Recorded trials come from a database, or from a file of `tuner.recording`.
+A `Replay` answers a command as the gang did that was recorded; `run_search` walks a coordinator to its end with such
+answers, in this process; `tuner.replay_gang` is a gang's process that gives them to a whole sweep. Recorded trials come
+from a database, or from a file of `tuner.recording`.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import random
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from tunedcomm.db.records import TrialRecord, canonical_json
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, get_variant
-from tunedcomm.tuner.job import Job, Settings, StoredTrial
-from tunedcomm.tuner.knowledge import Knowledge
-from tunedcomm.tuner.schedule import Command, Latency, Outcome, Schedule
+from tunedcomm.tuner.commands import LOST, Command, Latency, Outcome, Row
+from tunedcomm.tuner.coordinator import Coordinator
+from tunedcomm.tuner.job import Settings, StoredTrial
 from tunedcomm.tuner.stages import pruned, rounds_after_look
 
 __all__ = ["Replay", "SearchRun", "Step", "run_search"]
 
-# Outcomes after which a gang ends itself and the supervisor starts another.
-_LOST = frozenset({"crashed", "hung"})
 # Standard error of a median in standard errors of a mean, for normal samples.
 _MEDIAN_ERROR = 1.2533
 # Standard deviations between a normal distribution's median and its 10th or 90th percentile.
@@ -159,19 +158,19 @@ class SearchRun:
     """What a replayed search did.
 
     Attributes:
-        steps: commands in the order in which they were answered.
-        stored: what is known afterwards, what the job knew before included, oldest first.
-        tried: see `Job.tried`.
+        steps: commands in the order in which their answers came.
+        stored: what is known afterwards, what was known before included, oldest first.
         reason: `done`, `budget`, or `interrupted` by `max_trials`.
         num_gangs: gangs that a sweep would have started.
+        seconds: on the simulated clock.
         dropped: variants that were left alone in the end.
     """
 
     steps: tuple[Step, ...]
     stored: tuple[StoredTrial, ...]
-    tried: frozenset[tuple[str, Candidate]]
     reason: str
     num_gangs: int
+    seconds: float
     dropped: frozenset[str]
 
     def table(self) -> dict[tuple[Problem, Candidate, bool], StoredTrial]:
@@ -184,121 +183,115 @@ class SearchRun:
         ran = [t for t in ran if t.final] or ran
         return min(ran, key=lambda t: (t.latency_us or 0.0, str(t.candidate)), default=None)
 
-    def resume(self, job: Job) -> Job:
-        """What the same command would be told to do after this run was killed."""
-        return replace(job, stored=self.stored)
-
 
 def _admitted(trial: StoredTrial, policy: NumericsPolicy) -> bool:
     return admits(policy, get_variant(trial.candidate.op, trial.candidate.variant).numerics)
 
 
 def run_search(
-    job: Job,
+    problems: Iterable[Problem],
+    settings: Settings,
     replay: Replay,
     *,
     limits: Limits,
+    stored: Iterable[StoredTrial] = (),
+    seconds_left: float | None = None,
     max_trials: int | None = None,
     trial_seconds: float = 0.0,
 ) -> SearchRun:
-    """Drive the schedule of `job` to its end with recorded answers; no process, no clock, no tensor.
+    """Drive a coordinator to its end with recorded answers; no process, no clock, no tensor.
 
-    A candidate that crashed or hung ends its gang, and the next one is told what a sweep would tell it. The ops and
-    variants of the job must be registered.
+    A candidate that crashed or hung ends its gang, and another one takes its place. The ops and variants of the
+    problems must be registered.
 
     Args:
-        job: what to do.
+        problems: in the order in which they are tuned.
+        settings: how; `settings.gangs` of them answer side by side.
         replay: answers.
         limits: of the recorded machine, e.g. `communicator.limits_for(replay.environment, world_size)`.
+        stored: trials of the replay's environment that are known already, e.g. an earlier run's.
+        seconds_left: of the budget; None is no bound.
         max_trials: stop after so many answers, as a kill would.
-        trial_seconds: how far each trial moves the clock of the job's budget.
+        trial_seconds: how long a gang is busy with a trial, on a simulated clock.
     """
-    return _Search(job, replay, limits, max_trials, trial_seconds).run()
+    return _Search(tuple(problems), settings, replay, limits, tuple(stored), seconds_left, trial_seconds).run(
+        math.inf if max_trials is None else max_trials
+    )
 
 
 class _Search:
-    """A supervisor's part of a search: what was found, and what the next gang is told."""
+    """Gangs on a simulated clock."""
 
-    def __init__(self, job: Job, replay: Replay, limits: Limits, max_trials: int | None, trial_seconds: float) -> None:
-        here = replay.environment
-        self._job = replace(job, environments=tuple({**dict(job.environments), here.digest: here.to_dict()}.items()))
-        self._replay, self._limits = replay, limits
-        self._max_trials, self._trial_seconds = max_trials, trial_seconds
+    def __init__(
+        self,
+        problems: tuple[Problem, ...],
+        settings: Settings,
+        replay: Replay,
+        limits: Limits,
+        stored: tuple[StoredTrial, ...],
+        seconds_left: float | None,
+        trial_seconds: float,
+    ) -> None:
+        self._settings, self._replay, self._limits = settings, replay, limits
+        self._trial_seconds = trial_seconds
+        self._now = 0.0
         self._steps: list[Step] = []
-        self._stored = list(job.stored)
-        self._tried = set(job.tried)
-        self._lost: Counter[str] = Counter()
+        self._stored = list(stored)
+        self._coordinator = Coordinator(
+            problems,
+            settings,
+            source_hash=replay.source_hash,
+            on_row=self._take,
+            stored=stored,
+            clock=lambda: self._now,
+            seconds_left=seconds_left,
+        )
+        # When each busy gang is done, and with what; equal times in the order of the gangs.
+        self._busy: list[tuple[float, int]] = []
+        self._idle: list[int] = []
+        self._reason = ""
 
-    def run(self) -> SearchRun:
-        reason, num_gangs = "unusable", 0
-        while reason == "unusable":
-            job = self._next_job()
-            if job is None:
-                reason = "budget"
-                break
-            num_gangs += 1
-            reason = self._run_gang(job)
+    def run(self, max_trials: float) -> SearchRun:
+        coordinator, num_gangs = self._coordinator, self._settings.gangs
+        for gang in range(num_gangs):
+            coordinator.gang_ready(gang, self._replay.environment, self._limits)
+        self._idle = list(range(num_gangs))
+        self._command_idle()
+        while self._busy and len(self._steps) < max_trials:
+            self._now, gang = heapq.heappop(self._busy)
+            command = coordinator.activity(gang)
+            assert command is not None
+            outcome = self._replay.answer(command, self._settings)
+            self._steps.append(Step(command, outcome))
+            coordinator.learn(gang, outcome)
+            if outcome.status in LOST:
+                coordinator.lost(gang, outcome.status, outcome.reason, begun=None)
+                if not coordinator.has_time:
+                    self._reason = "budget"
+                    continue
+                num_gangs += 1
+                coordinator.gang_ready(gang, self._replay.environment, self._limits)
+            self._idle.append(gang)
+            self._command_idle()
         return SearchRun(
             steps=tuple(self._steps),
             stored=tuple(self._stored),
-            tried=frozenset(self._tried),
-            reason=reason,
+            reason="interrupted" if self._busy else self._reason,
             num_gangs=num_gangs,
-            dropped=self._dropped(),
+            seconds=self._now,
+            dropped=coordinator.dropped,
         )
 
-    def _dropped(self) -> frozenset[str]:
-        limit = self._job.settings.failures_per_variant
-        return self._job.dropped | {variant for variant, lost in self._lost.items() if lost >= limit}
+    def _command_idle(self) -> None:
+        """Ask what every idle gang does next; those that end, or wait while all others have ended, stay idle."""
+        idle, self._idle = self._idle, []
+        for gang in idle:
+            command = self._coordinator.next(gang)
+            if command.kind == "trial":
+                heapq.heappush(self._busy, (self._now + self._trial_seconds, gang))
+            else:
+                self._idle.append(gang)
+                self._reason = command.reason or self._reason
 
-    def _next_job(self) -> Job | None:
-        left = self._job.seconds_left
-        if left is not None:
-            left -= self._clock()
-            if left <= 0 and self._steps:
-                return None
-        return replace(
-            self._job,
-            seconds_left=left,
-            stored=tuple(self._stored),
-            tried=frozenset(self._tried),
-            dropped=self._dropped(),
-        )
-
-    def _clock(self) -> float:
-        return len(self._steps) * self._trial_seconds
-
-    def _run_gang(self, job: Job) -> str:
-        replay, limits = self._replay, self._limits
-        schedule = Schedule(
-            job,
-            Knowledge(job, replay.environment, limits, replay.source_hash),
-            limits,
-            source_hash=replay.source_hash,
-            environment=replay.environment.digest,
-            report=self._take,
-            clock=self._clock,
-        )
-        work = schedule.commands()
-        command = next(work)
-        while command.kind == "trial":
-            if self._max_trials is not None and len(self._steps) >= self._max_trials:
-                return "interrupted"
-            outcome = replay.answer(command, job.settings)
-            self._steps.append(Step(command, outcome))
-            # The schedule reports the outcome before it yields again, so that it is stored even if the gang now ends.
-            following = work.send(outcome)
-            if outcome.status in _LOST:
-                assert command.candidate is not None
-                self._lost[command.candidate.variant] += 1
-                return "unusable"
-            command = following
-        return command.reason
-
-    def _take(self, event: str, data: Mapping[str, Any]) -> None:
-        if event != "result":
-            return
-        here = {"environment": self._replay.environment.digest, "latency_us": data["latency_p50_us"]}
-        trial = StoredTrial.from_dict({**data, **here})
-        self._stored.append(trial)
-        self._tried.add((trial.problem.digest, trial.candidate))
+    def _take(self, row: Row) -> None:
+        self._stored.append(row.steering(self._replay.environment.digest))

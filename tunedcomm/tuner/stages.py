@@ -6,8 +6,8 @@ decide alike.
 
 from __future__ import annotations
 
+from tunedcomm.tuner.commands import Command, Latency, Outcome
 from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.schedule import Command, Latency, Outcome
 
 __all__ = ["pruned", "rounds_after_look"]
 

@@ -6,20 +6,28 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import optuna
 
 from tunedcomm.space import Space, Value
-from tunedcomm.spec import Candidate, Limits, Problem, get_variant, variants
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
 from tunedcomm.tuner.job import Settings
 
-__all__ = ["Search", "default_candidates"]
+__all__ = ["Search", "default_candidates", "families", "infeasible_variants", "search_space"]
 
 # Candidates drawn at random before the model is trusted; seeds and stored trials count.
 _STARTUP_TRIALS = 16
 # Draws before a candidate is taken at random: only where a draw's variant has nothing left.
 _MAX_DRAWS = 4
+
+
+def families(problems: Iterable[Problem]) -> list[list[Problem]]:
+    """Problems by family, families in order of appearance, each from small to large messages."""
+    grouped: dict[Problem, list[Problem]] = {}
+    for problem in problems:
+        grouped.setdefault(problem.family, []).append(problem)
+    return [sorted(group, key=lambda p: (get_op(p.op).message_bytes(p), p.shape)) for group in grouped.values()]
 
 
 def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
@@ -30,10 +38,32 @@ def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
     ]
 
 
-def interleave(candidates: Sequence[Candidate]) -> list[Candidate]:
+def search_space(
+    problem: Problem, limits: Limits, settings: Settings, dropped: Collection[str] = ()
+) -> list[Candidate]:
+    """Every feasible candidate that the settings leave in, without `dropped` variants."""
+    wanted = {*settings.variants, "library"} if settings.variants else None
+    return [
+        candidate
+        for candidate in candidates(problem, limits, settings.policy)
+        if candidate.variant not in dropped and (wanted is None or candidate.variant in wanted)
+    ]
+
+
+def infeasible_variants(problem: Problem, limits: Limits, policy: NumericsPolicy) -> Iterator[tuple[Candidate, str]]:
+    """The default config of each variant that has no feasible config at all, and why it cannot run."""
+    possible = {candidate.variant for candidate in candidates(problem, limits, policy)}
+    for variant in variants(problem.op).values():
+        config = variant.default(problem, limits)
+        reason = variant.infeasible(problem, config, limits)
+        if variant.name not in possible and reason is not None:
+            yield Candidate.of(problem.op, variant.name, config), reason
+
+
+def interleave(found: Sequence[Candidate]) -> list[Candidate]:
     """One of each variant in turn, so that a search cut short has seen all of them."""
     by_variant: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
+    for candidate in found:
         by_variant.setdefault(candidate.variant, []).append(candidate)
     rounds = itertools.zip_longest(*by_variant.values())
     return [candidate for turn in rounds for candidate in turn if candidate is not None]
@@ -52,15 +82,16 @@ class _Suggests:
 
 
 class Search:
-    """The search for one problem's best candidate; lives on rank 0 alone.
+    """The search for one problem's best candidate.
 
     The same settings, feasible set, seeds and told latencies give the same candidates, whether a latency was told or
-    was settled before: a search that is begun again goes the way that it went, and on from where it stood.
+    was settled before: a search that is begun again goes the way that it went, and on from where it stood. Several
+    candidates may be out at once; their latencies may be told in any order.
 
     Args:
         problem: what is tuned.
         feasible: every candidate that may be tried.
-        settings: trials, patience, seed and storage.
+        settings: trials, patience and seed.
         seeds: tried first, in this order.
         settled: candidates that are not given out when their turn comes, with their latency if they ran.
     """
@@ -83,7 +114,6 @@ class Search:
         self._asked: dict[Candidate, optuna.Trial] = {}
         self._study: optuna.Study | None = None
         self._rng = random.Random(f"{settings.seed}-{problem.digest}")  # noqa: S311
-        self._name = problem.digest
         self._best, self._stood = math.inf, 0
         self._history: list[tuple[Candidate, float | None]] = []
         if len(self._left) <= self._budget:
@@ -92,7 +122,7 @@ class Search:
     @property
     def planned(self) -> int:
         """Trials still to come at most."""
-        return min(self._budget, sum(candidate not in self._settled for candidate in self._left))
+        return min(max(self._budget, 0), sum(candidate not in self._settled for candidate in self._left))
 
     def ask(self) -> Candidate | None:
         """The next candidate that is not settled, or None when the search is over."""
@@ -101,7 +131,7 @@ class Search:
         return candidate
 
     def _next(self) -> Candidate | None:
-        if not self._budget or not self._left:
+        if self._budget <= 0 or not self._left:
             return None
         if not self._queue:
             patience = self._settings.patience
@@ -113,8 +143,15 @@ class Search:
         self._budget -= 1
         return candidate
 
+    def take(self, candidate: Candidate) -> None:
+        """Note that somebody runs, or ran, a candidate that `ask` did not give: it counts, and is not given out."""
+        if candidate in self._left:
+            del self._left[candidate]
+            self._budget -= 1
+            self._queue = [queued for queued in self._queue if queued != candidate]
+
     def tell(self, candidate: Candidate, latency_us: float | None) -> None:
-        """Report a trial that `ask` gave: its latency, or None if it did not get that far."""
+        """Report a trial that `ask` gave or `take` noted: its latency, or None if it did not get that far."""
         asked = self._asked.pop(candidate, None)
         if asked is not None and self._study is not None:
             if latency_us is None:
@@ -169,9 +206,7 @@ class Search:
                     n_startup_trials=_STARTUP_TRIALS,
                     seed=self._rng.randrange(2**31),
                 )
-            self._study = optuna.create_study(
-                storage=self._settings.storage, sampler=sampler, study_name=self._name, load_if_exists=True
-            )
+            self._study = optuna.create_study(sampler=sampler)
             self._flush(self._study)
         return self._study
 

@@ -5,31 +5,28 @@ from __future__ import annotations
 import importlib
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
-from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant
-from tunedcomm.tuner.check import odd_problems
+from tunedcomm.spec import Problem, get_variant
+from tunedcomm.tuner.commands import Outcome, Row
+from tunedcomm.tuner.compile_ahead import compile_ahead
 from tunedcomm.tuner.compile_pool import CompilePool, num_workers
-from tunedcomm.tuner.job import FAILED, Job, Settings, StoredTrial
-from tunedcomm.tuner.outcome import ProblemResult, Progress, SweepOutcome, summarise_problem
-from tunedcomm.tuner.plan import SweepSpec, resolve
-from tunedcomm.tuner.schedule import search_space
-from tunedcomm.tuner.study import default_candidates
-from tunedcomm.tuner.supervisor import Supervisor
+from tunedcomm.tuner.coordinator import Coordinator
+from tunedcomm.tuner.job import Settings, StoredTrial
+from tunedcomm.tuner.outcome import GangProgress, ProblemResult, Progress, SweepOutcome, summarise_problem
+from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
+from tunedcomm.tuner.supervisor import GangState, Supervisor
+from tunedcomm.tuner.tally import Tally
 
-__all__ = ["ProblemResult", "Progress", "SweepOutcome", "SweepSpec", "resolve", "sweep"]
+__all__ = ["GangProgress", "ProblemResult", "Progress", "SweepOutcome", "SweepSpec", "resolve", "sweep"]
 
-# Binaries handed to the compile pool; the first problems' come first, and later problems share most of them.
-_MAX_COMPILE_AHEAD = 4000
+# Between two reports of progress.
+_PROGRESS_S = 0.25
 
 
 def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None) -> SweepOutcome:
@@ -38,7 +35,7 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
     Args:
         spec: what to tune.
         database: writable; this process is its only writer on this host.
-        progress: called after everything that happens, from this thread.
+        progress: called a few times a second and at the end, from this thread.
 
     Raises:
         TuningError: the sweep could not be started, or gangs keep dying without a result.
@@ -58,19 +55,8 @@ def _import(module: str) -> None:
         raise TuningError(f"plugin module {module!r} cannot be imported: {error}") from error
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts of this sweep alone."""
-
-    trials: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    lost_gangs: Counter[str] = field(default_factory=Counter)
-    problems_done: set[str] = field(default_factory=set)
-    tried: set[tuple[str, Candidate]] = field(default_factory=set)
-
-
 class _Sweep:
-    """A sweep under way: turns events into records and progress."""
+    """A sweep under way: turns rows into records and progress."""
 
     def __init__(
         self,
@@ -80,20 +66,36 @@ class _Sweep:
         database: Database,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._spec, self._problems, self._settings = spec, problems, settings
+        self._problems, self._settings = problems, settings
         self._database = database
         self._progress = progress
         self._begin = time.monotonic()
-        self._tally = _Tally()
-        self._environment: Environment | None = None
+        self._budget_s = spec.budget_s
+        self._tally = Tally()
         self._records: dict[Problem, list[TrialRecord]] = {problem: [] for problem in problems}
-        for record in stored_records(database, problems):
+        known = stored_records(database, problems)
+        for record in known:
             self._records[record.problem].append(record)
         self._pending: list[TrialRecord] = []
-        self._current: tuple[Problem | None, Candidate | None, bool] = (None, None, False)
-        self._planned = self._compiled_ahead = 0
+        self._told_s = -_PROGRESS_S
+        self._ahead: Iterator[int] | None = None
+        self._compiled_ahead = 0
+        self._coordinator = Coordinator(
+            problems,
+            settings,
+            source_hash=lambda op, variant: kernels.source_hash(get_variant(op, variant)),
+            on_row=self._add,
+            stored=map(_steering, known),
+            environments={record.environment.digest: record.environment for record in known},
+            seconds_left=spec.budget_s,
+        )
         self._supervisor = Supervisor(
-            on_event=self._take, make_job=self._make_job, on_lost=self._lose, on_idle=self._flush
+            self._coordinator,
+            settings,
+            gang_devices(settings),
+            on_ready=self._welcome,
+            on_outcome=self._bound,
+            on_turn=self._turn,
         )
         self._run_id = database.start_run(
             command=spec.command, seed=spec.seed, budget=_budget_text(spec, settings), host=socket.gethostname()
@@ -102,7 +104,7 @@ class _Sweep:
         self._pool: CompilePool | None = None
 
     def __enter__(self) -> _Sweep:
-        if self._settings.backend == "cuda":
+        if self._settings.backend == "cuda" and self._settings.replay is None:
             self._pool = self._stack.enter_context(CompilePool(num_workers()))
         return self
 
@@ -115,164 +117,116 @@ class _Sweep:
         """Run to the end and sum up."""
         reason = self._supervisor.run()
         self._flush()
+        self._tell()
         return SweepOutcome(
             run_id=self._run_id,
-            environment=self._environment,
+            environment=self._coordinator.environment,
             problems=tuple(self._result(problem) for problem in self._problems),
             reason=reason,
             num_trials=self._tally.trials,
             failures=dict(self._tally.failures),
-            dropped=tuple(sorted(self._dropped())),
+            dropped=tuple(sorted(self._coordinator.dropped)),
             num_gangs=self._supervisor.num_gangs,
-            seconds=time.monotonic() - self._begin,
+            seconds=self._elapsed_s,
             compiled_ahead=self._compiled_ahead,
+            num_compiled=self._tally.num_compiled,
+            bind_share=self._tally.bind_share,
         )
 
-    def _dropped(self) -> frozenset[str]:
-        limit = self._settings.failures_per_variant
-        return frozenset(variant for variant, lost in self._tally.lost_gangs.items() if lost >= limit)
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._begin
 
-    def _make_job(self) -> Job | None:
-        self._flush()
-        left = None
-        if self._spec.budget_s is not None:
-            left = self._spec.budget_s - (time.monotonic() - self._begin)
-            if left <= 0:
-                return None
-        records = [record for found in self._records.values() for record in found]
-        return Job(
-            problems=self._problems,
-            settings=self._settings,
-            seconds_left=left,
-            stored=tuple(_steering(record) for record in records),
-            environments=tuple({r.environment.digest: r.environment.to_dict() for r in records}.items()),
-            tried=frozenset(self._tally.tried),
-            dropped=self._dropped(),
-        )
+    # What the supervisor calls
 
-    def _take(self, event: dict[str, Any]) -> None:
-        name = event["event"]
-        if name == "ready":
-            self._environment = Environment.from_dict(event["environment"])
-            self._compile_ahead(Limits(**event["limits"]))
-        elif name == "problem":
-            self._current, self._planned = (Problem.from_dict(event["problem"]), None, False), event["trials"]
-        elif name == "trial":
-            problem = Problem.from_dict(event["problem"])
-            self._current = (problem, _candidate(event), bool(event["final"]))
-        elif name == "result":
-            self._planned = max(self._planned - 1, 0)
-            self._add(self._record(event))
-        elif name == "done":
-            self._tally.problems_done.add(Problem.from_dict(event["problem"]).digest)
-        self._tell()
-
-    def _record(self, event: dict[str, Any]) -> TrialRecord:
-        assert self._environment is not None
-        candidate = _candidate(event)
-        return TrialRecord(
-            problem=Problem.from_dict(event["problem"]),
-            environment=self._environment,
-            variant=candidate.variant,
-            config=candidate.config_dict,
-            run_id=self._run_id,
-            numerics=event["numerics"],
-            source_hash=event["source_hash"],
-            status=event["status"],
-            reason=event["reason"],
-            latency_p10_us=event["latency_p10_us"],
-            latency_p50_us=event["latency_p50_us"],
-            latency_p90_us=event["latency_p90_us"],
-            samples=event["samples"],
-            baseline_p50_us=event["baseline_p50_us"],
-            error=event["error"],
-            final=event["final"],
-        )
-
-    def _lose(self, problem: Problem, candidate: Candidate, status: str, reason: str) -> None:
-        """Record a candidate that took its gang along."""
-        assert self._environment is not None
-        variant = get_variant(candidate.op, candidate.variant)
-        self._add(
-            TrialRecord(
-                problem=problem,
-                environment=self._environment,
-                variant=variant.name,
-                config=candidate.config_dict,
-                run_id=self._run_id,
-                numerics=variant.numerics,
-                source_hash=kernels.source_hash(variant),
-                status="hung" if status == "hung" else "crashed",
-                reason=reason,
-            )
-        )
-        self._flush()
-        self._tell()
-
-    def _add(self, record: TrialRecord) -> None:
-        self._records[record.problem].append(record)
-        self._pending.append(record)
-        self._tally.tried.add((record.problem.digest, record.candidate))
-        if record.status == "infeasible":
+    def _welcome(self, slot: int) -> None:
+        """The first gang that is ready says for what machine to compile."""
+        del slot
+        here, limits = self._coordinator.environment, self._coordinator.limits
+        if self._pool is None or self._ahead is not None or here is None or limits is None:
             return
-        self._tally.trials += 1
-        if record.status in FAILED:
-            self._tally.failures[record.status] += 1
-        if record.status in ("hung", "crashed"):
-            self._tally.lost_gangs[record.variant] += 1
+        self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
+
+    def _bound(self, slot: int, outcome: Outcome) -> None:
+        del slot
+        self._tally.bound(outcome, self._elapsed_s)
+
+    def _turn(self) -> None:
+        """Everything that gangs do not wait for."""
+        self._flush()
+        # A problem at a time: listing its binaries takes a while.
+        self._compiled_ahead += next(self._ahead, 0) if self._ahead is not None else 0
+        up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
+        self._tally.pass_time(self._elapsed_s, up)
+        if self._elapsed_s - self._told_s >= _PROGRESS_S:
+            self._tell()
+
+    # Rows
+
+    def _add(self, row: Row) -> None:
+        environment = self._coordinator.environment
+        assert environment is not None
+        record = TrialRecord(**row.fields(), environment=environment, run_id=self._run_id)
+        self._records[row.problem].append(record)
+        self._pending.append(record)
+        self._tally.add(row, self._elapsed_s)
 
     def _flush(self) -> None:
         if self._pending:
             self._database.record(self._pending)
             self._pending = []
+            self._coordinator.rows_stored()
 
-    def _compile_ahead(self, limits: Limits) -> None:
-        if self._pool is None or self._environment is None:
-            return
-        job = Job(problems=(), settings=self._settings, dropped=self._dropped())
-        requests: dict[Any, None] = {}
-        for problem in self._problems:
-            allowed = search_space(problem, limits, job)
-            first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
-            odd = odd_problems(get_op(problem.op), problem)  # checks launch these too
-            for candidate in [*first, *allowed]:
-                variant = get_variant(candidate.op, candidate.variant)
-                for shape in (problem, *odd):
-                    requests.update(dict.fromkeys(variant.compile_requests(shape, candidate.config_dict)))
-            if len(requests) >= _MAX_COMPILE_AHEAD:
-                break
-        wanted = list(requests)[:_MAX_COMPILE_AHEAD]
-        self._compiled_ahead += self._pool.submit(wanted, self._environment.compute_capability)
+    # Telling
 
     def _tell(self) -> None:
+        self._told_s = self._elapsed_s
         if self._progress is None:
             return
-        problem, candidate, final = self._current
-        result = self._result(problem) if problem is not None else None
+        searched = self._coordinator.searched
+        planned = {problem: self._coordinator.planned(problem) for problem in self._problems}
+        gangs = tuple(map(self._gang_progress, self._supervisor.states()))
         self._progress(
             Progress(
                 problems=len(self._problems),
-                problems_done=len(self._tally.problems_done),
+                problems_done=len(searched),
                 trials=self._tally.trials,
-                trials_planned=self._planned,
-                problem=problem,
-                candidate=candidate,
-                final=final,
-                best_us=result.best.latency_p50_us if result and result.best else None,
-                library_us=result.library_us if result else None,
+                trials_planned=sum(count or 0 for count in planned.values()),
                 failures=dict(self._tally.failures),
-                gangs=self._supervisor.num_gangs,
-                elapsed_s=time.monotonic() - self._begin,
+                gangs=gangs,
+                num_gangs=self._supervisor.num_gangs,
+                elapsed_s=self._elapsed_s,
+                seconds_left=self._seconds_left(planned),
+                num_compiled=self._tally.num_compiled,
+                bind_share=self._tally.bind_share,
             )
         )
 
+    def _seconds_left(self, planned: dict[Problem, int | None]) -> float | None:
+        known = sum(count or 0 for count in planned.values())
+        unopened = sum(count is None for count in planned.values())
+        bounds = [self._tally.estimate_s(self._coordinator.searched, known, unopened, self._elapsed_s)]
+        bounds += [max(self._budget_s - self._elapsed_s, 0.0)] if self._budget_s is not None else []
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def _gang_progress(self, state: GangState) -> GangProgress:
+        command = state.command
+        if command is None or command.problem is None:
+            return GangProgress(slot=state.slot, step=state.step)
+        result = self._result(command.problem)
+        return GangProgress(
+            slot=state.slot,
+            step=state.step,
+            problem=command.problem,
+            candidate=command.candidate,
+            final=command.final,
+            best_us=result.best.latency_p50_us if result.best else None,
+            library_us=result.library_us,
+        )
+
     def _result(self, problem: Problem) -> ProblemResult:
-        return summarise_problem(problem, [r for r in self._records[problem] if r.environment == self._environment])
-
-
-def _candidate(event: dict[str, Any]) -> Candidate:
-    data = event["candidate"]
-    return Candidate.of(data["op"], data["variant"], data["config"])
+        here = self._coordinator.environment
+        return summarise_problem(problem, [r for r in self._records[problem] if r.environment == here])
 
 
 def _budget_text(spec: SweepSpec, settings: Settings) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,12 +14,13 @@ import torch
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
 from tunedcomm.tuner import check, measure
+from tunedcomm.tuner.channel import write_failure
 from tunedcomm.tuner.check import Case, Judgement, Launch, Tensors
-from tunedcomm.tuner.events import write_failure
+from tunedcomm.tuner.commands import Command, Latency, Outcome
+from tunedcomm.tuner.compile_count import CompileCount
 from tunedcomm.tuner.gang import Gang, Trouble, Verdict
 from tunedcomm.tuner.job import Settings, candidate_to_dict
 from tunedcomm.tuner.measure import Contender
-from tunedcomm.tuner.schedule import Command, Latency, Outcome
 from tunedcomm.tuner.stages import pruned, rounds_after_look
 
 __all__ = ["TrialRunner"]
@@ -127,23 +129,26 @@ class TrialRunner:
         self._stream = _new_stream(gang.device) if gang.on_gpu else None
         self._bench: Bench | None = None
         self._odd: list[Bench] | None = None
+        self._compiles = CompileCount()
+        self._bind_s, self._num_compiled = 0.0, 0
 
     def run(self, command: Command) -> Outcome:
         """Run one trial; the same outcome on every rank."""
         problem, candidate = command.problem, command.candidate
         assert problem is not None
         assert candidate is not None
+        self._bind_s, self._num_compiled = 0.0, 0
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            self._report("work", problem, command.baseline or candidate)
+            self._report("work", command.baseline or candidate)
             bench = self._bench_for(problem)
             if command.baseline is not None and command.baseline not in (bench.baseline, candidate):
                 self._prepare_baseline(bench, command.baseline)
-            self._report("trial", problem, candidate, final=command.final)
-            return self._trial(bench, candidate, command)
+            self._report("trial", candidate)
+            outcome = self._trial(bench, candidate, command)
+        return outcome.with_binding(self._bind_s, self._num_compiled)
 
-    def _report(self, event: str, problem: Problem, candidate: Candidate, *, final: bool = False) -> None:
-        data = {"problem": problem.to_dict(), "candidate": candidate_to_dict(candidate), "final": final}
-        self._gang.report(event, data)
+    def _report(self, event: str, candidate: Candidate) -> None:
+        self._gang.report(event, {"candidate": candidate_to_dict(candidate)})
 
     def _bench_for(self, problem: Problem) -> Bench:
         if self._bench is None or self._bench.problem != problem:
@@ -163,7 +168,7 @@ class TrialRunner:
         verdict, bound = self._bind(bench, candidate, full=command.full_check)
         if verdict.trouble or bound is None:
             return Outcome(status=verdict.trouble.status, reason=verdict.reason)
-        self._report("run", bench.problem, candidate)
+        self._report("run", candidate)
         verdict = self._check(bench, bound, ordered=ordered, full=command.full_check)
         error = verdict.number if math.isfinite(verdict.number) else None
         if verdict.trouble:
@@ -177,6 +182,7 @@ class TrialRunner:
         variant = get_variant(candidate.op, candidate.variant)
         odd = self._odd_benches(bench) if full else []
         odd = [b for b in odd if variant.infeasible(b.problem, candidate.config_dict, communicator.limits) is None]
+        begin, before = time.perf_counter(), self._compiles.num_compiled
         try:
             launch = communicator.bind(bench.problem, candidate)
             bound = _Bound(launch, tuple((b, communicator.bind(b.problem, candidate)) for b in odd))
@@ -184,7 +190,10 @@ class TrialRunner:
             trouble, reason = Trouble.INFEASIBLE, str(error)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this candidate's outcome
             trouble, reason = Trouble.COMPILE_ERROR, _sentence(error)
-        return self._gang.vote(trouble, reason), bound
+        verdict = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
+        self._bind_s += verdict.number
+        self._num_compiled += verdict.count
+        return verdict, bound
 
     def _guard(self, action: Callable[[], T]) -> tuple[T | None, Trouble, str]:
         """Run what launches; an error becomes a ballot, and is left for the supervisor if nobody may answer."""
@@ -213,7 +222,7 @@ class TrialRunner:
         """Bind, run and capture the library, where the problem did not begin with it."""
         verdict, bound = self._bind(bench, baseline, full=False)
         if not verdict.trouble and bound is not None:
-            self._report("run", bench.problem, baseline)
+            self._report("run", baseline)
             verdict = self._check(bench, bound, ordered=False, full=False)
             if not verdict.trouble:
                 verdict = self._adopt_baseline(bench, bound.launch, baseline)

@@ -1,0 +1,38 @@
+"""Which binaries a sweep will need, handed to the compile pool in about the order in which it will need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tunedcomm.spec import Limits, Problem, get_op, get_variant
+from tunedcomm.tuner.check import odd_problems
+from tunedcomm.tuner.compile_pool import CompilePool
+from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.study import default_candidates, search_space
+
+__all__ = ["compile_ahead"]
+
+# The first problems' come first, and later problems share most of them.
+_MAX_BINARIES = 4000
+
+
+def compile_ahead(
+    pool: CompilePool, problems: Iterable[Problem], settings: Settings, limits: Limits, compute_capability: int
+) -> Iterator[int]:
+    """Hand over the binaries of one problem at each step; yields how many of them were new."""
+    handed = 0
+    for problem in problems:
+        allowed = search_space(problem, limits, settings)
+        first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
+        odd = odd_problems(get_op(problem.op), problem)  # checks launch these too
+        requests: dict[Any, None] = {}
+        for candidate in [*first, *allowed]:
+            variant = get_variant(candidate.op, candidate.variant)
+            for shape in (problem, *odd):
+                requests.update(dict.fromkeys(variant.compile_requests(shape, candidate.config_dict)))
+        fresh = pool.submit(list(requests)[: _MAX_BINARIES - handed], compute_capability)
+        handed += fresh
+        yield fresh
+        if handed >= _MAX_BINARIES:
+            return

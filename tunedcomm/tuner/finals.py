@@ -1,0 +1,77 @@
+"""One family's finals: every winner on every shape, shared out to gangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from tunedcomm.spec import Candidate, Limits, Problem
+from tunedcomm.tuner.knowledge import Knowledge
+from tunedcomm.tuner.study import default_candidates
+
+__all__ = ["Finals"]
+
+_FINALISTS_PER_SHAPE = 2
+
+
+class Finals:
+    """Gives out the finals of a family, problem by problem.
+
+    Args:
+        family: problems in the order in which they are measured.
+        knowledge: of the sweep, with every search of the family over.
+        limits: of the gangs.
+
+    Attributes:
+        elsewhere: what other supervisors run.
+    """
+
+    def __init__(self, family: Sequence[Problem], knowledge: Knowledge, limits: Limits) -> None:
+        self._knowledge = knowledge
+        self._left: dict[Problem, list[Candidate]] = {}
+        self.elsewhere: list[tuple[Problem, Candidate]] = []
+        finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE)
+        for problem in family:
+            library = default_candidates(problem, limits)[:1]
+            self._left[problem] = knowledge.feasible(problem, [*library, *finalists])
+
+    @property
+    def planned(self) -> int:
+        """Trials still to be given out at most."""
+        return sum(map(len, self._left.values()))
+
+    def ask(
+        self,
+        own: Problem | None,
+        others: Collection[Problem],
+        dropped: Collection[str],
+        claim: Callable[[Problem, Candidate], bool],
+    ) -> tuple[Problem, Candidate] | None:
+        """The next final, or None if there is none for now.
+
+        Args:
+            own: problem whose finals the gang is at; it stays there while it can.
+            others: problems whose finals other gangs are at, taken last.
+            dropped: variants that are left alone.
+            claim: False for a final that another supervisor runs, or has run.
+        """
+        for problem in sorted(self._left, key=lambda p: (p != own, p in others)):
+            queue = self._left[problem]
+            while queue:
+                candidate = queue.pop(0)
+                if candidate.variant in dropped or not self._knowledge.wants_final(problem, candidate):
+                    continue
+                if claim(problem, candidate):
+                    return problem, candidate
+                if self._knowledge.wants_final(problem, candidate):
+                    self.elsewhere.append((problem, candidate))
+        return None
+
+    def recheck(self, problem: Problem, in_flight: Collection[Candidate]) -> None:
+        """Take over what others had claimed and do not run any more."""
+        mine = [candidate for of, candidate in self.elsewhere if of == problem and candidate not in in_flight]
+        self.elsewhere = [(of, c) for of, c in self.elsewhere if of != problem or c in in_flight]
+        self._left[problem] += mine
+
+    def give_back(self, problem: Problem, candidate: Candidate) -> None:
+        """Take a final back that was not run after all; it is the next one of its problem."""
+        self._left[problem].insert(0, candidate)

@@ -1,0 +1,210 @@
+"""A gang as the supervisor sees it: started, listened to, and seen to its end without waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tunedcomm.spec import Candidate
+from tunedcomm.tuner.channel import SupervisorEnd, read_failures
+from tunedcomm.tuner.commands import Command
+from tunedcomm.tuner.death import Death, read_death
+from tunedcomm.tuner.job import Settings, candidate_from_dict
+from tunedcomm.tuner.processes import is_alive, kill_group, send_kill
+
+__all__ = ["GangProcess", "gang_environment"]
+
+_log = logging.getLogger("tunedcomm")
+
+_EXIT_WAIT_S = 20.0
+# Set by whatever launched the supervisor; a gang is a job of its own.
+_LAUNCHER_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|GROUP_WORLD_SIZE|"
+    r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING)"
+)
+
+
+def gang_environment(settings: Settings, devices: str | None = None) -> dict[str, str]:
+    """Environment of a gang: the supervisor's, less its launcher's, with short waits in the kernels.
+
+    Args:
+        settings: of the sweep.
+        devices: the gang's GPUs, as CUDA_VISIBLE_DEVICES names them; None leaves that variable as it is.
+    """
+    kept = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.fullmatch(name)}
+    kept["OMP_NUM_THREADS"] = "1"
+    kept["TUNEDCOMM_PEER_TIMEOUT_S"] = f"{settings.peer_timeout_s:g}"
+    # One host: a name that resolves to an address nobody answers must not keep its ranks from meeting.
+    kept.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The modules that the supervisor can import, plugins among them.
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    if devices is not None:
+        kept["CUDA_VISIBLE_DEVICES"] = devices
+    return kept
+
+
+def _command(settings: Settings, path: Path) -> list[str]:
+    module = "tunedcomm.tuner.launch" if settings.replay is None else "tunedcomm.tuner.replay_gang"
+    return [sys.executable, "-m", module, str(os.getpid()), str(path)]
+
+
+class GangProcess:
+    """One gang, from its start until no process of it is left.
+
+    Args:
+        slot: its number among those that run at once.
+        settings: of the sweep.
+        selector: told of its socket; the data is this object.
+        devices: see `gang_environment`.
+
+    Attributes:
+        ready: it came as far as to ask for its first command.
+        waiting: nothing for it to do for now.
+        begun: candidate that it has begun to bind, or launched.
+        launched: every rank has bound `begun`.
+        end: why it ended by itself; "" until it says so.
+        num_results: trials that it reported.
+    """
+
+    def __init__(
+        self, slot: int, settings: Settings, selector: selectors.BaseSelector, devices: str | None = None
+    ) -> None:
+        self.slot = slot
+        self.ready = self.waiting = self.launched = False
+        self.begun: Candidate | None = None
+        self.end = ""
+        self.num_results = 0
+        self._settings = settings
+        self._folder = Path(tempfile.mkdtemp(prefix="tunedcomm-gang-"))
+        self._deadline: float | None = None
+        self._killed = False
+        settings.save(self._folder / "settings.json")
+        self._channel = SupervisorEnd(self._folder, selector, self)
+        with (self._folder / "output.txt").open("wb") as output:
+            self._process = subprocess.Popen(
+                _command(settings, self._folder / "settings.json"),
+                env=gang_environment(settings, devices),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._heard = self._spoken = time.monotonic()
+
+    # Talking
+
+    def read(self) -> list[dict[str, Any]]:
+        """What it has said since the last call; what it is at follows."""
+        events = self._channel.read()
+        for event in events:
+            self._heard = time.monotonic()
+            name = event["event"]
+            if name in ("work", "trial", "run"):
+                self.begun, self.launched = candidate_from_dict(event["candidate"]), name == "run"
+            elif name == "ready":
+                self.ready = True
+            elif name == "result":
+                self.begun, self.launched = None, False
+                self.num_results += 1
+            elif name == "end":
+                self.end = event["reason"]
+        return events
+
+    def send(self, command: Command) -> None:
+        """Tell it what to do; its silence counts from now."""
+        self.waiting = command.kind == "wait"
+        self._heard = self._spoken = time.monotonic()
+        self._channel.send(command.to_dict())
+
+    @property
+    def seconds_since_command(self) -> float:
+        return time.monotonic() - self._spoken
+
+    # Watching
+
+    def death(self) -> Death | None:
+        """How its launcher, or it, died; None while it lives. Read what it said before this is judged."""
+        code = self._process.poll()
+        return None if code is None else read_death(self._folder, code)
+
+    def is_dead(self) -> bool:
+        """True once its launcher has ended: what it had to say is there to be read then."""
+        return self._process.poll() is not None
+
+    def silence(self) -> tuple[str, str] | None:
+        """`hung` or `crashed` and a sentence, if it has been silent for longer than it may."""
+        silent_s = time.monotonic() - self._heard
+        if silent_s <= self._patience_s() or (self.waiting and not self._channel.closed):
+            return None
+        if failures := read_failures(self._folder):
+            return "crashed", f"{'; '.join(failures)}; the other ranks waited for it for {silent_s:.0f} s"
+        step = "launching" if self.launched else "binding" if self.ready else "starting"
+        return "hung", f"no sign of life for {silent_s:.0f} s while {step}"
+
+    def _patience_s(self) -> float:
+        if not self.ready:
+            return self._settings.start_timeout_s
+        if self.begun is not None and not self.launched:
+            return self._settings.compile_timeout_s
+        return self._settings.trial_timeout_s
+
+    # Ending
+
+    @property
+    def retired(self) -> bool:
+        """True once its end is being seen to: nothing that it says matters any more."""
+        return self._deadline is not None
+
+    def retire(self) -> None:
+        """See to its end from now on, see `is_gone`: by itself if it said so, else by force."""
+        self._channel.close()
+        self._deadline = time.monotonic() + _EXIT_WAIT_S
+        if not self.end:
+            self._kill()
+
+    def _kill(self) -> None:
+        self._killed = True
+        self._deadline = time.monotonic() + _EXIT_WAIT_S
+        kill_group(self._process.pid)
+        send_kill(self._pids())
+
+    def _pids(self) -> list[int]:
+        """The launcher and every rank that got as far as to say its pid."""
+        found = [self._process.pid]
+        for path in self._folder.glob("pid-*"):
+            with contextlib.suppress(ValueError):
+                found.append(int(path.read_text(encoding="ascii")))
+        return found
+
+    def is_gone(self) -> bool:
+        """True once no process of it is left, so that its devices are free for the next; does not wait."""
+        assert self._deadline is not None
+        ended, late = self._process.poll() is not None, time.monotonic() > self._deadline
+        if not self._killed and (ended or late):
+            self._kill()  # ranks that outlived their launcher, or all of them
+            late = False
+        left = [pid for pid in self._pids() if is_alive(pid)]
+        if not self._killed or (left and not late):
+            return False
+        if left:
+            _log.error("processes %s of a gang could not be killed; they may still hold GPU memory", left)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return True
+
+    def finish(self) -> None:
+        """End it at once, and wait for that."""
+        if not self.retired:
+            self.retire()
+        self._kill()
+        while not self.is_gone():
+            time.sleep(0.02)
