@@ -32,4 +32,6 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep the caller's settings out of the tests and the tests out of the caller's database."""
     for name in [name for name in os.environ if name.startswith("TUNEDCOMM_")]:
         monkeypatch.delenv(name)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # of a launcher of the tests: only its first copy would tune
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "user.db"))

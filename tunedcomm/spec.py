@@ -6,7 +6,6 @@ A leaf: no torch, no database. Kernel files register their `OpSpec` and `Variant
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
 from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.names import did_you_mean
 from tunedcomm.space import Config, Space, Value
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "admits",
     "candidates",
     "check_candidate",
-    "did_you_mean",
     "format_shape",
     "get_op",
     "get_variant",
@@ -72,12 +71,6 @@ _ADMITTED: Mapping[str, frozenset[str]] = {
 def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
     """True if a caller's numerics policy allows a variant of this numerics class."""
     return numerics in _ADMITTED[policy]
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: `; did you mean 'x' or 'y'?`, or a full stop if none is near."""
-    close = difflib.get_close_matches(name.strip().lower(), list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(other) for other in close)}?" if close else "."
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 from db_samples import H200
 
-from tunedcomm import kernels, misses
+from tunedcomm import kernels, misses, spec
 from tunedcomm.communicator import limits_for, release_communicators
 from tunedcomm.db.miss_log import read
 from tunedcomm.db.select import Row, Snapshot
 from tunedcomm.dispatcher import decide, force, plan_for, unservable
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.spec import Candidate, Problem, get_variant
+from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.spec import Candidate, Problem, get_variant, variants
 
 TUNED = Problem("all_reduce", (98304,), "bfloat16", 4)
 UNTUNED = Problem("all_reduce", (98304,), "float32", 4)
@@ -99,6 +101,21 @@ def test_a_missed_plan_counts_its_calls(log: Path) -> None:
     assert sum(m.count for m in read(log)[0]) == 13
 
 
+def test_calls_by_address_count_too(log: Path) -> None:
+    seen: list[tuple[int, ...]] = []
+    by_address = AddressLaunch(lambda *addresses: seen.append(addresses))
+    tuned = plan_for(communicator(bind=lambda problem, candidate: by_address), TUNED, "default")
+    assert tuned.launch is by_address
+    missed = plan_for(communicator(bind=lambda problem, candidate: by_address), UNTUNED, "default")
+    assert isinstance(missed.launch, AddressLaunch), "the short way stays open"
+    missed.launch.by_address(0, 16, 32)
+    x = SimpleNamespace(data_ptr=lambda: 48)
+    missed.launch((x,), (x,), 1)
+    assert seen == [(0, 16, 32), (1, 48, 48)]
+    misses.flush()
+    assert [m.count for m in read(log)[0]] == [2]
+
+
 def test_a_plan_that_was_never_called_is_no_miss(log: Path) -> None:
     plan_for(communicator(), UNTUNED, "default")
     misses.flush()
@@ -135,6 +152,14 @@ def test_a_policy_that_nothing_can_meet_says_why() -> None:
     assert unservable(UNTUNED, limits, "ordered") is None
     with pytest.raises(InfeasibleError, match="run `tunedcomm tune`"):
         decide(UNTUNED, Snapshot(environment=H200, world_size=4), limits, policy="ordered")
+
+
+def test_what_only_runs_by_name_is_no_reason_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.discover()
+    for variant in list(variants("all_reduce").values()):
+        monkeypatch.setitem(spec._variants, ("all_reduce", variant.name), replace(variant, bounded=False))
+    assert unservable(UNTUNED, limits_for(H200, 4), "any") is not None
+    assert plan_for(communicator(), UNTUNED, "default").launch is launch
 
 
 def test_what_was_forced_is_no_miss() -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, did_you_mean, get_op, parse_shape
+from tunedcomm.names import did_you_mean
+from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, parse_shape
 
 if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy

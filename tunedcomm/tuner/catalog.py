@@ -15,7 +15,8 @@ from importlib.resources import files
 from typing import Any, TypeAlias
 
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
-from tunedcomm.spec import ITEMSIZE, did_you_mean
+from tunedcomm.names import did_you_mean
+from tunedcomm.spec import ITEMSIZE
 
 __all__ = [
     "DEFAULT_TOKENS",
