@@ -127,7 +127,7 @@ class Knowledge:
         return min((trial.latency_us or math.inf for trial in rivals), default=math.inf)
 
     def winners(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
-        """The best `count` challengers that `policy` admits and that may be chosen, best first; ties in a fixed order."""
+        """The best `count` challengers that may be chosen under `policy`, best first; equal times in a fixed order."""
         ranked = sorted(
             self._challengers(problem), key=lambda trial: (trial.latency_us or math.inf, str(trial.candidate))
         )
