@@ -1,15 +1,83 @@
-"""Symmetric memory of GPUs, through `torch.distributed._symmetric_memory`."""
+"""Symmetric memory of GPUs, through `torch.distributed._symmetric_memory`.
+
+PyTorch numbers the steps of its rendezvous by a counter of the process and not of the group, and puts that number into
+the keys under which the ranks meet. Ranks that have met in different numbers of groups before would look for each other
+under different keys, for ever. So every group gets a store here that numbers the steps anew.
+"""
 
 from __future__ import annotations
+
+import re
+import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
 from tunedcomm.errors import WorkspaceError
 from tunedcomm.symm.buffer import SymmetricBuffer
 
 __all__ = ["allocate", "map_tensor"]
+
+
+_STEP = re.compile(r"(.*)/(\d+)/(\d+)")
+
+
+class GroupStore(Store):
+    """A group's store in which the steps of an exchange are numbered from 0 on, whatever number a rank gives them.
+
+    A key `PREFIX/STEP/RANK` gets the place of STEP among the steps of PREFIX that came before; other keys stay.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._places: dict[str, dict[str, int]] = {}
+
+    def _key(self, key: str) -> str:
+        found = _STEP.fullmatch(key)
+        if found is None:
+            return key
+        places = self._places.setdefault(found[1], {})
+        return f"{found[1]}/{places.setdefault(found[2], len(places))}/{found[3]}"
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(self._key(key))
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        mine = [self._key(key) for key in keys]
+        if timeout is None:
+            self._store.wait(mine)
+        else:
+            self._store.wait(mine, timeout)
+
+
+def _name(group: dist.ProcessGroup) -> str:
+    """The name under which a group meets for tunedcomm's buffers, the same on every rank; PyTorch knows it then."""
+    name = _names.get(group)
+    if name is None:
+        # Names of groups come again when everything was destroyed and made anew.
+        again = sum(known.startswith(f"{group.group_name}/") for known in _stores)
+        name = _names[group] = f"{group.group_name}/tunedcomm-{again}"
+        # Kept, because PyTorch holds the C++ half of a store only.
+        _stores[name] = GroupStore(PrefixStore("tunedcomm/symmetric-memory", _get_process_group_store(group)))
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        _SymmetricMemory.set_group_info(name, rank, world_size, _stores[name])
+    return name
+
+
+_names: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_stores: dict[str, GroupStore] = {}
 
 
 def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffer:
@@ -19,7 +87,7 @@ def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffe
         WorkspaceError: the tensor was not allocated as symmetric memory, or the exchange failed.
     """
     try:
-        handle = symm_mem.rendezvous(tensor, group)
+        handle = _SymmetricMemory.rendezvous(tensor, _name(group))
     except RuntimeError as error:
         raise WorkspaceError(f"PyTorch's symmetric memory could not map the tensor for this group: {error}") from error
     offset = int(getattr(handle, "offset", 0))  # newer PyTorch packs several tensors into one allocation

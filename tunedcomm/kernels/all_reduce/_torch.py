@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+
 from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.spec import Limits, Problem
+from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["refuse_torch"]
+__all__ = ["refuse_torch", "staging_of"]
+
+
+def staging_of(problem: Problem, workspace: Workspace) -> torch.Tensor:
+    """The lane's staging as the operators want it: known to PyTorch under the group's own name; collective."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)
+    symm_mem.rendezvous(workspace.buffers[problem.mode].local, workspace.group)
+    return staging
 
 
 def refuse_torch(problem: Problem, limits: Limits, *, granularity: int) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tunedcomm.kernels.all_reduce._common import Launch
-from tunedcomm.kernels.all_reduce._torch import refuse_torch
+from tunedcomm.kernels.all_reduce._torch import refuse_torch, staging_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.workspace import Workspace
@@ -39,7 +39,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
             torch.ops.symm_mem.two_shot_all_reduce_(inputs[0], "sum", name)
 
         return run_in_place
-    staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)
+    staging = staging_of(problem, workspace)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         del stream
