@@ -129,6 +129,8 @@ os.kill(os.getpid(), 9)
         assert supervisor.read() == [{"event": "trial"}]
         assert supervisor.closed
         assert not selector.get_map()
+        supervisor.send({"kind": "wait"})
+        assert supervisor.read() == []
 
 
 def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> None:
