@@ -146,6 +146,23 @@ def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path)
     assert seen[-1].trials == outcome.num_trials
 
 
+def test_faults_of_one_gang_are_nothing_to_the_other(tmp_path: Path) -> None:
+    wanted = spec_of("good", "segfaults", "raises_on_one_rank", "wrong_by_one_element", gangs=2, finals=False)
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        outcome = sweep(wanted, database)
+        trials = database.trials()
+    assert outcome.num_gangs >= 4
+    assert not outcome.unsolved
+    tried = [(trial.problem.shape, str(trial.candidate)) for trial in trials]
+    assert len(tried) == len(set(tried))
+    for shape in ((64,), (1024,)):
+        mine = {str(trial.candidate): trial for trial in trials if trial.problem.shape == shape}
+        assert {name for name, trial in mine.items() if trial.status in ("ok", "pruned")} == {"library()", *GOOD}
+        statuses = {trial.variant: trial.status for trial in mine.values() if trial.variant in BAD}
+        assert statuses == {name: BAD[name] for name in ("segfaults", "raises_on_one_rank", "wrong_by_one_element")}
+    assert not gang_processes()
+
+
 def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
     wanted = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
     with Database.open(tmp_path / "tuned.db", create=True) as database:

@@ -22,16 +22,19 @@ from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.spec import Candidate, Limits, Problem
+from tunedcomm.tuner import plan
 from tunedcomm.tuner.channel import GangEnd, SupervisorEnd, read_failures, write_failure
-from tunedcomm.tuner.commands import Command, Latency, Outcome
+from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
 from tunedcomm.tuner.compile_pool import decode, encode
 from tunedcomm.tuner.death import Death, read_death, write_exits
 from tunedcomm.tuner.gang_process import gang_environment
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.outcome import summarise_problem
-from tunedcomm.tuner.plan import SweepSpec, resolve
+from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
 from tunedcomm.tuner.processes import is_alive, kill_processes
+from tunedcomm.tuner.tally import Tally
 
+RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "1")
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8, variants=("one_shot",), plugins=("planted",))
@@ -117,6 +120,8 @@ os.kill(os.getpid(), 9)
         assert supervisor.read() == [{"event": "trial"}]
         assert supervisor.closed
         assert not selector.get_map()
+        supervisor.send({"kind": "wait"})
+        assert supervisor.read() == []
 
 
 def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> None:
@@ -243,6 +248,7 @@ def test_product_of_options_and_overrides() -> None:
         ({"world_size": 1}, TuningError, "world size 1"),
         ({"backend": "cuda", "world_size": 64}, TuningError, "world size 64 cannot be tuned here"),
         ({"problems": (PROBLEM,), "world_size": 3}, TuningError, "one world size"),
+        ({"gangs": 0}, TuningError, "at least 1 gang, got 0"),
     ],
 )
 def test_bad_sweeps_are_refused_with_what_is_allowed(
@@ -251,6 +257,126 @@ def test_bad_sweeps_are_refused_with_what_is_allowed(
     kernels.discover()
     with pytest.raises(error, match=text):
         resolve(SweepSpec(**{"op": "all_reduce", "backend": "host", **changes}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world_size", "asked", "expected"), [(4, 2, None, 2), (4, 4, None, 1), (8, 3, None, 2), (8, 2, 3, 3)]
+)
+def test_auto_fills_the_machine_with_gangs(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, world_size: int, asked: int | None, expected: int
+) -> None:
+    kernels.discover()
+    monkeypatch.setattr(plan, "_count_gpus", lambda: gpus)
+    _, settings = resolve(SweepSpec(op="all_reduce", world_size=world_size, gangs=asked))
+    assert (settings.backend, settings.gangs) == ("cuda", expected)
+
+
+def test_host_has_one_gang_unless_told_otherwise() -> None:
+    kernels.discover()
+    assert [resolve(SweepSpec(op="all_reduce", backend="host", gangs=n))[1].gangs for n in (None, 3)] == [1, 3]
+
+
+def test_more_gangs_than_fit_are_refused_with_how_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.discover()
+    monkeypatch.setattr(plan, "_count_gpus", lambda: 5)
+    with pytest.raises(TuningError, match=r"3 gangs of 2 ranks need 6 GPUs .* has 5 usable ones: at most 2 fit"):
+        resolve(SweepSpec(op="all_reduce", world_size=2, gangs=3))
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0,1", "2,3"]),
+        ("", ["0,1", "2,3"]),
+        ("3, 1,7,5", ["3,1", "7,5"]),
+        ("GPU-a,GPU-b,GPU-c,GPU-d,GPU-e", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+    ],
+)
+def test_gangs_share_out_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    settings = replace(SETTINGS, backend="cuda", gangs=2)
+    assert gang_devices(settings) == expected
+    assert [gang_environment(settings, devices)["CUDA_VISIBLE_DEVICES"] for devices in expected] == expected
+    assert gang_devices(replace(settings, backend="host")) == ["", ""]
+
+
+def test_recording_decides_what_the_machine_would() -> None:
+    kernels.discover()
+    spec = SweepSpec(op="all_reduce", shapes=((1 << 15,),), replay=str(RECORDING), replay_trial_s=0.5)
+    problems, settings = resolve(spec)
+    assert [str(problem) for problem in problems] == ["all_reduce 32768 bfloat16 world_size=4 graph"]
+    assert (settings.backend, settings.world_size, settings.gangs, settings.replay_trial_s) == ("cuda", 4, 1, 0.5)
+    assert settings.replay_limits is not None
+    assert settings.replay_limits.num_sms == 132
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from tunedcomm import kernels
+from tunedcomm.kernels import _launch
+from tunedcomm.spec import Problem, get_variant
+from tunedcomm.tuner.compile_count import CompileCount
+kernels.discover()
+variant = get_variant("all_reduce", "one_shot")
+problem = Problem("all_reduce", (4096,), "bfloat16", 2)
+request = next(iter(variant.compile_requests(problem, next(variant.space.enumerate()))))
+heard = []
+_launch.importlib.import_module("triton").knobs.compilation.listener = lambda **told: heard.append(told["cache_hit"])
+count, numbers = CompileCount(), []
+for _ in range(2):
+    for _ in range(2):
+        _launch.compile_request(request, GPUTarget("cuda", 90, 32))
+        numbers.append(count.num_compiled)
+    _launch._compile.cache_clear()  # what a new process finds: Triton's cache alone
+print(numbers, heard)
+"""
+
+
+def test_compilations_that_the_cache_did_not_spare_are_counted(tmp_path: Path) -> None:
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[1, 1, 1, 1] [False, True]\n"
+
+
+def outcome_of(*, bind_s: float = 0.0, compiled: int = 0, status: str = "ok") -> Outcome:
+    return Outcome(status=status, bind_s=bind_s, compiled=compiled)
+
+
+def test_tally_measures_binding_once_the_sweep_is_warm() -> None:
+    tally = Tally()
+    for second in range(1, 31):
+        tally.pass_time(second, 2)
+    tally.bound(outcome_of(bind_s=9.0, compiled=3), 20.0)
+    assert (tally.num_compiled, tally.bind_share) == (1, None)
+    for second in range(31, 51):
+        tally.pass_time(second, 2)
+    tally.bound(outcome_of(bind_s=3.0, compiled=1), 40.0)
+    tally.bound(outcome_of(bind_s=1.0), 41.0)
+    assert (tally.num_compiled, tally.bind_share) == (2, 4.0 / 40.0)
+
+
+def test_tally_estimates_from_the_problems_that_were_searched() -> None:
+    other = replace(PROBLEM, shape=(1024,))
+    tally = Tally()
+
+    def row(problem: Problem, status: str = "ok") -> Row:
+        candidate = Candidate.of("all_reduce", "library", {})
+        return Row(problem=problem, candidate=candidate, outcome=outcome_of(status=status), source_hash="", final=False)
+
+    assert tally.estimate_s([], 5, 0, 1.0) is None
+    tally.add(row(PROBLEM, "infeasible"), 1.0)
+    for second in range(10):
+        tally.add(row(PROBLEM, "hung" if second == 3 else "ok"), 10.0 + second)
+    assert (tally.trials, dict(tally.failures)) == (10, {"hung": 1})
+    assert tally.estimate_s([], 5, 1, 20.0) is None
+    assert tally.estimate_s([PROBLEM], 5, 2, 20.0) == 25.0
+    assert tally.estimate_s([PROBLEM, other], 5, 0, 20.0) == 5.0
 
 
 def record(variant: str, us: float | None, status: str = "ok", **changes: Any) -> TrialRecord:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tunedcomm import spec
+from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Candidate, Limits, OpSpec, Problem, Variant, register_op, register_variant
@@ -375,3 +376,12 @@ def test_dropped_variants_are_left_alone() -> None:
 def test_families_keep_modes_apart() -> None:
     graph, eager = problem_of(64), problem_of(64, mode="eager")
     assert families((problem_of(128), eager, graph)) == [[graph, problem_of(128)], [eager]]
+
+
+def test_gang_in_another_environment_is_refused() -> None:
+    machine = Machine(job_of(problem_of(256)))
+    machine.coordinator.gang_ready(1, HERE, LIMITS)
+    with pytest.raises(TuningError, match=r"gang 2 runs in another environment .*gpu is 'gpu' here and 'another'"):
+        machine.coordinator.gang_ready(2, replace(HERE, gpu="another"), LIMITS)
+    with pytest.raises(TuningError, match=r"gang 2 .*torch 2.8"):
+        machine.coordinator.gang_ready(2, replace(HERE, torch="2.8"), LIMITS)

@@ -97,7 +97,7 @@ class SupervisorEnd:
         """Send a command; to nobody if the gang is gone, whose death is seen elsewhere."""
         # A gang reads each command before it answers, so that there is always room for one.
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            if self._connection is not None:
+            if self._connection is not None and not self.closed:
                 self._connection.sendall(_line(command))
 
     def close(self) -> None:

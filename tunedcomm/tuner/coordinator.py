@@ -88,7 +88,7 @@ class Coordinator:
         self._families = families(problems)
         self._searches: dict[Problem, ProblemSearch | None] = {p: None for family in self._families for p in family}
         self._finals: dict[Problem, Finals] = {}  # by the first problem of the family
-        self._gangs: set[int] = set()
+        self._libraries: dict[Problem, Candidate] = {}
         # Problem that a gang is at, and whether in the finals: it keeps to it, whose tensors it holds.
         self._at: dict[int, tuple[Problem, bool]] = {}
         self._running: dict[int, _Running] = {}
@@ -116,13 +116,11 @@ class Coordinator:
                 environments=self._environments,
             )
         elif environment.digest != self.environment.digest:
-            differences = ", ".join(self.environment.mismatches(environment)) or "software versions"
+            differences = self.environment.mismatches(environment) or self.environment.drift(environment)
             raise TuningError(
-                f"gang {gang} runs in another environment than the first one ({differences}): {environment}, not "
-                f"{self.environment}. A sweep measures one environment; tune the GPUs of each kind by themselves, with "
-                "CUDA_VISIBLE_DEVICES"
+                f"gang {gang} runs in another environment than the first one: {'; '.join(differences)}. A sweep "
+                "measures one environment: tune the GPUs of each kind by themselves, with CUDA_VISIBLE_DEVICES"
             )
-        self._gangs.add(gang)
 
     def next(self, gang: int) -> Command:
         """What a gang that runs nothing does next."""
@@ -165,7 +163,6 @@ class Coordinator:
         Returns:
             The row of the candidate that is blamed; None if none is, and what the gang was to run is given out again.
         """
-        self._gangs.discard(gang)
         self._at.pop(gang, None)
         running = self._running.get(gang)
         if running is None:
@@ -257,6 +254,7 @@ class Coordinator:
                 self._known_limits,
                 searched=self.searched,
                 dropped=self.dropped,
+                shared=self.ledger is not None,
             )
         return search
 
@@ -264,7 +262,7 @@ class Coordinator:
         search = self._search(problem)
         if self._at.get(gang) != (problem, False):
             self._grant_time(search)
-        if search.elsewhere:
+        if self.ledger is not None:
             search.recheck(self._in_flight(problem, final=False))
         claims: list[Claim] = []
         candidate = search.ask(self._clock(), partial(self._claim, problem, claims, final=False))
@@ -303,7 +301,9 @@ class Coordinator:
     def _assign(
         self, gang: int, problem: Problem, candidate: Candidate, claims: list[Claim], *, final: bool
     ) -> Command:
-        library = default_candidates(problem, self._known_limits)[0]
+        library = self._libraries.get(problem)
+        if library is None:
+            library = self._libraries[problem] = default_candidates(problem, self._known_limits)[0]
         works = self._knowledge.status(problem, library) not in FAILED and library.variant not in self.dropped
         command = Command(
             kind="trial",

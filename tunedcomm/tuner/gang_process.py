@@ -148,8 +148,14 @@ class GangProcess:
             return None
         if failures := read_failures(self._folder):
             return "crashed", f"{'; '.join(failures)}; the other ranks waited for it for {silent_s:.0f} s"
-        step = "launching" if self.launched else "binding" if self.ready else "starting"
-        return "hung", f"no sign of life for {silent_s:.0f} s while {step}"
+        return "hung", f"no sign of life for {silent_s:.0f} s while {self._step()}"
+
+    def _step(self) -> str:
+        if self.launched:
+            return "launching"
+        if self.begun is not None:
+            return "binding"
+        return "taking a command" if self.ready else "starting"
 
     def _patience_s(self) -> float:
         if not self.ready:

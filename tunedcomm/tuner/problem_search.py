@@ -26,6 +26,7 @@ class ProblemSearch:
         limits: of the gangs.
         searched: problems whose search was over before, in that order.
         dropped: variants that are left alone.
+        shared: other supervisors may search the problem too; what they have tried counts as this one's trials do.
 
     Attributes:
         until: the clock's reading after which nothing more is given out.
@@ -42,13 +43,14 @@ class ProblemSearch:
         *,
         searched: Collection[Problem],
         dropped: Collection[str],
+        shared: bool,
     ) -> None:
         self.problem = problem
         self.until = -math.inf
         self.over = False
         self.elsewhere: list[Candidate] = []
         self._settings, self._knowledge, self._limits = settings, knowledge, limits
-        self._searched = tuple(searched)
+        self._searched, self._shared = tuple(searched), shared
         self._out: set[Candidate] = set()
         self._returned: list[Candidate] = []
         self._search = self._make_search(dropped)
@@ -62,7 +64,7 @@ class ProblemSearch:
         # What took a gang along at this size is settled, at another size it is left alone.
         known = knowledge.settled(problem)
         self._feasible = [c for c in found if c in known or c in defaults[:1] or not knowledge.quarantined(problem, c)]
-        allowed = set(self._feasible)
+        allowed = self._everything = frozenset(self._feasible)
         seeds = [*defaults[:1], *knowledge.proposals(problem, _PROPOSALS, self._searched), *defaults]
         settled = {c: us for c, us in known.items() if c in allowed}
         return Search(
@@ -97,7 +99,7 @@ class ProblemSearch:
         """
         kept: list[Candidate] = []
         found = None
-        while found is None and (now < self.until or self._must):
+        while found is None and (now < self.until or self._must) and not self._is_used_up():
             candidate = self._next()
             if candidate is None:
                 break
@@ -111,16 +113,23 @@ class ProblemSearch:
             self._out.add(found)
         return found
 
+    def _is_used_up(self) -> bool:
+        """True if as many candidates as there may be have been tried by anybody, or are being tried."""
+        if not self._shared:
+            return False  # the search counts what was settled when its turn comes
+        tried = sum(candidate in self._everything for candidate in self._knowledge.settled(self.problem))
+        return tried + len(self._out) + len(self.elsewhere) >= self._settings.trials
+
     def _next(self) -> Candidate | None:
         if self._returned:
             return self._returned.pop(0)
         return self._search.ask()
 
     def recheck(self, in_flight: Collection[Candidate]) -> None:
-        """Take over what others had claimed and do not run any more, without a result."""
-        lost = [candidate for candidate in self.elsewhere if candidate not in in_flight]
+        """Count what others run now, and take over what they had claimed and do not run any more, without a result."""
+        self._returned += [candidate for candidate in self.elsewhere if candidate not in in_flight]
         self.elsewhere = [candidate for candidate in self.elsewhere if candidate in in_flight]
-        self._returned += lost
+        self.elsewhere += sorted(filter(self._search.take, in_flight), key=str)
 
     def tell(self, candidate: Candidate, latency_us: float | None) -> None:
         """Report the end of a candidate that was given out, or a result of another supervisor."""

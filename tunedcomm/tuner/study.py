@@ -143,12 +143,18 @@ class Search:
         self._budget -= 1
         return candidate
 
-    def take(self, candidate: Candidate) -> None:
-        """Note that somebody runs, or ran, a candidate that `ask` did not give: it counts, and is not given out."""
-        if candidate in self._left:
-            del self._left[candidate]
-            self._budget -= 1
-            self._queue = [queued for queued in self._queue if queued != candidate]
+    def take(self, candidate: Candidate) -> bool:
+        """Note that somebody runs, or ran, a candidate that `ask` did not give: it counts, and is not given out.
+
+        Returns:
+            False if that was known before, or the candidate is none of this search.
+        """
+        if candidate not in self._left:
+            return False
+        del self._left[candidate]
+        self._budget -= 1
+        self._queue = [queued for queued in self._queue if queued != candidate]
+        return True
 
     def tell(self, candidate: Candidate, latency_us: float | None) -> None:
         """Report a trial that `ask` gave or `take` noted: its latency, or None if it did not get that far."""

@@ -1,0 +1,239 @@
+"""Sweeps whose processes are killed: nothing is lost, nothing is done twice, nobody else is disturbed.
+
+No GPU is needed: the gangs answer from recorded trials, everything else is as on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.store import Database
+from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.processes import is_alive
+from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec, sweep
+
+ROOT = Path(__file__).parents[2]
+RECORDING = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
+NUM_KILLS = 25
+TABLE = dict[tuple[Problem, Candidate, bool], tuple[str, float | None]]
+
+
+def problems_of(*exponents: int) -> tuple[Problem, ...]:
+    return tuple(Problem("all_reduce", (1 << exponent,), "bfloat16", 4) for exponent in exponents)
+
+
+def spec_of(*exponents: int, **changes: Any) -> SweepSpec:
+    values: dict[str, Any] = {"replay": str(RECORDING), "patience": 0, "command": "pytest", **changes}
+    return SweepSpec(op="all_reduce", problems=problems_of(*exponents), **values)
+
+
+def gang_pids(supervisor: int) -> list[int]:
+    """Live gangs of a supervisor, whose pid they carry in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"tunedcomm.tuner.replay_gang" in words and str(supervisor).encode() in words:
+            found.append(int(folder.name))
+    return sorted(pid for pid in found if is_alive(pid))
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.005)
+
+
+def table(trials: list[TrialRecord]) -> TABLE:
+    """What is known in the end; fails where a trial was stored twice."""
+    found: TABLE = {}
+    for trial in trials:
+        key = (trial.problem, trial.candidate, trial.final)
+        assert key not in found, key
+        found[key] = (trial.status, trial.latency_p50_us)
+    return found
+
+
+def stored(path: Path) -> TABLE:
+    with Database.open(path) as database:
+        return table(database.trials())
+
+
+SCRIPT = """
+import sys
+import test_tuner_kill as t
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.sweep import sweep
+with Database.open(sys.argv[1]) as database:
+    sweep(t.killed_spec(float(sys.argv[2])), database)
+"""
+
+
+def killed_spec(trial_s: float) -> SweepSpec:
+    """A sweep that samples: what it tries depends on everything that it has tried before."""
+    return spec_of(14, 16, 18, 20, 22, 23, trials=28, replay_trial_s=trial_s)
+
+
+class Killed:
+    """A sweep in a process of its own, run again whenever it was killed."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        Database.open(path, create=True).close()
+        self.path = path
+        self.random = random.Random(seed)
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(self.path), "0.03"], env=self.environment)
+
+    def rows(self) -> int:
+        with sqlite3.connect(f"file:{self.path}?mode=ro", uri=True) as connection:
+            count: int = connection.execute("SELECT count(*) FROM trial").fetchone()[0]
+        return count
+
+    def wait_for_rows(self, more: int) -> None:
+        """Until so many more trials are stored, and a random part of the next one."""
+        wanted = self.rows() + more
+        wait_for(lambda: self.rows() >= wanted or self.process.poll() is not None)
+        time.sleep(self.random.uniform(0, 0.04))
+
+    def kill_supervisor(self) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.uniform(0, 2.0))  # while it starts
+        else:
+            self.wait_for_rows(self.random.randint(1, 12))
+        assert self.process.poll() is None, "the sweep was over before it was killed often enough"
+        gangs = gang_pids(self.process.pid)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        wait_for(lambda: not any(map(is_alive, gangs)), 10)
+        self.start()
+
+    def kill_gang(self, *, starting: bool) -> None:
+        if starting:
+            wait_for(lambda: gang_pids(self.process.pid))
+        else:
+            # One that is begun again is through by then: killed twice in a row it would be blamed.
+            self.wait_for_rows(self.random.randint(2, 12))
+        for pid in gang_pids(self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: not is_alive(pid), 10)  # type: ignore[misc]
+
+    def kill(self, last: str) -> str:
+        what = self.random.choice(["supervisor", "gang", "gang", "starting gang"])
+        if what == "starting gang" and last != "supervisor":
+            what = "gang"  # several in a row that never say a word end a sweep, and rightly so
+        if what == "supervisor":
+            self.kill_supervisor()
+        else:
+            self.kill_gang(starting=what == "starting gang")
+        return what
+
+
+def test_killed_again_and_again_the_table_is_that_of_an_undisturbed_sweep(tmp_path: Path) -> None:
+    with Database.open(tmp_path / "undisturbed.db", create=True) as database:
+        assert sweep(killed_spec(0.0), database).reason == "done"
+        expected = table(database.trials())
+    killed = Killed(tmp_path / "killed.db", seed=1)
+    try:
+        what = ""
+        kills = [what := killed.kill(what) for _ in range(NUM_KILLS)]
+        assert len(set(kills)) == 3
+        assert killed.process.wait(120) == 0
+    finally:
+        killed.process.kill()
+        killed.process.wait()
+    assert not gang_pids(killed.process.pid)
+    assert stored(killed.path) == expected
+    with sqlite3.connect(killed.path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def run(path: Path, spec: SweepSpec, progress: Callable[[Progress], None] | None = None) -> tuple[SweepOutcome, TABLE]:
+    with Database.open(path, create=True) as database:
+        outcome = sweep(spec, database, progress)
+        return outcome, table(database.trials())
+
+
+def searched(found: TABLE) -> set[tuple[Problem, Candidate]]:
+    return {(problem, candidate) for problem, candidate, final in found if not final}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> TABLE:
+    """What one gang finds that tries everything."""
+    return run(tmp_path_factory.mktemp("alone") / "tuned.db", spec_of(15, 19, trials=200))[1]
+
+
+def test_two_gangs_do_everything_once_side_by_side(tmp_path: Path, alone: TABLE) -> None:
+    running: list[int] = []
+
+    def look(progress: Progress) -> None:
+        running.append(sum(gang.step in ("binding", "running") for gang in progress.gangs))
+
+    outcome, both = run(tmp_path / "tuned.db", spec_of(15, 19, trials=200, gangs=2, replay_trial_s=0.02), look)
+    assert (outcome.reason, outcome.num_gangs) == ("done", 2)
+    assert searched(both) == searched(alone)
+    assert {key for key in both if key[2]}  # the finals, too
+    assert running.count(2) > len(running) / 2
+    assert not gang_pids(os.getpid())
+
+
+def test_killed_gang_disturbs_no_other_and_its_candidate_is_run_again(tmp_path: Path, alone: TABLE) -> None:
+    killed: list[int] = []
+    others: list[set[int]] = []
+
+    def kill_one(progress: Progress) -> None:
+        pids = gang_pids(os.getpid())
+        if killed:
+            others.append(set(pids))
+        elif progress.trials > 40:
+            killed.append(pids.pop())
+            others.append(set(pids))
+            os.kill(killed[0], signal.SIGKILL)
+
+    outcome, found = run(tmp_path / "tuned.db", spec_of(15, 19, trials=200, gangs=2, replay_trial_s=0.02), kill_one)
+    assert (outcome.reason, outcome.num_gangs, outcome.failures) == ("done", 3, {})
+    assert len(others[0]) == 1
+    assert sum(others[0] <= pids for pids in others) > 3  # the other one was left alone
+    assert searched(found) == searched(alone)
+
+
+def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
+    stopped: list[tuple[int, int]] = []
+    before: list[Candidate | None] = []
+
+    def stop_one(progress: Progress) -> None:
+        first = progress.gangs[0] if progress.gangs else None
+        # Told of four times a second, a trial that was not there the last time has not run for long: not between two.
+        fresh = first is not None and first.step == "running" and before and before[-1] != first.candidate
+        before.append(first.candidate if first is not None else None)
+        if fresh and not stopped and progress.trials > 2:
+            stopped.append((gang_pids(os.getpid())[0], progress.trials))
+            os.kill(stopped[0][0], signal.SIGSTOP)
+
+    few: dict[str, Any] = {"trials": 200, "variants": ("lamport",)}
+    expected = searched(run(tmp_path / "alone.db", spec_of(9, **few))[1])
+    wanted = spec_of(9, gangs=2, replay_trial_s=0.6, trial_timeout_s=2.0, compile_timeout_s=2.0, **few)
+    outcome, found = run(tmp_path / "tuned.db", wanted, stop_one)
+    assert (outcome.reason, outcome.num_gangs, outcome.failures) == ("done", 3, {"hung": 1})
+    assert not is_alive(stopped[0][0])
+    assert outcome.num_trials > stopped[0][1] + 5
+    assert searched(found) == expected
+    assert [status for status, _ in found.values() if status not in ("ok", "pruned", "infeasible")] == ["hung"]

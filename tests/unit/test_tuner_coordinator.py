@@ -1,0 +1,308 @@
+"""Coordinators with several gangs, with gangs that are lost, and with others beside them. No process is started."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunedcomm import kernels
+from tunedcomm.communicator import limits_for
+from tunedcomm.spec import Candidate, Limits, Problem
+from tunedcomm.tuner.claims import Claim
+from tunedcomm.tuner.commands import Command, Outcome, Row
+from tunedcomm.tuner.coordinator import Coordinator
+from tunedcomm.tuner.job import Settings, StoredTrial
+from tunedcomm.tuner.recording import read_recording
+from tunedcomm.tuner.replay import Replay
+from tunedcomm.tuner.study import search_space
+
+RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
+SETTINGS = Settings(backend="cuda", world_size=4, trials=200)
+PROBLEMS = tuple(Problem("all_reduce", (1 << exponent,), "bfloat16", 4) for exponent in (9, 11, 13))
+LIBRARY = Candidate.of("all_reduce", "library", {})
+
+
+@functools.cache
+def replay() -> Replay:
+    kernels.discover()
+    return Replay(read_recording(RECORDING))
+
+
+@functools.cache
+def limits() -> Limits:
+    return limits_for(replay().environment, 4)
+
+
+class Store:
+    """Stands in for the tuned database: rows of all supervisors, and who has seen how many of them."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, StoredTrial]] = []
+        self.seen: Counter[int] = Counter()
+
+    def news(self, supervisor: int) -> list[StoredTrial]:
+        begin, self.seen[supervisor] = self.seen[supervisor], len(self.rows)
+        return [trial for owner, trial in self.rows[begin:] if owner != supervisor]
+
+
+class Claims:
+    """Stands in for the ledger that supervisors share."""
+
+    def __init__(self) -> None:
+        self.keys = itertools.count()
+        self.held: dict[int, tuple[int, Claim]] = {}
+        self.told: set[tuple[Problem, Candidate, bool]] = set()
+
+    def of(self, supervisor: int) -> Ledger:
+        return Ledger(self, supervisor)
+
+
+class Ledger:
+    def __init__(self, claims: Claims, supervisor: int) -> None:
+        self.claims, self.supervisor = claims, supervisor
+
+    def claim(self, problem: Problem, candidate: Candidate, *, final: bool, again: bool = False) -> Claim | None:
+        wanted = (problem, candidate, final)
+        running = {(claim.problem, claim.candidate, claim.final) for _, claim in self.claims.held.values()}
+        if wanted in running or (wanted in self.claims.told and not again):
+            return None
+        claim = Claim(problem=problem, candidate=candidate, final=final, key=next(self.claims.keys))
+        self.claims.held[claim.key] = (self.supervisor, claim)
+        return claim
+
+    def tell(self, claim: Claim, latency_us: float | None) -> None:
+        self.give_back(claim)
+        self.claims.told.add((claim.problem, claim.candidate, claim.final))
+
+    def give_back(self, claim: Claim) -> None:
+        del self.claims.held[claim.key]
+
+    def in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
+        return frozenset(
+            claim.candidate
+            for owner, claim in self.claims.held.values()
+            if owner != self.supervisor and (claim.problem, claim.final) == (problem, final)
+        )
+
+    def close(self) -> None:
+        self.claims.held = {key: held for key, held in self.claims.held.items() if held[0] != self.supervisor}
+
+
+class Site:
+    """One supervisor with gangs that answer when they are told to."""
+
+    def __init__(
+        self, number: int, store: Store, claims: Claims | None = None, *, gangs: int = 2, **changes: Any
+    ) -> None:
+        self.number, self.store = number, store
+        self.unflushed: list[Row] = []
+        self.asked: list[tuple[Problem | None, Candidate | None, bool]] = []
+        known = [trial for _, trial in store.rows]
+        store.news(number)
+        self.coordinator = Coordinator(
+            PROBLEMS,
+            replace(SETTINGS, gangs=gangs, **changes),
+            source_hash=replay().source_hash,
+            on_row=self.unflushed.append,
+            stored=known,
+            ledger=None if claims is None else claims.of(number),
+            news=lambda: store.news(number),
+        )
+        self.commands: dict[int, Command] = {}
+        for gang in range(gangs):
+            self.coordinator.gang_ready(gang, replay().environment, limits())
+
+    def step(self, gang: int) -> str:
+        """Have a gang end what it runs, and ask for the next; `end` or `wait` if there is nothing."""
+        running = self.commands.pop(gang, None)
+        if running is not None:
+            self.coordinator.learn(gang, replay().answer(running, SETTINGS))
+            self.flush()
+        command = self.coordinator.next(gang)
+        if command.kind == "trial":
+            self.commands[gang] = command
+            self.asked.append((command.problem, command.candidate, command.final))
+        return command.kind
+
+    def flush(self) -> None:
+        here = replay().environment.digest
+        self.store.rows += [(self.number, row.steering(here)) for row in self.unflushed]
+        self.unflushed.clear()
+        self.coordinator.rows_stored()
+
+
+def run(sites: Iterable[Site], seed: int) -> None:
+    """Have all gangs of all sites answer in a random order until none has anything to do."""
+    order = random.Random(seed)
+    ended: set[tuple[int, int]] = set()
+    gangs = [(site, gang) for site in sites for gang in range(2)]
+    for _ in range(20000):
+        left = [(site, gang) for site, gang in gangs if (site.number, gang) not in ended]
+        if not left:
+            return
+        site, gang = order.choice(left)
+        if site.step(gang) == "end":
+            ended.add((site.number, gang))
+    raise AssertionError("somebody waits for ever")
+
+
+@functools.cache
+def everything() -> set[tuple[Problem, Candidate]]:
+    replay()
+    return {(problem, candidate) for problem in PROBLEMS for candidate in search_space(problem, limits(), SETTINGS)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gangs_in_any_order_do_everything_once(seed: int) -> None:
+    site = Site(0, Store())
+    run([site], seed)
+    assert len(site.asked) == len(set(site.asked))
+    assert {asked[:2] for asked in site.asked if not asked[2]} == everything()
+    # Searches are over before the finals of their family begin.
+    finals = [final for _, _, final in site.asked]
+    assert finals == sorted(finals)
+    assert set(PROBLEMS) == {problem for problem, _, final in site.asked if final}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("changes", [{}, {"trials": 20}], ids=["exhaustive", "sampled"])
+def test_supervisors_that_share_a_ledger_do_everything_once(seed: int, changes: dict[str, Any]) -> None:
+    store, claims = Store(), Claims()
+    sites = [Site(number, store, claims, **changes) for number in range(3)]
+    run(sites, seed)
+    asked = [entry for site in sites for entry in site.asked]
+    assert len(asked) == len(set(asked))
+    assert all(site.asked for site in sites)
+    assert not claims.held
+    searched = Counter(problem for problem, _, final in asked if not final)
+    if changes:
+        assert set(searched.values()) == {20}  # what others try counts
+    else:
+        assert {entry[:2] for entry in asked if not entry[2]} == everything()
+    measured = [(trial.problem, trial.candidate, trial.final) for _, trial in store.rows if trial.status == "ok"]
+    assert len(measured) == len(set(measured))
+
+
+def test_what_a_dead_supervisor_had_claimed_is_taken_over() -> None:
+    store, claims = Store(), Claims()
+    dead, live = (Site(number, store, claims) for number in range(2))
+    for _ in range(5):
+        dead.step(0)
+        dead.step(1)
+    assert len(dead.commands) == 2
+    for gang in itertools.islice(itertools.cycle(range(2)), 600):
+        if live.step(gang) != "trial" and not live.commands:
+            break
+    assert live.step(0) == "wait"  # for what the other one still holds
+    Ledger(claims, dead.number).close()
+    run([live], seed=0)
+    done = {(trial.problem, trial.candidate) for _, trial in store.rows if not trial.final}
+    assert everything() <= done
+    assert {(c.problem, c.candidate) for c in dead.commands.values()} <= {entry[:2] for entry in live.asked}
+
+
+def test_claim_whose_row_got_lost_is_run_again() -> None:
+    store, claims = Store(), Claims()
+    replay()
+    claims.told.add((PROBLEMS[0], LIBRARY, False))
+    site = Site(0, store, claims)
+    run([site], seed=0)
+    assert {entry[:2] for entry in site.asked if not entry[2]} == everything()
+
+
+def begun(site: Site, gang: int) -> Candidate:
+    candidate = site.commands[gang].candidate
+    assert candidate is not None
+    return candidate
+
+
+def lose(site: Site, gang: int, begun: Candidate | None, *, killed: bool = False) -> Row | None:
+    row = site.coordinator.lost(gang, "crashed", "planted", begun=begun, killed=killed)
+    site.flush()
+    site.commands.pop(gang)
+    site.coordinator.gang_ready(gang, replay().environment, limits())
+    return row
+
+
+def test_candidate_that_a_gang_had_not_begun_is_given_out_again() -> None:
+    site = Site(0, Store(), gangs=1)
+    for _ in range(4):
+        site.step(0)
+    expected = begun(site, 0)
+    assert lose(site, 0, None) is None
+    site.step(0)
+    assert begun(site, 0) == expected
+    row = lose(site, 0, expected)
+    assert row is not None
+    assert (row.candidate, row.outcome.status) == (expected, "crashed")
+    site.step(0)
+    assert begun(site, 0) != expected
+
+
+def test_killed_gang_gives_its_candidate_back_once() -> None:
+    site = Site(0, Store(), gangs=1)
+    for _ in range(4):
+        site.step(0)
+    expected = begun(site, 0)
+    assert lose(site, 0, expected, killed=True) is None
+    site.step(0)
+    assert begun(site, 0) == expected
+    row = lose(site, 0, expected, killed=True)
+    assert row is not None
+    assert row.candidate == expected
+
+
+def test_library_that_takes_the_gang_along_is_blamed_and_not_bound_again() -> None:
+    site = Site(0, Store(), gangs=1)
+    for _ in range(4):
+        site.step(0)
+    expected = begun(site, 0)
+    row = lose(site, 0, LIBRARY)
+    assert row is not None
+    assert row.candidate == LIBRARY
+    site.step(0)
+    assert begun(site, 0) == expected
+    assert site.commands[0].baseline is None
+
+
+def test_lost_final_is_given_out_again() -> None:
+    site = Site(0, Store(), gangs=1)
+    while site.step(0) == "trial" and not site.commands[0].final:
+        pass
+    expected = site.commands[0]
+    assert expected.final
+    assert lose(site, 0, expected.candidate, killed=True) is None
+    site.step(0)
+    assert site.commands[0] == expected
+
+
+def test_gang_waits_only_while_others_run_what_is_left() -> None:
+    site = Site(0, Store(), gangs=2, variants=("torch_one_shot",), finals=False)
+    kinds = [site.step(0)]
+    while kinds[-1] == "trial":
+        kinds.append(site.step(0))
+        if len(kinds) == 3:
+            site.step(1)  # begins its only trial, and does not end it
+    assert kinds[-1] == "wait"
+    assert site.step(1) == "end"
+    assert site.step(0) == "end"
+    assert all(site.coordinator.activity(gang) is None for gang in range(2))
+
+
+def test_outcomes_are_stored_under_what_was_asked() -> None:
+    site = Site(0, Store(), gangs=1)
+    site.step(0)
+    command = site.commands[0]
+    row = site.coordinator.learn(0, Outcome(status="incorrect", reason="planted", error=0.5))
+    assert (row.problem, row.candidate, row.final) == (command.problem, command.candidate, False)
+    fields = row.fields()
+    assert (fields["status"], fields["reason"], fields["error"]) == ("incorrect", "planted", 0.5)
+    assert fields["variant"] == "library"
