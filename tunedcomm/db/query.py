@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, Table, exists, false, func, select, true, type_coerce
 from sqlalchemy.orm import aliased
 
 from tunedcomm.db import rows as parse
-from tunedcomm.db.records import FAILED, PinRecord, TrialRecord
+from tunedcomm.db.records import FAILED, STATUSES, PinRecord, TrialRecord
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import HARD_FIELDS, Environment
@@ -23,6 +24,7 @@ from tunedcomm.spec import Candidate, Problem
 __all__ = [
     "FailedTrial",
     "OkTrial",
+    "counts",
     "environments_like",
     "failed_trials",
     "load_environments",
@@ -171,8 +173,10 @@ def _best_without_finals(environment_id: int, world_size: int) -> Select[Any]:
 
 
 def _newest_first(row: Any) -> tuple[str, float]:
-    latency = row["latency_p50_us"]
-    return (str(row["created_at"]), -latency if isinstance(latency, float) else 0.0)
+    latency, created_at = row["latency_p50_us"], row["created_at"]
+    if isinstance(created_at, datetime):  # servers give times in the session's zone, which has its own summer
+        created_at = created_at.astimezone(timezone.utc)
+    return (str(created_at), -latency if isinstance(latency, float) else 0.0)
 
 
 def ok_trials(
@@ -303,6 +307,18 @@ def _record(
         latency_p90_us=parse.latency_of(row["latency_p90_us"], "latency_p90_us"),
         baseline_p50_us=parse.latency_of(row["baseline_p50_us"], "baseline_p50_us"),
     )
+
+
+def counts(connection: Connection) -> dict[str, int]:
+    """Rows of each table, trials of each status (`trials_ok`, …) and finals."""
+    rows = {
+        f"{name}s": int(connection.execute(select(func.count()).select_from(model)).scalar_one())
+        for name, model in Base.metadata.tables.items()
+    }
+    by_status = connection.execute(select(TrialRow.status, func.count()).group_by(TrialRow.status)).all()
+    finals = connection.execute(select(func.count()).where(TrialRow.final)).scalar_one()
+    known = {str(status): int(count) for status, count in by_status}
+    return {**rows, **{f"trials_{s}": known.get(s, 0) for s in STATUSES}, "finals": int(finals)}
 
 
 def pins(connection: Connection, reader: Reader) -> list[PinRecord]:
