@@ -129,12 +129,13 @@ def run_sweep(spec: SweepSpec, database: str | None) -> tuple[SweepOutcome, str]
     """
     from tunedcomm.db.layers import user_database
     from tunedcomm.db.store import Database
+    from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.sweep import sweep
 
     if spec.backend is None and num_gpus() < 2:
         note("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs")
         spec = replace(spec, backend="host")
-    with Database.open(database or user_database(), create=True) as opened:
+    with Database.open(database or user_database(), create=True, patience_s=db_patience_s()) as opened:
         url = str(opened.path or opened.url)
         note(f"tuning {spec.op}, storing in {url}")
         try:
