@@ -63,14 +63,15 @@ def test_trials_come_back_as_they_were(database: Database) -> None:
 
 def test_each_filter_narrows(database: Database) -> None:
     other = problem(8192, world_size=2)
-    database.record([trial(), trial(problem=other, final=True), trial(environment=OLDER), trial(status="pruned")])
+    ids = database.record([trial(), trial(problem=other, final=True), trial(environment=OLDER), trial(status="pruned")])
     assert len(database.trials()) == 4
     assert [t.problem for t in database.trials(world_size=2)] == [other]
     assert [t.problem for t in database.trials(problem=other)] == [other]
     assert [t.environment for t in database.trials(environment=OLDER)] == [OLDER]
     assert [t.status for t in database.trials(status="pruned")] == ["pruned"]
     assert [t.problem for t in database.trials(final=True)] == [other]
-    assert database.trials(op="all_gather") == []
+    assert [t.id for t in database.trials(after_id=ids[1])] == ids[2:]
+    assert database.trials(after_id=ids[-1]) == database.trials(op="all_gather") == []
     assert len(database.trials(op="all_reduce", problem=problem(), final=False)) == 3
     with pytest.raises(ValueError, match=r"unknown status 'good'; the statuses are ok,"):
         database.trials(status="good")  # type: ignore[arg-type]

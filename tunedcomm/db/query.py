@@ -36,6 +36,7 @@ __all__ = [
 
 # Rows kept of each variant at a problem that has no finals: a second one where limits rule the best config out.
 BEST_OF_VARIANT = 2
+_FEW = 500
 
 T = TypeVar("T")
 
@@ -122,8 +123,9 @@ def load_problems(connection: Connection, reader: Reader, *where: Any) -> dict[i
     return _load(connection, ProblemRow, where, parse.parse_problem, reader)
 
 
-def load_variants(connection: Connection, reader: Reader) -> dict[int, StoredVariant]:
-    return _load(connection, VariantRow, (), parse.parse_variant, reader)
+def load_variants(connection: Connection, reader: Reader, *where: Any) -> dict[int, StoredVariant]:
+    """Stored variants by id."""
+    return _load(connection, VariantRow, where, parse.parse_variant, reader)
 
 
 def environments_like(connection: Connection, environment: Environment, reader: Reader) -> dict[int, Environment]:
@@ -265,13 +267,21 @@ def trials(
     connection: Connection, reader: Reader, where: Iterable[Any], problem_where: Iterable[Any]
 ) -> list[TrialRecord]:
     """Full records, oldest first."""
-    problems = load_problems(connection, reader, *problem_where)
-    variants = load_variants(connection, reader)
-    environments = load_environments(connection, reader)
-    of_problem = select(ProblemRow.id).where(*problem_where)
-    query = select(*_RAW_TRIAL).where(*where, TrialRow.problem_id.in_(of_problem)).order_by(TrialRow.id)
+    query = select(*_RAW_TRIAL).where(*where).order_by(TrialRow.id)
+    if problem_where := list(problem_where):
+        query = query.where(TrialRow.problem_id.in_(select(ProblemRow.id).where(*problem_where)))
+    rows = connection.execute(query).mappings().all()
+    # Of few trials, as a supervisor asks for again and again, only what they refer to is read.
+    few = len(rows) <= _FEW
+
+    def referred(model: type[Base], column: str) -> list[ColumnElement[bool]]:
+        return [table(model).c.id.in_({row[column] for row in rows})] if few else []
+
+    problems = load_problems(connection, reader, *referred(ProblemRow, "problem_id"))
+    variants = load_variants(connection, reader, *referred(VariantRow, "variant_id"))
+    environments = load_environments(connection, reader, *referred(EnvironmentRow, "environment_id"))
     found = []
-    for row in connection.execute(query).mappings():
+    for row in rows:
         try:
             problem, variant = problems[row["problem_id"]], variants[row["variant_id"]]
             environment = environments[row["environment_id"]]

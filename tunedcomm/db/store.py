@@ -260,8 +260,13 @@ class Database:
         world_size: int | None = None,
         status: Status | None = None,
         final: bool | None = None,
+        after_id: int | None = None,
     ) -> list[TrialRecord]:
-        """Trials that match every given filter, oldest first; `environment` matches in every field."""
+        """Trials that match every given filter, oldest first; `environment` matches in every field.
+
+        With `after_id`, those of a higher id. A server gives ids out before rows can be seen: whoever follows what
+        others add asks from some ids further back than the last one that was seen.
+        """
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; the statuses are {', '.join(STATUSES)}")
         problem_where: list[Any] = []
@@ -276,6 +281,8 @@ class Database:
             where.append(TrialRow.status == status)
         if final is not None:
             where.append(TrialRow.final == final)
+        if after_id is not None:
+            where.append(TrialRow.id > after_id)
         if environment is not None:
             same = select(EnvironmentRow.id).where(EnvironmentRow.digest == environment.digest)
             where.append(TrialRow.environment_id.in_(same))
