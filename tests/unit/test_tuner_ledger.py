@@ -27,6 +27,8 @@ from sqlalchemy import make_url
 from tunedcomm import spec
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseAwayError, DatabaseFullError, DatabaseVersionError
+from tunedcomm.tuner import studies
+from tunedcomm.tuner.board import StorageBoard
 from tunedcomm.tuner.ledger import OptunaLedger, open_ledger, study_name
 from tunedcomm.tuner.owners import Owner
 from tunedcomm.tuner.studies import journal_path
@@ -299,25 +301,22 @@ def test_a_restart_of_the_server_gives_no_claim_back(
     two.close()
 
 
-def test_a_lost_answer_makes_one_claim(postgres_url: str) -> None:
-    one, two = (open_as(postgres_url, host, patience_s=30) for host in ("a", "b"))
+def test_a_lost_answer_makes_one_claim(opened: Callable[..., OptunaLedger]) -> None:
+    one, two = opened("a"), opened("b")
     assert claim(one, SECOND) is not None
-    create, calls = one._storage.create_new_trial, []
+    write, calls = one._board.claim, []
 
-    def lose(*arguments: Any, **named: Any) -> int:
-        calls.append(create(*arguments, **named))
+    def lose(*arguments: Any, **named: Any) -> Any:
+        calls.append(write(*arguments, **named))
         if len(calls) == 1:
             raise DatabaseAwayError("server closed the connection unexpectedly")
-        return int(calls[-1])
+        return calls[-1]
 
-    one._storage.create_new_trial = lose
+    one._board.claim = lose  # type: ignore[method-assign]
     mine = claim(one)
-    assert len(calls) == 2
-    assert mine.key == calls[0]
+    assert calls == [(mine.key, [])] * 2
     one.give_back(mine)
     assert flying(two) == {SECOND}, "the second attempt is not left behind"
-    one.close()
-    two.close()
 
 
 def test_the_dashboard_sees_parameters_and_latencies(postgres_url: str) -> None:
@@ -328,8 +327,47 @@ def test_the_dashboard_sees_parameters_and_latencies(postgres_url: str) -> None:
     (trial,) = study.trials
     assert (trial.value, trial.state.name) == (4.25, "COMPLETE")
     assert trial.params == {"variant": "one", "one.num_blocks": 1, "one.num_warps": 1}
-    assert trial.user_attrs["claim"]["name"] == "node7"
+    assert trial.user_attrs["owner"]["name"] == "node7"
     ledger.close()
+
+
+def test_tables_of_a_later_optuna_are_used_through_optuna(
+    opened: Callable[..., OptunaLedger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As are other servers': slower, with the same answers, also side by side with our own statements."""
+    fast = opened("fast")
+    monkeypatch.setattr(studies, "REVISION", "another")
+    one, two = opened("a"), opened("b")
+    assert isinstance(one._board, StorageBoard)
+    mine = claim(one)
+    assert mine is not None
+    assert [claim(ledger) for ledger in (two, fast)] == [None, None]
+    theirs = claim(fast, SECOND)
+    assert theirs is not None
+    assert [flying(ledger) for ledger in (one, two, fast)] == [{SECOND}, {FIRST, SECOND}, {FIRST}]
+    assert one.holds(mine)
+    assert one._board.is_running(mine.key)
+    one.tell(mine, 3.0)
+    fast.tell(theirs, 3.5)
+    assert not one._board.is_running(mine.key)
+    for ledger in (one, two, fast):
+        assert [claim(ledger, candidate) for candidate in (FIRST, SECOND)] == [None, None]
+    again = claim(two, again=True)
+    assert again is not None
+    two.give_back(again)
+    write, calls = two._board.claim, []
+
+    def lose(*arguments: Any, **named: Any) -> Any:
+        calls.append(write(*arguments, **named))
+        if len(calls) == 1:
+            raise DatabaseAwayError("server closed the connection unexpectedly")
+        return calls[-1]
+
+    two._board.claim = lose  # type: ignore[method-assign]
+    third = claim(two, CANDIDATES[2])
+    assert third.key == calls[0][0] == calls[1][0]
+    two.give_back(third)
+    assert flying(fast) == set()
 
 
 def test_supervisors_that_know_other_variants_share_their_work(

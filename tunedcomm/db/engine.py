@@ -168,7 +168,8 @@ def server_options(target: Target, *, search_path: str | None = None) -> dict[st
     arguments: dict[str, Any] = {name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in target.url.query}
     if search_path is not None:
         given = target.url.query.get("options", "")
-        arguments["options"] = f"{given} -csearch_path={search_path}".strip()
+        # Optuna stores times without their zone, as the session has it.
+        arguments["options"] = f"{given} -csearch_path={search_path} -ctimezone=UTC".strip()
     return {**options, "connect_args": arguments}
 
 

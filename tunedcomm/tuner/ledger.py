@@ -12,21 +12,17 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
-from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from tunedcomm.db.patience import Patience
 from tunedcomm.db.records import canonical_json
 from tunedcomm.errors import DatabaseError
-from tunedcomm.spec import Candidate, Problem, get_variant, variants
+from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.board import Entry, Note
 from tunedcomm.tuner.claims import Claim
 from tunedcomm.tuner.owners import Local, Owner, Presence, Seats
 from tunedcomm.tuner.studies import Studies, open_studies
@@ -37,9 +33,6 @@ __all__ = ["GRACE_S", "HEARTBEAT_S", "OptunaLedger", "open_ledger"]
 HEARTBEAT_S = 20
 GRACE_S = 90
 _CLOSE_S = 5.0
-_TOLD = (TrialState.COMPLETE, TrialState.PRUNED)
-# User attribute of a claim's trial.
-_ATTRIBUTE = "claim"
 
 T = TypeVar("T")
 _log = logging.getLogger("tunedcomm")
@@ -88,18 +81,6 @@ def open_ledger(
     return ledger
 
 
-@dataclass(frozen=True, slots=True)
-class _Rival:
-    """Another claim in a study."""
-
-    trial_id: int
-    number: int
-    state: TrialState
-    key: str
-    nonce: str
-    mark: dict[str, Any]
-
-
 class OptunaLedger:
     """The `Ledger` over an Optuna storage; used from one thread. Make it after a fork, not before."""
 
@@ -113,14 +94,13 @@ class OptunaLedger:
         patience: Patience,
     ) -> None:
         self._studies = studies
-        self._storage: Any = studies.storage
+        self._board = studies.board
         self._presence = presence
         self._environment = environment
         self._source_digest = source_digest
         self._patience = patience
         self._ids: dict[tuple[Problem, bool], int] = {}
         self._held: dict[int, Claim] = {}
-        self._parsed: dict[int, tuple[str, str, dict[str, Any]]] = {}
         self._is_closed = False
         self._ending = threading.Event()
         self._heart: threading.Thread | None = None
@@ -139,17 +119,20 @@ class OptunaLedger:
         Raises:
             DatabaseError: the storage is away for too long, or broken.
         """
-        study = self._run(lambda _: self._study(problem, final))
-        key, nonce = _key(candidate), uuid.uuid4().hex
+        study = self._study(problem, final)
+        key = _key(candidate)
         # Looked at first, so that a candidate that many want leaves no trail of failed claims.
-        if self._run(lambda _: self._is_taken(self._rivals(study, again), key)):
+        if self._is_taken(self._run(lambda: self._board.entries(study, key, told=not again))):
             return None
-        trial = _template(candidate, {"candidate": key, "nonce": nonce, **self._presence.mark()})
-        self._run(lambda _: self._create(study, trial))
-        number = self._run(lambda _: self._settle(study, key, nonce, again))
-        if number is None:
+        note = Note(candidate, key, uuid.uuid4().hex, self._presence.mark())
+        trial_id, before = self._run(lambda: self._board.claim(study, note, told=not again))
+        if before and self._is_taken(before):
+            if trial_id is not None:
+                self._end(trial_id, TrialState.FAIL)
             return None
-        claim = Claim(problem=problem, candidate=candidate, final=final, key=number)
+        if trial_id is None:  # Those before have just died: whoever asks next gets it.
+            return None
+        claim = Claim(problem=problem, candidate=candidate, final=final, key=trial_id)
         self._held[claim.key] = claim
         return claim
 
@@ -157,28 +140,24 @@ class OptunaLedger:
         """False if others took this process for dead and may run the candidate themselves; ask before storing."""
         if self._presence.is_trusted():
             return True
-        return self._run(lambda _: bool(self._storage.get_trial(claim.key).state == TrialState.RUNNING))
+        return self._run(lambda: self._board.is_running(claim.key))
 
     def tell(self, claim: Claim, latency_us: float | None) -> None:
         """Report a claim's end, after its row was stored: the latency, or None if it did not get that far."""
-        state = TrialState.PRUNED if latency_us is None else TrialState.COMPLETE
-        self._run(lambda _: self._end(claim.key, state, latency_us))
+        self._end(claim.key, TrialState.PRUNED if latency_us is None else TrialState.COMPLETE, latency_us)
         self._held.pop(claim.key, None)
 
     def give_back(self, claim: Claim) -> None:
         """End a claim whose candidate was not run after all."""
-        self._run(lambda _: self._end(claim.key, TrialState.FAIL))
+        self._end(claim.key, TrialState.FAIL)
         self._held.pop(claim.key, None)
 
     def in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
         """What other live supervisors run of this problem."""
-
-        def look(_: bool) -> frozenset[Candidate]:
-            study = self._study(problem, final)
-            rivals = [r for r in self._rivals(study, True) if r.trial_id not in self._held]
-            return frozenset(_candidate(problem.op, r.key) for r in rivals if self._presence.lives(r.mark))
-
-        return self._run(look)
+        study = self._study(problem, final)
+        entries = self._run(lambda: self._board.entries(study, None, told=False))
+        others = [entry for entry in entries if entry.trial_id not in self._held]
+        return frozenset(_candidate(problem.op, entry.key) for entry in others if self._lives(entry))
 
     def close(self) -> None:
         """Give every claim back and stop; a storage that is away is left to find out by itself."""
@@ -194,8 +173,8 @@ class OptunaLedger:
         self._studies.close()
 
     def _leave(self) -> None:
-        for key in self._held:
-            self._end(key, TrialState.FAIL)
+        for trial_id in self._held:
+            self._board.end(trial_id, TrialState.FAIL)
         self._presence.leave()
 
     # Heartbeats
@@ -214,12 +193,12 @@ class OptunaLedger:
                 _log.debug("no heartbeat: %s", error)
                 self._presence.disturbed()
 
-    # One transaction each, which may be repeated
+    # What may be repeated
 
-    def _run(self, operation: Callable[[bool], T]) -> T:
-        def attempt(again: bool) -> T:
+    def _run(self, operation: Callable[[], T]) -> T:
+        def attempt(_: bool) -> T:
             try:
-                return self._translated(lambda: operation(again))
+                return self._translated(operation)
             except DatabaseError:
                 self._presence.disturbed()
                 raise
@@ -233,71 +212,29 @@ class OptunaLedger:
     def _study(self, problem: Problem, final: bool) -> int:
         if (problem, final) not in self._ids:
             name = study_name(problem, self._environment, self._source_digest(problem.op), final=final)
-            self._ids[problem, final] = _get_or_create(self._storage, name)
+            self._ids[problem, final] = self._run(lambda: self._board.study(name))
         return self._ids[problem, final]
 
-    def _create(self, study: int, trial: FrozenTrial) -> None:
-        try:
-            self._storage.create_new_trial(study, template_trial=trial)
-        except ValueError:
-            # Another supervisor knows other variants or other values of an axis: Optuna takes no such parameters, but
-            # the claim names its candidate without them.
-            bare = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=trial.user_attrs)
-            self._storage.create_new_trial(study, template_trial=bare)
-
-    def _settle(self, study: int, key: str, nonce: str, again: bool) -> int | None:
-        """The id of the claim that was just made; None, and its end, if a lower number holds the candidate.
-
-        When an answer was lost on the way the claim was made several times, and the lowest number is enough.
-        """
-        rivals = list(self._rivals(study, again))
-        mine, *others = [rival for rival in rivals if rival.nonce == nonce]
-        is_taken = self._is_taken((rival for rival in rivals if rival.number < mine.number), key)
-        for rival in [mine, *others] if is_taken else others:
-            self._end(rival.trial_id, TrialState.FAIL)
-        return None if is_taken else mine.trial_id
-
-    def _is_taken(self, rivals: Iterable[_Rival], key: str) -> bool:
-        for rival in rivals:
-            if rival.key != key:
-                continue
-            if rival.state != TrialState.RUNNING or self._presence.lives(rival.mark):
+    def _is_taken(self, entries: Iterable[Entry]) -> bool:
+        """True if one of them was told or has a living owner; the claims of dead ones are ended on the way."""
+        for entry in entries:
+            if not entry.is_running or self._lives(entry):
                 return True
-            self._end(rival.trial_id, TrialState.FAIL)
+            self._end(entry.trial_id, TrialState.FAIL)
         return False
 
-    def _rivals(self, study: int, only_running: bool) -> Iterator[_Rival]:
-        """Claims in the order of their numbers."""
-        states = (TrialState.RUNNING,) if only_running else (TrialState.RUNNING, *_TOLD)
-        for trial in self._storage.get_all_trials(study, deepcopy=False, states=states):
-            parsed = self._parsed.get(trial._trial_id)
-            if parsed is None:
-                attribute = dict(trial.user_attrs.get(_ATTRIBUTE) or {})
-                parsed = (str(attribute.pop("candidate", "")), str(attribute.pop("nonce", "")), attribute)
-                self._parsed[trial._trial_id] = parsed
-            if parsed[0]:
-                yield _Rival(trial._trial_id, trial.number, trial.state, *parsed)
+    def _lives(self, entry: Entry) -> bool:
+        return self._run(lambda: self._presence.lives(entry.mark))
 
     def _end(self, trial_id: int, state: TrialState, latency_us: float | None = None) -> None:
-        values = None if latency_us is None else [latency_us]
-        # Ended already: by an attempt before whose answer was lost, or by others that took its owner for dead.
-        with contextlib.suppress(UpdateFinishedTrialError):
-            self._storage.set_trial_state_values(trial_id, state=state, values=values)
+        """Nothing happens if others, which took its owner for dead, have ended it."""
+        self._run(lambda: self._board.end(trial_id, state, latency_us))
 
 
 def study_name(problem: Problem, environment: str, sources: str, *, final: bool) -> str:
     """Readable, and another one for every problem, environment and state of the sources."""
     digests = f"{problem.digest[:12]} {environment[:12]} {sources[:12]}"
     return f"{str(problem)[:400]} [{digests}]{' final' if final else ''}"
-
-
-def _get_or_create(storage: Any, name: str) -> int:
-    for _ in range(2):
-        with contextlib.suppress(KeyError):
-            return int(storage.get_study_id_from_name(name))
-        with contextlib.suppress(DuplicatedStudyError):
-            return int(storage.create_new_study([StudyDirection.MINIMIZE], name))
-    return int(storage.get_study_id_from_name(name))
 
 
 def _key(candidate: Candidate) -> str:
@@ -307,20 +244,3 @@ def _key(candidate: Candidate) -> str:
 def _candidate(op: str, key: str) -> Candidate:
     variant, config = json.loads(key)
     return Candidate.of(op, variant, config)
-
-
-def _template(candidate: Candidate, attribute: dict[str, Any]) -> FrozenTrial:
-    """A running trial with the candidate as parameters, named as the tuner's search names them."""
-    params: dict[str, Any] = {"variant": candidate.variant}
-    distributions: dict[str, BaseDistribution] = {
-        "variant": CategoricalDistribution(sorted(variants(candidate.op))),
-    }
-    for name, axis in get_variant(candidate.op, candidate.variant).space.axes:
-        params[f"{candidate.variant}.{name}"] = candidate.config_dict[name]
-        distributions[f"{candidate.variant}.{name}"] = CategoricalDistribution(list(axis.values()))
-    return optuna.trial.create_trial(
-        state=TrialState.RUNNING,
-        params=params,
-        distributions=distributions,
-        user_attrs={_ATTRIBUTE: attribute},
-    )

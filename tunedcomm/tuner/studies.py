@@ -26,6 +26,8 @@ from sqlalchemy.exc import DBAPIError
 from tunedcomm.db.driver_errors import full, named
 from tunedcomm.db.engine import Target, exclusive, make_engine, parse_target, server_options, translated
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
+from tunedcomm.tuner.board import Board, StorageBoard
+from tunedcomm.tuner.board_postgres import REVISION, PostgresBoard
 
 __all__ = ["SCHEMA", "Studies", "journal_path", "open_studies"]
 
@@ -40,11 +42,13 @@ class Studies:
     Attributes:
         target: the tuned database that it belongs to.
         storage: what Optuna made of it.
+        board: claims in it.
         close: ends its connections.
     """
 
     target: Target
     storage: BaseStorage
+    board: Board
     close: Callable[[], None]
 
     @contextmanager
@@ -79,7 +83,10 @@ def open_studies(database: str | Path, *, heartbeat_s: int, grace_s: int) -> Stu
         storage.remove_session()
         storage.engine.dispose()
 
-    return Studies(target, get_storage(storage), close)
+    board: Board = StorageBoard(get_storage(storage))
+    if target.url.get_backend_name() == "postgresql" and storage.get_current_version() == REVISION:
+        board = PostgresBoard(storage.engine, board)
+    return Studies(target, storage, board, close)
 
 
 def journal_path(database: Path) -> Path:
@@ -167,7 +174,7 @@ def _open_journal(target: Target, path: Path) -> Studies:
         lock.close()
         users.close()
 
-    return Studies(target, storage, close)
+    return Studies(target, storage, StorageBoard(storage), close)
 
 
 # PostgreSQL and other servers
