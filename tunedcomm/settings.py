@@ -17,6 +17,7 @@ __all__ = [
     "SETTINGS",
     "Setting",
     "db_path",
+    "db_patience_s",
     "db_url",
     "forced",
     "forced_all",
@@ -69,6 +70,12 @@ SETTINGS: tuple[Setting, ...] = (
         allowed="files or directories separated by `:`, or these and SQLAlchemy URLs separated by `;`",
         meaning="Site databases, nearest first: read after the user database and before the packaged ones. A directory "
         "stands for its `*.db` files.",
+    ),
+    Setting(
+        name="TUNEDCOMM_DB_PATIENCE_S",
+        default="600",
+        allowed="a number of seconds >= 0",
+        meaning="How long `tunedcomm tune` waits for a database that is away or locked before it gives up.",
     ),
     Setting(
         name="TUNEDCOMM_FORCE_<OP>",
@@ -138,6 +145,19 @@ def _one_of(name: str, values: tuple[str, ...], default: str) -> str:
     return raw.lower()
 
 
+def _seconds(name: str, default: float, *, is_zero_allowed: bool) -> float:
+    raw = _raw(name)
+    if raw is None:
+        return default
+    try:
+        seconds = float(raw)
+    except ValueError:
+        raise _refuse(name, raw) from None
+    if not 0 <= seconds < float("inf") or (seconds == 0 and not is_zero_allowed):
+        raise _refuse(name, raw)
+    return seconds
+
+
 def db_url() -> str | None:
     """TUNEDCOMM_DB: path or URL of the user database, or None for the default place."""
     return _raw("TUNEDCOMM_DB")
@@ -149,6 +169,15 @@ def db_path() -> list[str]:
     # A URL holds colons of its own (scheme, port), so a list with a URL in it needs another separator.
     separator = ";" if ";" in raw or "://" in raw else os.pathsep
     return [part.strip() for part in raw.split(separator) if part.strip()]
+
+
+def db_patience_s() -> float:
+    """TUNEDCOMM_DB_PATIENCE_S: seconds that a sweep waits for a database that is away or locked.
+
+    Raises:
+        SettingError: not a finite number >= 0.
+    """
+    return _seconds("TUNEDCOMM_DB_PATIENCE_S", 600.0, is_zero_allowed=True)
 
 
 def forced(op: str) -> str | None:
@@ -197,17 +226,7 @@ def peer_timeout_s() -> float:
     Raises:
         SettingError: not a finite number > 0.
     """
-    name = "TUNEDCOMM_PEER_TIMEOUT_S"
-    raw = _raw(name)
-    if raw is None:
-        return 60.0
-    try:
-        seconds = float(raw)
-    except ValueError:
-        raise _refuse(name, raw) from None
-    if not 0 < seconds < float("inf"):
-        raise _refuse(name, raw)
-    return seconds
+    return _seconds("TUNEDCOMM_PEER_TIMEOUT_S", 60.0, is_zero_allowed=False)
 
 
 def workspace_bytes() -> int:

@@ -87,9 +87,10 @@ def test_overwrites_only_if_told_to(sources: list[str], tmp_path: Path, capsys: 
     assert json.loads(shown)["rows"]["trials"] == 1
 
 
-def test_refuses_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused("--db", "postgresql+psycopg://me:secret@server/tuned", str(tmp_path / "out.db"), capsys=capsys)
-    assert "is not a SQLite file" in text
+def test_refuses_a_server_that_is_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"postgresql+psycopg://me:secret@/tuned?host={tmp_path}"
+    text = refused("--db", url, str(tmp_path / "out.db"), capsys=capsys)
+    assert "DatabaseAwayError" in text
     assert "secret" not in text
     assert not (tmp_path / "out.db").exists()
 

@@ -18,7 +18,13 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.select import Decision, Snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError, DatabaseError
+from tunedcomm.errors import (
+    DatabaseAccessError,
+    DatabaseAwayError,
+    DatabaseBusyError,
+    DatabaseCorruptError,
+    DatabaseError,
+)
 from tunedcomm.spec import Problem
 
 
@@ -285,11 +291,33 @@ def test_does_not_replace_an_open_database(source: Path, tmp_path: Path) -> None
         assert "out.db-wal" in refused(DatabaseBusyError, [source], out, force=True)
 
 
-@pytest.mark.parametrize("url", ["postgresql+psycopg://user:secret@server/name", "sqlite://"])
-def test_refuses_what_is_no_file(url: str, tmp_path: Path) -> None:
-    text = refused(DatabaseAccessError, [url], tmp_path / "out.db")
-    assert "is not a SQLite file" in text
+def test_refuses_what_can_hold_nothing(tmp_path: Path) -> None:
+    assert "is not a SQLite file" in refused(DatabaseAccessError, ["sqlite://"], tmp_path / "out.db")
+    url = f"postgresql+psycopg://user:secret@/name?host={tmp_path}"
+    text = refused(DatabaseAwayError, [url], tmp_path / "out.db")
+    assert "does not answer" in text
     assert "secret" not in text
+
+
+def test_a_server_is_exported_like_a_file_with_its_rows(source: Path, postgres_url: str, tmp_path: Path) -> None:
+    with Database.open(source, readonly=True) as database:
+        runs, records, pins = database.runs(), database.trials(), database.pins()
+    with Database.open(postgres_url, create=True) as database:
+        for run in runs:
+            database.start_run(command=run.command, seed=run.seed, budget=run.budget, host=run.host)
+        database.record(records)
+        for pin in pins:
+            database.pin(pin.problem, pin.candidate, environment=pin.environment, reason=pin.reason)
+    out = export_database([postgres_url], tmp_path / "server.db")
+    assert out.sources[0].source.startswith("postgresql+psycopg://")
+    assert out.rows == export_database([source], tmp_path / "file.db").rows
+    assert decisions(out.path) == decisions(source)
+    for world_size in (2, 4):
+        assert snapshot_of(out.path, world_size).digest == snapshot_of(source, world_size).digest
+        live = load_snapshot(H200, world_size, layers=[Layer("packaged", postgres_url)], strict=True)
+        assert live.digest == snapshot_of(source, world_size).digest
+    both = export_database([postgres_url, out.path], tmp_path / "both.db")
+    assert both.sources[1].known == both.sources[1].trials == out.rows["trials"]
 
 
 def test_refuses_sources_that_cannot_be_read(source: Path, tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def test_the_list_of_revisions_is_alembics() -> None:
     assert script.get_current_head() == HEAD
 
 
-def test_migrated_schema_equals_the_models(tmp_path: Path) -> None:
-    Database.open(tmp_path / "tuned.db", create=True).close()
-    engine = sa.create_engine(f"sqlite:///{tmp_path}/tuned.db")
+def test_migrated_schema_equals_the_models(database_url: str) -> None:
+    Database.open(database_url, create=True).close()
+    engine = sa.create_engine(database_url if "://" in database_url else f"sqlite:///{database_url}")
     with engine.connect() as connection:
         context = MigrationContext.configure(
             connection, opts={"version_table": VERSION_TABLE, "compare_type": True, "compare_server_default": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,8 +20,9 @@ from tunedcomm.spec import Problem
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Database:
-    return Database.open(tmp_path / "a" / "b" / "tuned.db", create=True)
+def database(database_url: str) -> Iterator[Database]:
+    with Database.open(database_url, create=True) as opened:
+        yield opened
 
 
 def test_trials_come_back_as_they_were(database: Database) -> None:
@@ -61,14 +63,15 @@ def test_trials_come_back_as_they_were(database: Database) -> None:
 
 def test_each_filter_narrows(database: Database) -> None:
     other = problem(8192, world_size=2)
-    database.record([trial(), trial(problem=other, final=True), trial(environment=OLDER), trial(status="pruned")])
+    ids = database.record([trial(), trial(problem=other, final=True), trial(environment=OLDER), trial(status="pruned")])
     assert len(database.trials()) == 4
     assert [t.problem for t in database.trials(world_size=2)] == [other]
     assert [t.problem for t in database.trials(problem=other)] == [other]
     assert [t.environment for t in database.trials(environment=OLDER)] == [OLDER]
     assert [t.status for t in database.trials(status="pruned")] == ["pruned"]
     assert [t.problem for t in database.trials(final=True)] == [other]
-    assert database.trials(op="all_gather") == []
+    assert [t.id for t in database.trials(after_id=ids[1])] == ids[2:]
+    assert database.trials(after_id=ids[-1]) == database.trials(op="all_gather") == []
     assert len(database.trials(op="all_reduce", problem=problem(), final=False)) == 3
     with pytest.raises(ValueError, match=r"unknown status 'good'; the statuses are ok,"):
         database.trials(status="good")  # type: ignore[arg-type]
@@ -154,8 +157,8 @@ def test_times_are_stored_in_utc(database: Database) -> None:
     assert database.trials()[0].created_at == datetime(2026, 3, 2, 1, 0, 0, 123456, tzinfo=timezone.utc)
 
 
-def test_sqlite_is_set_up_for_concurrency(database: Database) -> None:
-    with database.reading() as connection:
+def test_sqlite_is_set_up_for_concurrency(tmp_path: Path) -> None:
+    with Database.open(tmp_path / "tuned.db", create=True) as database, database.reading() as connection:
         pragmas = {
             name: connection.execute(text(f"PRAGMA {name}")).scalar()
             for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout", "trusted_schema")
@@ -203,18 +206,16 @@ def test_an_immutable_database_leaves_no_side_files_and_refuses_to_write(tmp_pat
     assert path.read_bytes() == before
 
 
-def test_a_reader_sees_what_a_live_writer_has_committed(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.db"
-    with Database.open(path, create=True) as writer:
+def test_a_reader_sees_what_a_live_writer_has_committed(database_url: str) -> None:
+    with Database.open(database_url, create=True) as writer:
         writer.record([trial()])
-        with Database.open(path, readonly=True) as reader:
+        with Database.open(database_url, readonly=True) as reader:
             assert len(reader.trials()) == 1
             writer.record([trial("lamport")])
             assert len(reader.trials()) == 2
 
 
-def test_bulk_speed(tmp_path: Path) -> None:
-    path = tmp_path / "bulk.db"
+def test_bulk_speed(database_url: str) -> None:
     sizes = [problem(2 << e) for e in range(10, 28)]
     records = [
         trial(
@@ -227,12 +228,12 @@ def test_bulk_speed(tmp_path: Path) -> None:
         )
         for i in range(20_000)
     ]
-    with Database.open(path, create=True) as database:
+    with Database.open(database_url, create=True) as database:
         start = time.perf_counter()
         database.record(records)
         assert time.perf_counter() - start < 10
     start = time.perf_counter()
-    found = load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True)
+    found = load_snapshot(H200, 4, layers=[Layer("user", database_url)], strict=True)
     # About 0.1 s on an idle machine; the bound only catches work that grows per stored row.
     assert time.perf_counter() - start < 2
     assert 18 * 7 <= len(found.rows) < 600

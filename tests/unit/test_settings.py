@@ -31,6 +31,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TUNEDCOMM_DB", raising=False)
     assert settings.db_url() is None
     assert settings.db_path() == []
+    assert settings.db_patience_s() == 600.0
     assert settings.forced("all_reduce") is None
     assert settings.log_level() == "warning"
     assert settings.mode() == "cached"
@@ -40,12 +41,14 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB", " /data/tuned.db ")
+    monkeypatch.setenv("TUNEDCOMM_DB_PATIENCE_S", "0")
     monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
     monkeypatch.setenv("TUNEDCOMM_LOG", "DEBUG")
     monkeypatch.setenv("TUNEDCOMM_MODE", "off")
     monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", "0.5")
     monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "128")
     assert settings.db_url() == "/data/tuned.db"
+    assert settings.db_patience_s() == 0.0
     assert settings.forced("all_reduce") == "lamport"
     assert settings.forced("all_gather") is None
     assert settings.log_level() == "debug"
@@ -80,6 +83,8 @@ def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: li
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
+        ("TUNEDCOMM_DB_PATIENCE_S", "-1", settings.db_patience_s),
+        ("TUNEDCOMM_DB_PATIENCE_S", "ages", settings.db_patience_s),
         ("TUNEDCOMM_MODE", "fast", settings.mode),
         ("TUNEDCOMM_LOG", "loud", settings.log_level),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "soon", settings.peer_timeout_s),

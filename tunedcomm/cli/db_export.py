@@ -21,7 +21,7 @@ def db_export(
     *,
     db: Annotated[
         list[str] | None,
-        typer.Option("--db", help="SQLite file to read; repeat it to merge several. By default the user database."),
+        typer.Option("--db", help="File or URL to read; repeat it to merge several. By default the user database."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: JsonOption = False,

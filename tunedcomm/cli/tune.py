@@ -201,6 +201,7 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
     """
     from tunedcomm.db.layers import user_database
     from tunedcomm.db.store import Database
+    from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.sweep import sweep
 
     def say(text: str) -> None:
@@ -209,7 +210,7 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
     if spec.backend is None and num_gpus() < 2:
         say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs")
         spec = replace(spec, backend="host")
-    with Database.open(database or user_database(), create=True) as opened:
+    with Database.open(database or user_database(), create=True, patience_s=db_patience_s()) as opened:
         url = str(opened.path or opened.url)
         say(f"tuning {spec.op}, storing in {url}")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import stat
 import time
@@ -11,37 +12,38 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 
-from tunedcomm.errors import (
-    DatabaseAccessError,
-    DatabaseBusyError,
-    DatabaseCorruptError,
-    DatabaseError,
-)
+from tunedcomm.db.driver_errors import named
+from tunedcomm.db.target import Target
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
 
-__all__ = ["IMMEDIATE", "Target", "file_uri", "make_engine", "parse_target", "prepare_file", "translated"]
+__all__ = [
+    "IMMEDIATE",
+    "Target",
+    "exclusive",
+    "file_uri",
+    "make_engine",
+    "parse_target",
+    "prepare_file",
+    "server_options",
+    "translated",
+]
 
 _HEADER = b"SQLite format 3\x00"
 # Execution option of connections that will write: SQLite takes its write lock at BEGIN. A transaction that begins by
 # reading and writes later fails at once, whatever the busy timeout, when another writer came between.
 IMMEDIATE = "tunedcomm_immediate"
-
-
-class Target:
-    """Where a database is: a SQLAlchemy URL and, for a SQLite file, its path."""
-
-    def __init__(self, url: URL, path: Path | None) -> None:
-        self.url = url
-        self.path = path
-
-    @property
-    def is_sqlite(self) -> bool:
-        return self.url.get_backend_name() == "sqlite"
-
-    def __str__(self) -> str:
-        return str(self.path) if self.path is not None else self.url.render_as_string(hide_password=True)
+# Seconds, but for the last, which is in milliseconds: unanswered data, a machine that is gone.
+_LIBPQ_DEFAULTS = {
+    "application_name": "tunedcomm",
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
 
 
 def parse_target(target: str | Path) -> Target:
@@ -127,7 +129,7 @@ def make_engine(target: Target, *, readonly: bool, immutable: bool, busy_timeout
     """An engine with the pragmas that concurrent ranks and untrusted files need."""
     try:
         if not target.is_sqlite:
-            return create_engine(target.url, pool_pre_ping=True)
+            return create_engine(target.url, **server_options(target))
         if target.path is None:
             engine = create_engine(target.url, poolclass=StaticPool if not target.url.query else None)
         else:
@@ -148,6 +150,34 @@ def make_engine(target: Target, *, readonly: bool, immutable: bool, busy_timeout
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
     return engine
+
+
+def server_options(target: Target, *, search_path: str | None = None) -> dict[str, Any]:
+    """What `create_engine` is given for a server: few connections, and none that waits for ever.
+
+    A cluster has many processes with an engine or two each, and a server has a limit of connections. One that was cut
+    off is noticed when it is taken from the pool; a server that has vanished without a word, by time-outs.
+
+    Args:
+        target: the server.
+        search_path: schema in which tables without one are made and found.
+    """
+    options: dict[str, Any] = {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 4}
+    if target.url.get_driver_name() not in ("psycopg", "psycopg2"):
+        return options
+    arguments: dict[str, Any] = {name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in target.url.query}
+    if search_path is not None:
+        given = target.url.query.get("options", "")
+        # Optuna stores times without their zone, as the session has it.
+        arguments["options"] = f"{given} -csearch_path={search_path} -ctimezone=UTC".strip()
+    return {**options, "connect_args": arguments}
+
+
+def exclusive(connection: Connection, name: str) -> None:
+    """Exclude others that ask for the same name until the transaction ends; SQLite's write lock does so by itself."""
+    if connection.dialect.name == "postgresql":
+        key = int.from_bytes(hashlib.sha256(f"tunedcomm {name}".encode()).digest()[:8], "big", signed=True)
+        connection.execute(select(func.pg_advisory_xact_lock(key)))
 
 
 def file_uri(path: Path, *, readonly: bool, immutable: bool) -> str:
@@ -201,41 +231,6 @@ def translated(target: Target) -> Iterator[None]:
     except IntegrityError as error:
         raise DatabaseError(f"{target} refused a row: {error.orig}; nothing of this call was stored") from error
     except DBAPIError as error:
-        raise _named(target, error.orig) from error
+        raise named(target, error.orig) from error
     except (sqlite3.Error, OverflowError) as error:
-        raise _named(target, error) from error
-
-
-def _named(target: Target, error: Any) -> DatabaseError:
-    text = str(error).strip()
-    low = text.lower()
-    if "locked" in low and "locking protocol" not in low:
-        return DatabaseBusyError(
-            f"{target} is locked by another writer ({text}); wait for it to end, or give each host its own file and "
-            "merge them"
-        )
-    if "not a database" in low or "malformed" in low or "corrupt" in low:
-        return DatabaseCorruptError(
-            f"{target} is damaged ({text}); move it away and tune again, or restore a copy. Read what is left with "
-            "`sqlite3 FILE .recover`"
-        )
-    if "no such table" in low or "no such column" in low:
-        return DatabaseCorruptError(f"{target} does not have the tables of its version ({text}); restore a copy of it")
-    if "unable to open" in low:
-        return DatabaseAccessError(
-            f"{target} cannot be opened or made ({text}); check the permissions of it and of its directory, or set "
-            "TUNEDCOMM_DB or --db to another file"
-        )
-    if "readonly" in low or "read-only" in low:
-        return DatabaseAccessError(f"{target} cannot be written ({text}); check permissions or set TUNEDCOMM_DB")
-    if "is full" in low or "no space" in low or "disk full" in low:
-        return DatabaseAccessError(
-            f"no space is left for {target} ({text}); what was stored is intact: make room and run the same command "
-            "again, or set TUNEDCOMM_DB or --db to a file on another disk"
-        )
-    if "locking protocol" in low or "disk i/o" in low:
-        return DatabaseAccessError(
-            f"{target} cannot be used ({text}); on a network file system give each host a local file (TUNEDCOMM_DB) "
-            "and merge them, or use PostgreSQL"
-        )
-    return DatabaseAccessError(f"{target} cannot be used ({text}); check the path, the disk space and the server")
+        raise named(target, error) from error

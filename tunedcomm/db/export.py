@@ -16,7 +16,7 @@ import sqlite3
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from sqlalchemy import (
     update,
 )
 
+from tunedcomm.db.download import download
 from tunedcomm.db.engine import Target, make_engine, parse_target, prepare_file, translated
 from tunedcomm.db.merge import Absorbed, absorb
 from tunedcomm.db.migrate import ensure_schema
@@ -71,20 +72,21 @@ class Export:
 
 
 def export_database(sources: Sequence[str | Path], out: str | Path, *, force: bool = False) -> Export:
-    """Write what dispatch and `explain` need of the sources, SQLite files, to one new file.
+    """Write what dispatch and `explain` need of the sources to one new SQLite file.
 
     Several sources are merged: what they have in common is there once, trials are appended.
 
     Args:
-        sources: at least one file; none is changed.
+        sources: at least one file or URL of a server; none is changed.
         out: the file to write; it appears complete or not at all.
         force: replace `out` if it is a SQLite file.
 
     Raises:
-        DatabaseAccessError: a source is no SQLite file or cannot be read; `out` is there or cannot be written.
+        DatabaseAccessError: a source cannot be read; `out` is there or cannot be written.
         DatabaseCorruptError: a source is damaged, or contradicts itself or another one.
         DatabaseVersionError: a source has another schema version than this tunedcomm.
         DatabaseBusyError: `out` is open in another process.
+        DatabaseAwayError: a server does not answer.
     """
     if not sources:
         raise ValueError("an export needs at least one source database, got none")
@@ -94,7 +96,8 @@ def export_database(sources: Sequence[str | Path], out: str | Path, *, force: bo
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
             built = Path(folder) / "built.db"
-            absorbed, held = _build(targets, Path(folder) / "scratch.db", built)
+            files = [_file_of(target, Path(folder) / f"source{i}.db") for i, target in enumerate(targets)]
+            absorbed, held = _build(files, Path(folder) / "scratch.db", built)
             rows = _check_built(built)
             data = built.read_bytes()
             built.replace(path)
@@ -108,19 +111,25 @@ def export_database(sources: Sequence[str | Path], out: str | Path, *, force: bo
         sha256=hashlib.sha256(data).hexdigest(),
         num_bytes=len(data),
         rows=rows,
-        sources=absorbed,
+        sources=tuple(replace(a, source=str(target)) for a, target in zip(absorbed, targets, strict=True)),
         left_out=held - rows["trials"],
     )
 
 
 def _source(source: str | Path) -> Target:
     target = parse_target(source)
-    if target.path is None:
-        raise DatabaseAccessError(
-            f"{target} is not a SQLite file, and only from these can a database be exported; give the path of a file"
-        )
+    if target.is_sqlite and target.path is None:
+        raise DatabaseAccessError(f"{target} is not a SQLite file; give the path of a file, or the URL of a server")
     with Database.open(source, readonly=True):
         return target
+
+
+def _file_of(target: Target, scratch: Path) -> Target:
+    """The source as a file: itself, or a copy of what the server holds."""
+    if target.path is not None:
+        return target
+    download(target, scratch)
+    return parse_target(scratch)
 
 
 def _check_out(path: Path, sources: Sequence[Target], *, force: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, insert, select
 from sqlalchemy.exc import IntegrityError
 
+from tunedcomm.db.engine import exclusive
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, VariantRow
 from tunedcomm.hardware import Environment
@@ -54,10 +55,13 @@ def _intern(
     wanted: Mapping[tuple[Any, ...], dict[str, Any]],
 ) -> dict[tuple[Any, ...], int]:
     ids = _find(connection, model, columns, wanted)
-    if missing := [values for key, values in wanted.items() if key not in ids]:
-        for values in missing:
+    if len(ids) < len(wanted):
+        # New rows are rare, and writers that add the same ones in another order would deadlock: one at a time.
+        exclusive(connection, "intern")
+        ids = _find(connection, model, columns, wanted)
+        for values in [values for key, values in wanted.items() if key not in ids]:
             try:
-                # On servers another writer may add the same row at this moment; SQLite's write lock excludes it.
+                # A server other than PostgreSQL lets another writer add the same row at this moment.
                 with connection.begin_nested():
                     connection.execute(insert(model).values(values))
             except IntegrityError:

@@ -61,7 +61,7 @@ class Absorbed:
     """What came of one source.
 
     Attributes:
-        source: the file.
+        source: the file or server.
         trials: trials that it holds.
         known: those of them that were there already, equal in every column.
     """

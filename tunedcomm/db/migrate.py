@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, String, column, inspect, select, table
 
-from tunedcomm.db.engine import IMMEDIATE, Target
+from tunedcomm.db.engine import IMMEDIATE, Target, exclusive
 from tunedcomm.db.schema import HEAD, REVISIONS, VERSION_TABLE
 from tunedcomm.errors import DatabaseCorruptError, DatabaseVersionError
 
@@ -43,7 +43,8 @@ def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: boo
             "can be written"
         )
     with engine.connect().execution_options(**{IMMEDIATE: True}) as connection, connection.begin():
-        # Looked at again under the write lock: another process may have made the tables meanwhile.
+        # Looked at again under the lock: another process may have made the tables meanwhile.
+        exclusive(connection, "migrate")
         version = schema_version(connection)
         if version is None and create and not _tables(connection, target):
             _upgrade(connection)

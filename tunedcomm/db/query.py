@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, Table, exists, false, func, select, true, type_coerce
 from sqlalchemy.orm import aliased
 
 from tunedcomm.db import rows as parse
-from tunedcomm.db.records import FAILED, PinRecord, TrialRecord
+from tunedcomm.db.records import FAILED, STATUSES, PinRecord, TrialRecord
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import HARD_FIELDS, Environment
@@ -23,6 +24,7 @@ from tunedcomm.spec import Candidate, Problem
 __all__ = [
     "FailedTrial",
     "OkTrial",
+    "counts",
     "environments_like",
     "failed_trials",
     "load_environments",
@@ -34,6 +36,7 @@ __all__ = [
 
 # Rows kept of each variant at a problem that has no finals: a second one where limits rule the best config out.
 BEST_OF_VARIANT = 2
+_FEW = 500
 
 T = TypeVar("T")
 
@@ -120,8 +123,9 @@ def load_problems(connection: Connection, reader: Reader, *where: Any) -> dict[i
     return _load(connection, ProblemRow, where, parse.parse_problem, reader)
 
 
-def load_variants(connection: Connection, reader: Reader) -> dict[int, StoredVariant]:
-    return _load(connection, VariantRow, (), parse.parse_variant, reader)
+def load_variants(connection: Connection, reader: Reader, *where: Any) -> dict[int, StoredVariant]:
+    """Stored variants by id."""
+    return _load(connection, VariantRow, where, parse.parse_variant, reader)
 
 
 def environments_like(connection: Connection, environment: Environment, reader: Reader) -> dict[int, Environment]:
@@ -171,8 +175,10 @@ def _best_without_finals(environment_id: int, world_size: int) -> Select[Any]:
 
 
 def _newest_first(row: Any) -> tuple[str, float]:
-    latency = row["latency_p50_us"]
-    return (str(row["created_at"]), -latency if isinstance(latency, float) else 0.0)
+    latency, created_at = row["latency_p50_us"], row["created_at"]
+    if isinstance(created_at, datetime):  # servers give times in the session's zone, which has its own summer
+        created_at = created_at.astimezone(timezone.utc)
+    return (str(created_at), -latency if isinstance(latency, float) else 0.0)
 
 
 def ok_trials(
@@ -261,13 +267,21 @@ def trials(
     connection: Connection, reader: Reader, where: Iterable[Any], problem_where: Iterable[Any]
 ) -> list[TrialRecord]:
     """Full records, oldest first."""
-    problems = load_problems(connection, reader, *problem_where)
-    variants = load_variants(connection, reader)
-    environments = load_environments(connection, reader)
-    of_problem = select(ProblemRow.id).where(*problem_where)
-    query = select(*_RAW_TRIAL).where(*where, TrialRow.problem_id.in_(of_problem)).order_by(TrialRow.id)
+    query = select(*_RAW_TRIAL).where(*where).order_by(TrialRow.id)
+    if problem_where := list(problem_where):
+        query = query.where(TrialRow.problem_id.in_(select(ProblemRow.id).where(*problem_where)))
+    rows = connection.execute(query).mappings().all()
+    # Of few trials, as a supervisor asks for again and again, only what they refer to is read.
+    few = len(rows) <= _FEW
+
+    def referred(model: type[Base], column: str) -> list[ColumnElement[bool]]:
+        return [table(model).c.id.in_({row[column] for row in rows})] if few else []
+
+    problems = load_problems(connection, reader, *referred(ProblemRow, "problem_id"))
+    variants = load_variants(connection, reader, *referred(VariantRow, "variant_id"))
+    environments = load_environments(connection, reader, *referred(EnvironmentRow, "environment_id"))
     found = []
-    for row in connection.execute(query).mappings():
+    for row in rows:
         try:
             problem, variant = problems[row["problem_id"]], variants[row["variant_id"]]
             environment = environments[row["environment_id"]]
@@ -303,6 +317,18 @@ def _record(
         latency_p90_us=parse.latency_of(row["latency_p90_us"], "latency_p90_us"),
         baseline_p50_us=parse.latency_of(row["baseline_p50_us"], "baseline_p50_us"),
     )
+
+
+def counts(connection: Connection) -> dict[str, int]:
+    """Rows of each table, trials of each status (`trials_ok`, …) and finals."""
+    rows = {
+        f"{name}s": int(connection.execute(select(func.count()).select_from(model)).scalar_one())
+        for name, model in Base.metadata.tables.items()
+    }
+    by_status = connection.execute(select(TrialRow.status, func.count()).group_by(TrialRow.status)).all()
+    finals = connection.execute(select(func.count()).where(TrialRow.final)).scalar_one()
+    known = {str(status): int(count) for status, count in by_status}
+    return {**rows, **{f"trials_{s}": known.get(s, 0) for s in STATUSES}, "finals": int(finals)}
 
 
 def pins(connection: Connection, reader: Reader) -> list[PinRecord]:

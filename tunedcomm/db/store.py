@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, delete, insert, select, update
 
 from tunedcomm.db import query
+from tunedcomm.db.append import append_run, append_trials, login
 from tunedcomm.db.engine import IMMEDIATE, Target, make_engine, parse_target, prepare_file, translated
-from tunedcomm.db.intern import environment_ids, problem_ids, variant_ids, variant_key
+from tunedcomm.db.intern import environment_ids, problem_ids
 from tunedcomm.db.migrate import ensure_schema
+from tunedcomm.db.patience import Patience
 from tunedcomm.db.records import (
     STATUSES,
     PinRecord,
@@ -24,11 +26,10 @@ from tunedcomm.db.records import (
     Status,
     TrialRecord,
     canonical_json,
-    config_digest,
     utc_now,
 )
 from tunedcomm.db.rows import Reader
-from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.schema import EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
@@ -39,6 +40,7 @@ __all__ = ["BUSY_TIMEOUT_S", "Database", "cannot_change"]
 BUSY_TIMEOUT_S = 30.0
 _INT64 = 2**63
 
+T = TypeVar("T")
 _log = logging.getLogger("tunedcomm")
 _warned: set[tuple[str, str]] = set()
 
@@ -49,9 +51,10 @@ class Database:
     Trials are only ever added: `record` never changes or removes a row. Make one after a fork, not before.
     """
 
-    def __init__(self, target: Target, engine: Engine, *, readonly: bool, version: str) -> None:
+    def __init__(self, target: Target, engine: Engine, patience: Patience, *, readonly: bool, version: str) -> None:
         self._target = target
         self._engine = engine
+        self._patience = patience
         self._readonly = readonly
         self._version = version
 
@@ -64,6 +67,7 @@ class Database:
         readonly: bool = False,
         immutable: bool | None = None,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
+        patience_s: float = 0.0,
     ) -> Database:
         """Open a database; a writable one is upgraded to the newest schema.
 
@@ -74,12 +78,14 @@ class Database:
             immutable: the file cannot change while it is open (shipped databases), so nothing is locked and no side
                 file is made; None finds out. Implies `readonly`.
             busy_timeout_s: how long to wait for another writer.
+            patience_s: once it is open, how long every method waits for a database that is away or stays locked.
 
         Raises:
             DatabaseAccessError: missing, a directory, unreadable, or not writable.
             DatabaseCorruptError: no SQLite file, damaged, or no tunedcomm database.
             DatabaseVersionError: written by a newer tunedcomm, or older and `readonly`.
             DatabaseBusyError: locked by another writer for longer than `busy_timeout_s`.
+            DatabaseAwayError: the server does not answer.
         """
         where = parse_target(target)
         readonly = readonly or bool(immutable)
@@ -96,7 +102,7 @@ class Database:
         except BaseException:
             engine.dispose()
             raise
-        return cls(where, engine, readonly=readonly, version=version)
+        return cls(where, engine, Patience(patience_s), readonly=readonly, version=version)
 
     def __enter__(self) -> Database:
         return self
@@ -146,6 +152,24 @@ class Database:
         ):
             yield connection
 
+    def _write(self, change: Callable[[Connection, bool], T]) -> T:
+        """One transaction, tried again while the database is away; `change` is told when it is."""
+
+        def attempt(again: bool) -> T:
+            with self._writing() as connection:
+                return change(connection, again)
+
+        return self._patience.run(attempt)
+
+    def _read(self, query_: Callable[[Connection], T]) -> T:
+        """One read transaction, tried again while the database is away."""
+
+        def attempt(_: bool) -> T:
+            with self.reading() as connection:
+                return query_(connection)
+
+        return self._patience.run(attempt)
+
     def warn_skipped(self, reader: Reader) -> None:
         """Log once what could not be read; the process goes on without these rows."""
         if not reader.skipped.count or (str(self._target), reader.skipped.first) in _warned:
@@ -169,65 +193,55 @@ class Database:
             "seed": seed,
             "budget": budget,
             "host": host,
-            "user": _login(),
+            "user": login(),
             "version": VERSION,
             "started_at": utc_now(),
         }
-        with self._writing() as connection:
-            return int(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
+        key = uuid.uuid4().hex
+        return self._write(lambda connection, again: append_run(connection, values, key=key, again=again))
 
     def finish_run(self, run_id: int) -> None:
         """Note that the run ended of its own accord."""
-        with self._writing() as connection:
-            done = connection.execute(update(RunRow).where(RunRow.id == run_id).values(finished_at=utc_now()))
-            if done.rowcount == 0:
-                raise ValueError(f"{self._target} has no run {run_id}; pass what start_run returned")
+        ended = update(RunRow).where(RunRow.id == run_id).values(finished_at=utc_now())
+        if self._write(lambda connection, _: connection.execute(ended).rowcount) == 0:
+            raise ValueError(f"{self._target} has no run {run_id}; pass what start_run returned")
 
     def record(self, records: Iterable[TrialRecord]) -> list[int]:
         """Add trials in one transaction, all or none; returns their ids in the same order."""
         batch = list(records)
         if not batch:
             return []
-        with self._writing() as connection:
-            problems = problem_ids(connection, (r.problem for r in batch))
-            environments = environment_ids(connection, (r.environment for r in batch))
-            variants = variant_ids(connection, batch)
-            rows = [
-                {
-                    "problem_id": problems[r.problem],
-                    "environment_id": environments[r.environment],
-                    "variant_id": variants[variant_key(r)],
-                    "config": canonical_json(r.config),
-                    "config_digest": config_digest(r.config),
-                    **{name: getattr(r, name) for name in _PLAIN},
-                }
-                for r in batch
-            ]
-            statement = insert(TrialRow).returning(TrialRow.id, sort_by_parameter_order=True)
-            return [int(key) for key in connection.execute(statement, rows).scalars()]
+        key = uuid.uuid4().hex
+        return self._write(lambda connection, again: append_trials(connection, batch, key=key, again=again))
 
     def pin(self, problem: Problem, candidate: Candidate, *, environment: Environment, reason: str) -> int:
         """Override what is dispatched for `problem` on machines like `environment`; replaces an earlier pin."""
-        with self._writing() as connection:
-            problem_id = problem_ids(connection, [problem])[problem]
-            environment_id = environment_ids(connection, [environment])[environment]
-            self._remove_pins(connection, problem_id, environment)
-            values = {
-                "problem_id": problem_id,
-                "environment_id": environment_id,
-                "variant": candidate.variant,
-                "config": canonical_json(candidate.config_dict),
-                "reason": reason,
-                "user": _login(),
-                "created_at": utc_now(),
+        values = {
+            "variant": candidate.variant,
+            "config": canonical_json(candidate.config_dict),
+            "reason": reason,
+            "user": login(),
+            "created_at": utc_now(),
+        }
+
+        def replace(connection: Connection, _: bool) -> int:
+            keys = {
+                "problem_id": problem_ids(connection, [problem])[problem],
+                "environment_id": environment_ids(connection, [environment])[environment],
             }
-            return int(connection.execute(insert(PinRow).values(values).returning(PinRow.id)).scalar_one())
+            self._remove_pins(connection, keys["problem_id"], environment)
+            return int(connection.execute(insert(PinRow).values(keys | values).returning(PinRow.id)).scalar_one())
+
+        return self._write(replace)
 
     def unpin(self, problem: Problem, *, environment: Environment) -> bool:
         """Remove the pin of `problem` on machines like `environment`; False if there was none."""
-        with self._writing() as connection:
+
+        def remove(connection: Connection, _: bool) -> bool:
             key = connection.execute(select(ProblemRow.id).where(ProblemRow.digest == problem.digest)).scalar()
             return key is not None and self._remove_pins(connection, key, environment)
+
+        return self._write(remove)
 
     @staticmethod
     def _remove_pins(connection: Connection, problem_id: int, environment: Environment) -> bool:
@@ -246,8 +260,13 @@ class Database:
         world_size: int | None = None,
         status: Status | None = None,
         final: bool | None = None,
+        after_id: int | None = None,
     ) -> list[TrialRecord]:
-        """Trials that match every given filter, oldest first; `environment` matches in every field."""
+        """Trials that match every given filter, oldest first; `environment` matches in every field.
+
+        With `after_id`, those of a higher id. A server gives ids out before rows can be seen: whoever follows what
+        others add asks from some ids further back than the last one that was seen.
+        """
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; the statuses are {', '.join(STATUSES)}")
         problem_where: list[Any] = []
@@ -262,90 +281,51 @@ class Database:
             where.append(TrialRow.status == status)
         if final is not None:
             where.append(TrialRow.final == final)
+        if after_id is not None:
+            where.append(TrialRow.id > after_id)
         if environment is not None:
             same = select(EnvironmentRow.id).where(EnvironmentRow.digest == environment.digest)
             where.append(TrialRow.environment_id.in_(same))
         reader = Reader()
-        with self.reading() as connection:
-            found = query.trials(connection, reader, where, problem_where)
+        found = self._read(lambda connection: query.trials(connection, reader, where, problem_where))
         self.warn_skipped(reader)
         return found
 
     def environments(self) -> list[Environment]:
         """Every environment, in the order in which they were first seen."""
         reader = Reader()
-        with self.reading() as connection:
-            found = query.load_environments(connection, reader)
+        found = self._read(lambda connection: query.load_environments(connection, reader))
         self.warn_skipped(reader)
         return [found[key] for key in sorted(found)]
 
     def problems(self, *, op: str | None = None) -> list[Problem]:
         """Every problem, sorted."""
         reader = Reader()
-        with self.reading() as connection:
-            found = query.load_problems(connection, reader, *([ProblemRow.op == op] if op is not None else []))
+        where = [ProblemRow.op == op] if op is not None else []
+        found = self._read(lambda connection: query.load_problems(connection, reader, *where))
         self.warn_skipped(reader)
         return sorted(found.values())
 
     def runs(self) -> list[RunRecord]:
         """Every run, oldest first."""
         columns = query.table(RunRow).columns
-        with self.reading() as connection:
-            rows = connection.execute(select(*columns).order_by(RunRow.id)).mappings().all()
+        runs = select(*columns).order_by(RunRow.id)
+        rows = self._read(lambda connection: connection.execute(runs).mappings().all())
         return [RunRecord(**{column.key: row[column.key] for column in columns}) for row in rows]
 
     def pins(self) -> list[PinRecord]:
         """Every pin, oldest first."""
         reader = Reader()
-        with self.reading() as connection:
-            found = query.pins(connection, reader)
+        found = self._read(lambda connection: query.pins(connection, reader))
         self.warn_skipped(reader)
         return found
 
     def stats(self) -> dict[str, int]:
         """Rows of each table, trials of each status (`trials_ok`, …) and finals."""
-        models: dict[str, type[Base]] = {
-            "environments": EnvironmentRow,
-            "problems": ProblemRow,
-            "variants": VariantRow,
-            "trials": TrialRow,
-            "runs": RunRow,
-            "pins": PinRow,
-        }
-        with self.reading() as connection:
-            counts = {
-                name: int(connection.execute(select(func.count()).select_from(model)).scalar_one())
-                for name, model in models.items()
-            }
-            by_status = connection.execute(select(TrialRow.status, func.count()).group_by(TrialRow.status)).all()
-            finals = connection.execute(select(func.count()).where(TrialRow.final)).scalar_one()
-        known = {str(status): int(count) for status, count in by_status}
-        return {**counts, **{f"trials_{s}": known.get(s, 0) for s in STATUSES}, "finals": int(finals)}
-
-
-_PLAIN = (
-    "status",
-    "reason",
-    "latency_p10_us",
-    "latency_p50_us",
-    "latency_p90_us",
-    "samples",
-    "baseline_p50_us",
-    "error",
-    "final",
-    "run_id",
-    "created_at",
-)
+        return self._read(query.counts)
 
 
 def cannot_change(path: Path) -> bool:
     """True where SQLite could make no side files to read a file in WAL mode, and no writer has left any."""
     writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
     return not writable and not path.with_name(path.name + "-wal").exists()
-
-
-def _login() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # no such user id in a container
-        return ""

@@ -1,0 +1,318 @@
+"""Many supervisors on one PostgreSQL, all pretending to measure: what sharing a sweep costs, and where it ends.
+
+python bench/scale_replay.py --workers 64 --trials 20000
+python bench/scale_replay.py --workers 16 --trials 4000 --kill 4 --heartbeat-s 2 --grace-s 8
+
+Every worker is a process that passes for a host with one gang. It claims a candidate of a recorded sweep, looks whether
+its row is there, sleeps for as long as a trial takes, stores the row and tells; workers spread over the problems and
+join each other where none is left alone. The server is an embedded PostgreSQL, durable as PostgreSQL comes. At the end
+every candidate must have exactly one row. One line a run is appended to bench/results/replay/scale_replay.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tunedcomm import kernels
+from tunedcomm.db.records import TrialRecord, utc_now
+from tunedcomm.db.store import Database
+from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.ledger import OptunaLedger, open_ledger
+from tunedcomm.tuner.owners import Owner
+from tunedcomm.tuner.recording import read_recording
+from tunedcomm.tuner.replay import Replay
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
+RESULTS = ROOT / "bench" / "results" / "replay" / "scale_replay.csv"
+sys.path.insert(0, str(ROOT / "tests"))  # the embedded server
+
+STEPS = ("claim", "look", "record", "tell")
+COLUMNS = {
+    "workers": "processes, each passing for a host with one gang",
+    "trials": "candidates to run, each once",
+    "problems": "over which they are spread evenly",
+    "replay_trial_s": "how long a trial pretends to take",
+    "killed": "workers that were killed on the way",
+    "seconds": "from the first claim to the last row",
+    "trials_per_s": "trials / seconds",
+    "ideal_per_s": "workers / replay_trial_s: what they would do if sharing cost nothing",
+    "claim_ms_p50": "to claim a candidate, median over all",
+    "claim_ms_p90": "the same, 90th percentile",
+    "look_ms_p50": "to look for rows that others have stored",
+    "record_ms_p50": "to store a row",
+    "record_ms_p90": "the same, 90th percentile",
+    "tell_ms_p50": "to report the end",
+    "refused": "claims that another worker held or had told",
+    "lost": "candidates without a row at the end",
+    "doubled": "rows beyond one a candidate",
+    "database_mib": "the tuned tables at the end",
+    "studies_mib": "Optuna's tables at the end",
+    "max_connections": "most sessions at once, as seen every second",
+    "cpus": "of the machine, for server and workers together",
+    "python": "version, as the next four",
+    "postgresql": "",
+    "sqlalchemy": "",
+    "optuna": "",
+    "psycopg": "",
+    "command": "",
+    "date": "UTC",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all workers do."""
+
+    url: str
+    records: tuple[TrialRecord, ...]
+    problems: tuple[Problem, ...]
+    workers: int
+    replay_trial_s: float
+    heartbeat_s: int
+    grace_s: int
+    folder: Path
+
+
+def plan_records(trials: int) -> list[TrialRecord]:
+    """So many distinct trials: the recorded ones, and copies of them at sizes that nobody recorded."""
+    replay = Replay(read_recording(RECORDS))
+    recorded = {(r.problem, r.candidate): r for p in replay.problems() for r in replay.records(p) if not r.final}
+    found: list[TrialRecord] = []
+    for copy in itertools.count():
+        for record in recorded.values():
+            if len(found) == trials:
+                return found
+            shape = (record.problem.shape[0] + 8 * copy, *record.problem.shape[1:])
+            found.append(replace(record, problem=replace(record.problem, shape=shape), run_id=None, id=None))
+    raise AssertionError
+
+
+class Worker:
+    """One supervisor with one gang."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self.plan, self.index = plan, index
+        self.times: dict[str, list[float]] = {name: [] for name in STEPS}
+        self.refused = 0
+        self.by_problem: dict[Problem, dict[Candidate, TrialRecord]] = {}
+        for record in plan.records:
+            self.by_problem.setdefault(record.problem, {})[record.candidate] = record
+        self.known: dict[Problem, set[Candidate]] = {problem: set() for problem in plan.problems}
+        self.seen: dict[Problem, int] = dict.fromkeys(plan.problems, 0)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.times[name].append(time.perf_counter() - begin)
+
+    def run(self) -> None:
+        host = f"host{self.index}"
+        owner = replace(Owner.here(), name=host, kernel=host)
+        environment = self.plan.records[0].environment.digest
+        options = {"heartbeat_s": self.plan.heartbeat_s, "grace_s": self.plan.grace_s}
+        ledger = open_ledger(self.plan.url, environment, lambda op: "replayed", owner=owner, **options)
+        with Database.open(self.plan.url, patience_s=600) as database:
+            run_id = database.start_run(command="scale_replay", seed=self.index, budget="", host=host)
+            offset = self.index * len(self.plan.problems) // self.plan.workers
+            left = [*self.plan.problems[offset:], *self.plan.problems[:offset]]
+            while left:
+                # A round over the problems; the candidates that others hold are looked at again in the next one.
+                left = [problem for problem in left if not self.search(problem, database, ledger, run_id)]
+                if left:
+                    time.sleep(0.2)
+            database.finish_run(run_id)
+        ledger.close()
+        result = {"times": self.times, "refused": self.refused}
+        (self.plan.folder / f"{self.index}.json").write_text(json.dumps(result))
+
+    def look(self, problem: Problem, database: Database) -> set[Candidate]:
+        with self.timed("look"):
+            # Rows become visible in another order than that of their ids.
+            for record in database.trials(problem=problem, after_id=self.seen[problem] - 1000):
+                self.known[problem].add(record.candidate)
+                self.seen[problem] = max(self.seen[problem], record.id or 0)
+        return self.known[problem]
+
+    def search(self, problem: Problem, database: Database, ledger: OptunaLedger, run_id: int) -> bool:
+        """Run what nobody else runs; True when every candidate has its row."""
+        records = self.by_problem[problem]
+        order = list(records)
+        random.Random(self.index).shuffle(order)
+        known = self.look(problem, database)
+        busy = ledger.in_flight(problem, final=False) if len(known) < len(records) else frozenset()
+        for candidate in order:
+            if candidate in known or candidate in busy:
+                continue
+            with self.timed("claim"):
+                claim = ledger.claim(problem, candidate, final=False)
+            known = self.look(problem, database)
+            if claim is None:
+                self.refused += 1
+                busy = ledger.in_flight(problem, final=False)
+            elif candidate in known:
+                ledger.give_back(claim)
+            else:
+                time.sleep(self.plan.replay_trial_s)
+                row = replace(records[candidate], run_id=run_id, created_at=utc_now())
+                if ledger.holds(claim) or candidate not in self.look(problem, database):
+                    with self.timed("record"):
+                        database.record([row])
+                with self.timed("tell"):
+                    ledger.tell(claim, row.latency_p50_us)
+        return len(self.look(problem, database)) == len(records)
+
+
+def work(plan: Plan, index: int) -> None:
+    Worker(plan, index).run()
+
+
+def run_workers(plan: Plan, kill: int, count: Any) -> tuple[float, int]:
+    """Run them all; returns the seconds and the most sessions at once."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=work, args=(plan, index)) for index in range(plan.workers)]
+    begin = time.monotonic()
+    for process in processes:
+        process.start()
+    victims = processes[:kill]
+    most = 0
+    last = 0
+    while any(process.is_alive() for process in processes):
+        time.sleep(1.0)
+        sessions, stored = count()
+        most = max(most, sessions)
+        if victims and stored > len(plan.records) * (kill - len(victims) + 1) // (kill + 2):
+            os.kill(victims.pop().pid or 0, signal.SIGKILL)
+        if stored >= last + 500:
+            sys.stderr.write(f"\r{stored} of {len(plan.records)} after {time.monotonic() - begin:.0f} s")
+            last = stored
+    sys.stderr.write("\n")
+    failed = [process.exitcode for process in processes[kill:] if process.exitcode]
+    if failed:
+        sys.exit(f"{len(failed)} workers failed: {failed}")
+    return time.monotonic() - begin, most
+
+
+def quantile(values: Sequence[float], share: float) -> str:
+    ordered = sorted(values)
+    return f"{1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.2f}" if ordered else ""
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    from postgres import PostgresServer
+
+    kernels.discover()
+    records = plan_records(args.trials)
+    problems = tuple(dict.fromkeys(record.problem for record in records))
+    with PostgresServer({"max_connections": "500"}) as server, tempfile.TemporaryDirectory() as folder:
+        name = server.new_database()
+        plan = Plan(
+            url=server.url(name),
+            records=tuple(records),
+            problems=problems,
+            workers=args.workers,
+            replay_trial_s=args.replay_trial_s,
+            heartbeat_s=args.heartbeat_s,
+            grace_s=args.grace_s,
+            folder=Path(folder),
+        )
+        with Database.open(plan.url, create=True):
+            pass
+
+        def count() -> tuple[int, int]:
+            sessions = f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
+            ((found, stored),) = server.execute(f"SELECT ({sessions}), (SELECT count(*) FROM trial)", database=name)
+            return int(found), int(stored)
+
+        _, most = run_workers(plan, args.kill, count)
+        results = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+        span = "SELECT extract(epoch FROM max(created_at) - min(created_at))::float + %s FROM trial"
+        ((seconds,),) = server.execute(span % args.replay_trial_s, database=name)
+        sizes = (
+            "SELECT n.nspname, sum(pg_total_relation_size(c.oid))::float / 1048576 FROM pg_class c JOIN pg_namespace n "
+            "ON n.oid = c.relnamespace WHERE c.relkind = 'r' AND n.nspname IN ('public', 'optuna') GROUP BY 1"
+        )
+        mib = dict(server.execute(sizes, database=name))
+        ((server_version,),) = server.execute("SHOW server_version")
+        with Database.open(plan.url, readonly=True) as database:
+            stored = Counter((row.problem, row.candidate) for row in database.trials())
+    wanted = {(record.problem, record.candidate) for record in records}
+    times = {
+        key: [t for result in results for t in result["times"][key]] for key in ("claim", "look", "record", "tell")
+    }
+    values = (
+        args.workers,
+        args.trials,
+        len(problems),
+        args.replay_trial_s,
+        args.kill,
+        f"{seconds:.1f}",
+        f"{args.trials / seconds:.1f}",
+        f"{args.workers / args.replay_trial_s:.0f}" if args.replay_trial_s else "",
+        quantile(times["claim"], 0.5),
+        quantile(times["claim"], 0.9),
+        quantile(times["look"], 0.5),
+        quantile(times["record"], 0.5),
+        quantile(times["record"], 0.9),
+        quantile(times["tell"], 0.5),
+        sum(result["refused"] for result in results),
+        len(wanted - set(stored)),
+        sum(stored.values()) - len(stored),
+        f"{mib.get('public', 0):.1f}",
+        f"{mib.get('optuna', 0):.1f}",
+        most,
+        os.cpu_count(),
+        ".".join(map(str, sys.version_info[:3])),
+        server_version,
+        *(version(package) for package in ("sqlalchemy", "optuna", "psycopg")),
+        shlex.join(["python", "bench/scale_replay.py", *sys.argv[1:]]),
+        datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--trials", type=int, default=20_000)
+    parser.add_argument("--replay-trial-s", type=float, default=0.15, help="how long a trial pretends to take")
+    parser.add_argument("--kill", type=int, default=0, help="kill so many workers on the way")
+    parser.add_argument("--heartbeat-s", type=int, default=20)
+    parser.add_argument("--grace-s", type=int, default=90)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
+    args = parser.parse_args()
+    row = measure(args)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not args.out.exists()
+    with args.out.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+    sys.stdout.write("".join(f"{name:16} {value}\n" for name, value in row.items()))
+    if row["lost"] or row["doubled"]:
+        sys.exit("candidates were lost or doubled")
+
+
+if __name__ == "__main__":
+    main()

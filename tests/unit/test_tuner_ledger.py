@@ -1,0 +1,496 @@
+"""Claims: one candidate runs once, whoever asks and whoever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from db_samples import H200
+from ledger_bodies import CANDIDATES, OP, PROBLEM, open_as, variants, work
+from postgres import PostgresServer
+from sqlalchemy import make_url
+
+from tunedcomm import spec
+from tunedcomm.db.store import Database
+from tunedcomm.errors import DatabaseAccessError, DatabaseAwayError, DatabaseFullError, DatabaseVersionError
+from tunedcomm.tuner import studies
+from tunedcomm.tuner.board import StorageBoard
+from tunedcomm.tuner.ledger import OptunaLedger, open_ledger, study_name
+from tunedcomm.tuner.owners import Owner
+from tunedcomm.tuner.studies import journal_path
+
+FIRST, SECOND = CANDIDATES[:2]
+QUICK: dict[str, Any] = {"heartbeat_s": 1, "grace_s": 2}
+
+
+@pytest.fixture(autouse=True)
+def _pretended_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, variant in variants().items():
+        monkeypatch.setitem(spec._variants, key, variant)
+
+
+@pytest.fixture
+def opened(database_url: str) -> Iterator[Callable[..., OptunaLedger]]:
+    """Opens ledgers of one database, as processes on other hosts if they are given a name."""
+    Database.open(database_url, create=True).close()
+    ledgers: list[OptunaLedger] = []
+
+    def open_one(host: str | None = None, **options: Any) -> OptunaLedger:
+        ledgers.append(open_as(database_url, host, **{"patience_s": 30, **options}))
+        return ledgers[-1]
+
+    yield open_one
+    for ledger in ledgers:
+        ledger.close()
+
+
+def claim(ledger: OptunaLedger, candidate: spec.Candidate = FIRST, **options: Any) -> Any:
+    return ledger.claim(PROBLEM, candidate, **{"final": False, **options})
+
+
+def flying(ledger: OptunaLedger, *, final: bool = False) -> set[spec.Candidate]:
+    return set(ledger.in_flight(PROBLEM, final=final))
+
+
+def until(condition: Callable[[], bool], seconds: float) -> float:
+    """Wait for it; returns how long that took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, "waited in vain"
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def dead(host: str) -> Owner:
+    """A process on this host that has ended."""
+    return replace(Owner.here(), name=host, pid=2**22 + 1)
+
+
+def test_one_of_two_gets_a_candidate(opened: Callable[..., OptunaLedger]) -> None:
+    one, two = opened("a"), opened("b")
+    mine = claim(one)
+    assert (mine.problem, mine.candidate, mine.final) == (PROBLEM, FIRST, False)
+    assert claim(two) is None
+    assert (flying(one), flying(two)) == (set(), {FIRST})
+    assert claim(two, SECOND) is not None
+    assert flying(one) == {SECOND}
+    assert one.holds(mine)
+
+
+def test_what_was_told_is_refused_unless_it_is_wanted_again(opened: Callable[..., OptunaLedger]) -> None:
+    one, two = opened("a"), opened("b")
+    one.tell(claim(one), 4.5)
+    one.tell(claim(one, SECOND), None)
+    for ledger in (one, two):
+        assert (claim(ledger), claim(ledger, SECOND)) == (None, None)
+        assert flying(ledger) == set()
+    mine = claim(two, again=True)
+    assert mine is not None
+    assert claim(one, again=True) is None
+    two.tell(mine, None)
+
+
+def test_what_was_given_back_is_free(opened: Callable[..., OptunaLedger]) -> None:
+    one, two = opened("a"), opened("b")
+    one.give_back(claim(one))
+    assert flying(two) == set()
+    mine = claim(two)
+    assert mine is not None
+    two.tell(mine, 1.0)
+    two.tell(mine, 1.0)  # an answer may get lost
+    two.give_back(mine)
+    assert claim(one) is None
+
+
+def test_closing_gives_everything_back(opened: Callable[..., OptunaLedger]) -> None:
+    one, two = opened("a"), opened("b")
+    assert claim(one)
+    assert claim(one, SECOND)
+    one.close()
+    assert flying(two) == set()
+    assert claim(two) is not None
+
+
+def test_finals_sources_environments_and_problems_are_apart(
+    opened: Callable[..., OptunaLedger], database_url: str
+) -> None:
+    one, two = opened("a"), opened("b")
+    assert claim(one) is not None
+    assert claim(two, final=True) is not None
+    assert (flying(one), flying(one, final=True)) == (set(), {FIRST})
+    assert two.claim(replace(PROBLEM, shape=(2048,)), FIRST, final=False) is not None
+    for environment, sources in (("x" * 32, "sources of pretended"), (H200.digest, "changed")):
+        other = open_ledger(database_url, environment, lambda op, text=sources: text)
+        assert claim(other) is not None
+        other.close()
+    names = {study_name(PROBLEM, H200.digest, text, final=final) for text in ("a", "b") for final in (True, False)}
+    assert len(names) == 4
+    assert all(name.startswith("pretended 1024 bfloat16 world_size=2") for name in names)
+
+
+def test_the_dead_of_this_host_are_noticed_at_once(database_url: str, opened: Callable[..., OptunaLedger]) -> None:
+    ghost = open_ledger(database_url, H200.digest, lambda op: "sources of " + op, owner=dead("ghost"))
+    assert claim(ghost) is not None
+    living = opened()
+    assert flying(living) == set()
+    assert claim(living) is not None
+    assert claim(opened("elsewhere")) is None
+
+
+def test_a_recycled_process_number_is_not_taken_for_the_owner() -> None:
+    here = Owner.here()
+    assert here.lives() is True
+    assert replace(here, started=here.started - 1).lives() is False
+    assert replace(here, pid=2**22 + 1).lives() is False
+    assert replace(here, kernel="another host").lives() is None
+
+
+def test_a_host_without_heartbeats_is_given_up(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = (open_as(postgres_url, host, **QUICK) for host in ("a", "b"))
+    assert claim(one) is not None
+    # Neither process's clock has a say: they jump, in opposite directions, while both live.
+    real = time.time
+    for jump in (86_400, -86_400):
+        monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
+        begin = time.monotonic()
+        while time.monotonic() - begin < 3:
+            assert flying(two) == {FIRST}
+            assert claim(two) is None
+            time.sleep(0.2)
+    monkeypatch.undo()
+    for key, variant in variants().items():
+        monkeypatch.setitem(spec._variants, key, variant)
+    one._ending.set()  # as if it were cut off
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        waited = until(lambda: flying(two) == set(), 15)
+    assert waited > 1.5
+    assert [record.message for record in caplog.records if "given up" in record.message] != []
+    assert claim(two) is not None
+    until(lambda: not one.holds(next(iter(one._held.values()))), 5)
+    two.close()
+    one.close()
+
+
+def test_a_jump_of_the_servers_clock_takes_no_claim_away(postgres_server: PostgresServer, postgres_url: str) -> None:
+    one, two = (open_as(postgres_url, host, **QUICK) for host in ("a", "b"))
+    assert claim(one) is not None
+    name = str(make_url(postgres_url).database)
+    for _ in range(2):
+        postgres_server.execute(
+            "UPDATE optuna.trial_heartbeats SET heartbeat = heartbeat - interval '1 hour'", database=name
+        )
+        begin = time.monotonic()
+        while time.monotonic() - begin < 4:
+            assert flying(two) == {FIRST}
+            time.sleep(0.1)
+    one.close()
+    two.close()
+
+
+def test_who_was_taken_for_dead_learns_it_and_goes_on(postgres_server: PostgresServer, postgres_url: str) -> None:
+    one, two = (open_as(postgres_url, host, **QUICK) for host in ("a", "b"))
+    mine = claim(one)
+    seat = one._presence.mark()["seat"]
+    postgres_server.execute(
+        f"UPDATE optuna.trials SET state = 'FAIL' WHERE trial_id = {seat}",
+        database=str(make_url(postgres_url).database),
+    )
+    until(lambda: one._presence.mark()["seat"] != seat, 10)
+    until(lambda: flying(two) == set(), 10)
+    theirs = claim(two)
+    assert theirs is not None
+    one.tell(mine, 4.0)  # too late; the row was stored or dropped by then
+    assert flying(one) == {FIRST}
+    assert claim(one, SECOND) is not None
+    assert flying(two) == {SECOND}
+    one.close()
+    two.close()
+
+
+@contextlib.contextmanager
+def _hammer(url: str, log: Path, hosts: list[str | None], run_s: float) -> Iterator[list[Any]]:
+    Database.open(url, create=True).close()
+    spawn = multiprocessing.get_context("spawn")
+    gate = spawn.Barrier(len(hosts))
+    arguments = [(url, index, str(log), host, run_s, gate) for index, host in enumerate(hosts)]
+    processes = [spawn.Process(target=work, args=a, daemon=True) for a in arguments]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+        for process in processes:
+            process.join(120)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _lines(log: Path) -> list[tuple[int, str]]:
+    lines = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
+    return [(int(pid), candidate) for pid, candidate in lines]
+
+
+def test_eight_processes_run_every_candidate_once(database_url: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with _hammer(database_url, log, [None] * 8, 0.003) as processes:
+        pass
+    assert [process.exitcode for process in processes] == [0] * 8
+    runs = _lines(log)
+    assert Counter(name for _, name in runs) == Counter(map(str, CANDIDATES))
+    assert len({pid for pid, _ in runs}) >= 4, "the work was not shared"
+    with Database.open(database_url, readonly=True) as database:
+        assert Counter(record.candidate for record in database.trials()) == Counter(CANDIDATES)
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["one host", "many hosts"])
+def test_what_the_killed_have_left_is_run_by_others(
+    request: pytest.FixtureRequest, tmp_path: Path, far: bool, database_url: str
+) -> None:
+    if far and "://" not in database_url:
+        pytest.skip("a journal is for one host")
+    log = tmp_path / "log"
+    choose = random.Random(5)
+    with _hammer(database_url, log, [f"host{i}" if far else None for i in range(8)], 0.06) as processes:
+        for victim in processes[:4]:
+            until(lambda pid=victim.pid: any(runner == pid for runner, _ in _lines(log)), 60)
+            time.sleep(choose.uniform(0, 0.07))
+            os.kill(victim.pid, signal.SIGKILL)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4 + [0] * 4
+    with Database.open(database_url, readonly=True) as database:
+        assert Counter(record.candidate for record in database.trials()) == Counter(CANDIDATES)
+    killed = {process.pid for process in processes[:4]}
+    again = {name: count for name, count in Counter(name for _, name in _lines(log)).items() if count > 1}
+    assert sum(count - 1 for count in again.values()) <= len(killed)
+
+
+def test_a_restart_of_the_server_gives_no_claim_back(
+    postgres_server: PostgresServer, postgres_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = (open_as(postgres_url, host, **QUICK, patience_s=60) for host in ("a", "b"))
+    mine = claim(one)
+    postgres_server.stop()
+    timer = threading.Timer(4.0, postgres_server.start)  # longer than the grace
+    timer.start()
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        assert claim(two) is None
+    timer.join()
+    assert len([r for r in caplog.records if "Waiting for it" in r.message]) == 1
+    begin = time.monotonic()
+    while time.monotonic() - begin < 4:
+        assert flying(two) == {FIRST}
+        time.sleep(0.2)
+    one.tell(mine, 3.0)
+    assert claim(two) is None
+    one.close()
+    two.close()
+
+
+def test_a_lost_answer_makes_one_claim(opened: Callable[..., OptunaLedger]) -> None:
+    one, two = opened("a"), opened("b")
+    assert claim(one, SECOND) is not None
+    write, calls = one._board.claim, []
+
+    def lose(*arguments: Any, **named: Any) -> Any:
+        calls.append(write(*arguments, **named))
+        if len(calls) == 1:
+            raise DatabaseAwayError("server closed the connection unexpectedly")
+        return calls[-1]
+
+    one._board.claim = lose  # type: ignore[method-assign]
+    mine = claim(one)
+    assert calls == [(mine.key, [])] * 2
+    one.give_back(mine)
+    assert flying(two) == {SECOND}, "the second attempt is not left behind"
+
+
+def test_the_dashboard_sees_parameters_and_latencies(postgres_url: str) -> None:
+    ledger = open_as(postgres_url, "node7")
+    ledger.tell(claim(ledger), 4.25)
+    study = optuna.load_study(study_name=study_name(PROBLEM, H200.digest, "sources of pretended", final=False),
+                              storage=f"{postgres_url}&options=-csearch_path%3Doptuna")  # fmt: skip
+    (trial,) = study.trials
+    assert (trial.value, trial.state.name) == (4.25, "COMPLETE")
+    assert trial.params == {"variant": "one", "one.num_blocks": 1, "one.num_warps": 1}
+    assert trial.user_attrs["owner"]["name"] == "node7"
+    ledger.close()
+
+
+def test_tables_of_a_later_optuna_are_used_through_optuna(
+    opened: Callable[..., OptunaLedger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As are other servers': slower, with the same answers, also side by side with our own statements."""
+    fast = opened("fast")
+    monkeypatch.setattr(studies, "REVISION", "another")
+    one, two = opened("a"), opened("b")
+    assert isinstance(one._board, StorageBoard)
+    mine = claim(one)
+    assert mine is not None
+    assert [claim(ledger) for ledger in (two, fast)] == [None, None]
+    theirs = claim(fast, SECOND)
+    assert theirs is not None
+    assert [flying(ledger) for ledger in (one, two, fast)] == [{SECOND}, {FIRST, SECOND}, {FIRST}]
+    assert one.holds(mine)
+    assert one._board.is_running(mine.key)
+    one.tell(mine, 3.0)
+    fast.tell(theirs, 3.5)
+    assert not one._board.is_running(mine.key)
+    for ledger in (one, two, fast):
+        assert [claim(ledger, candidate) for candidate in (FIRST, SECOND)] == [None, None]
+    again = claim(two, again=True)
+    assert again is not None
+    two.give_back(again)
+    write, calls = two._board.claim, []
+
+    def lose(*arguments: Any, **named: Any) -> Any:
+        calls.append(write(*arguments, **named))
+        if len(calls) == 1:
+            raise DatabaseAwayError("server closed the connection unexpectedly")
+        return calls[-1]
+
+    two._board.claim = lose  # type: ignore[method-assign]
+    third = claim(two, CANDIDATES[2])
+    assert third.key == calls[0][0] == calls[1][0]
+    two.give_back(third)
+    assert flying(fast) == set()
+
+
+def test_supervisors_that_know_other_variants_share_their_work(
+    opened: Callable[..., OptunaLedger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = opened("a"), opened("b")
+    assert claim(one) is not None
+    extra = replace(spec._variants[OP, "one"], name="another")
+    monkeypatch.setitem(spec._variants, (OP, "another"), extra)
+    assert claim(two) is None
+    assert claim(two, SECOND) is not None
+    assert flying(one) == {SECOND}
+
+
+def test_tables_are_made_by_many_at_once_and_apart_from_ours(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    ledgers: list[OptunaLedger] = []
+    threads = [threading.Thread(target=lambda i=i: ledgers.append(open_as(postgres_url, str(i)))) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ledgers) == 6
+    with Database.open(postgres_url, create=True) as database:
+        assert database.stats()["trials"] == 0
+    found = postgres_server.execute(
+        "SELECT table_schema, count(*) FROM information_schema.tables WHERE table_schema IN ('public', 'optuna') "
+        "GROUP BY 1 ORDER BY 1",
+        database=str(make_url(postgres_url).database),
+    )
+    assert [name for name, _ in found] == ["optuna", "public"]
+    assert found[1][1] == 7
+    for ledger in ledgers:
+        ledger.close()
+
+
+def test_a_user_who_may_not_make_the_schema_is_told_what_to_do(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    name = str(make_url(postgres_url).database)
+    postgres_server.execute("CREATE ROLE tuner LOGIN")
+    url = make_url(postgres_url).set(username="tuner").render_as_string(hide_password=False)
+    try:
+        with pytest.raises(DatabaseAccessError, match=r"may not create it; as the owner .* CREATE SCHEMA .* TO tuner"):
+            open_as(url, "a")
+        postgres_server.execute("CREATE SCHEMA optuna", database=name)
+        with pytest.raises(DatabaseAccessError, match="belongs to another user"):
+            open_as(url, "a")
+        postgres_server.execute("GRANT ALL ON SCHEMA optuna TO tuner", database=name)
+        ledger = open_as(url, "a")
+        assert claim(ledger) is not None
+        ledger.close()
+    finally:
+        postgres_server.execute("DROP OWNED BY tuner CASCADE", database=name)
+        postgres_server.execute("DROP ROLE tuner")
+
+
+def test_tables_of_another_optuna_are_named(postgres_server: PostgresServer, postgres_url: str) -> None:
+    open_as(postgres_url, "a").close()
+    name = str(make_url(postgres_url).database)
+    postgres_server.execute("UPDATE optuna.alembic_version SET version_num = 'v9.9.9.z'", database=name)
+    with pytest.raises(DatabaseVersionError, match=r"another version of Optuna .*DROP SCHEMA optuna CASCADE"):
+        open_as(postgres_url, "a")
+
+
+def test_a_journal_begins_anew_when_nobody_uses_it(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.db"
+    one = open_as(str(path), None)
+    one.tell(claim(one), 1.0)
+    two = open_as(str(path), None)
+    assert claim(two) is None
+    one.close()
+    three = open_as(str(path), None)
+    assert claim(three) is None
+    two.close()
+    three.close()
+    size = journal_path(path).stat().st_size
+    four = open_as(str(path), None)
+    assert journal_path(path).stat().st_size < size
+    assert claim(four) is not None
+    four.close()
+
+
+@pytest.mark.parametrize("torn", [b'{"op_code": 4, "wor', b"x" * 10_000])
+def test_a_line_that_was_cut_short_does_no_harm(tmp_path: Path, torn: bytes) -> None:
+    """A writer was killed, or the disk was full, in the middle of a line."""
+    path = tmp_path / "tuned.db"
+    one, two = open_as(str(path), None), open_as(str(path), None)
+    assert claim(one) is not None
+    with journal_path(path).open("ab") as file:
+        file.write(torn)
+    assert flying(two) == {FIRST}
+    assert claim(two, SECOND) is not None
+    assert flying(one) == {SECOND}
+    assert all(json.loads(line) for line in journal_path(path).read_text().splitlines())
+    one.close()
+    two.close()
+
+
+def test_no_space_for_the_journal_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = open_as(str(tmp_path / "tuned.db"), None)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DatabaseFullError, match=r"no space is left .*free some space"):
+        claim(ledger)
+    monkeypatch.undo()
+    ledger.close()
+
+
+def test_a_database_in_memory_needs_no_ledger() -> None:
+    with pytest.raises(ValueError, match="shared with nobody"):
+        open_as("sqlite://", None)
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseAccessError, match=r"journal beside .* cannot be used"):
+        open_as(str(tmp_path / "absent" / "tuned.db"), None)
+
+
+def test_a_server_that_is_away_at_the_start_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DatabaseAwayError, match="does not answer"):
+        open_as(f"postgresql+psycopg://me@/tuned?host={tmp_path}", None)
