@@ -82,6 +82,9 @@ class Ledger:
         self.give_back(claim)
         self.claims.told.add((claim.problem, claim.candidate, claim.final))
 
+    def holds(self, claim: Claim) -> bool:
+        return claim.key in self.claims.held
+
     def give_back(self, claim: Claim) -> None:
         del self.claims.held[claim.key]
 

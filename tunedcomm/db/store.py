@@ -127,6 +127,11 @@ class Database:
         return self._target.url.render_as_string(hide_password=True)
 
     @property
+    def target(self) -> str:
+        """The file's path, or the server's URL with its password: what `open` takes."""
+        return str(self.path or self._target.url.render_as_string(hide_password=False))
+
+    @property
     def readonly(self) -> bool:
         return self._readonly
 

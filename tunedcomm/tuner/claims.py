@@ -41,6 +41,9 @@ class Ledger(Protocol):
     def tell(self, claim: Claim, latency_us: float | None) -> None:
         """Report a claim's end, after its row was stored: the latency, or None if it did not get that far."""
 
+    def holds(self, claim: Claim) -> bool:
+        """False if others took this supervisor for dead meanwhile, and may have run the candidate themselves."""
+
     def give_back(self, claim: Claim) -> None:
         """End a claim whose candidate was not run after all."""
 

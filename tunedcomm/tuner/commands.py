@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tunedcomm.spec import Candidate, Problem, get_variant
+from tunedcomm.tuner.claims import Claim
 from tunedcomm.tuner.job import StoredTrial, candidate_from_dict, candidate_to_dict
 
-__all__ = ["LOST", "Command", "Latency", "Outcome", "Row"]
+__all__ = ["LOST", "Assignment", "Command", "Latency", "Outcome", "Row"]
 
 # Outcomes after which the ranks may be out of step: the gang ends itself and another one is started.
 LOST = frozenset({"crashed", "hung"})
@@ -166,3 +167,19 @@ class Row:
             "error": outcome.error,
             "final": self.final,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a gang was told to run.
+
+    Attributes:
+        command: as it was sent.
+        problem, candidate: of the command.
+        claim: the right to run it, where several supervisors share a sweep.
+    """
+
+    command: Command
+    problem: Problem
+    candidate: Candidate
+    claim: Claim | None

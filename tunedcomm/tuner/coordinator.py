@@ -10,14 +10,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.claims import Claim, Ledger
-from tunedcomm.tuner.commands import LOST, Command, Outcome, Row
+from tunedcomm.tuner.commands import LOST, Assignment, Command, Outcome, Row
 from tunedcomm.tuner.finals import Finals
 from tunedcomm.tuner.job import FAILED, Settings, StoredTrial
 from tunedcomm.tuner.knowledge import Knowledge
@@ -30,16 +29,6 @@ __all__ = ["Coordinator"]
 _SEARCH_SHARE = 0.85
 # A gang that somebody else killed says little about its candidate, the second one in a row says enough.
 _MAX_KILLED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """What a gang was told to run."""
-
-    command: Command
-    problem: Problem
-    candidate: Candidate
-    claim: Claim | None
 
 
 class Coordinator:
@@ -91,7 +80,7 @@ class Coordinator:
         self._libraries: dict[Problem, Candidate] = {}
         # Problem that a gang is at, and whether in the finals: it keeps to it, whose tensors it holds.
         self._at: dict[int, tuple[Problem, bool]] = {}
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Assignment] = {}
         self._lost: Counter[str] = Counter()
         self._killed: Counter[tuple[Problem, Candidate]] = Counter()
         self._untold: list[tuple[Claim, float | None]] = []
@@ -138,9 +127,11 @@ class Coordinator:
             return Command(kind="wait")
         return Command(kind="end", reason="budget" if self._left() <= 0 else "done")
 
-    def learn(self, gang: int, outcome: Outcome) -> Row:
-        """Take in how the trial that `gang` was told to run ended."""
+    def learn(self, gang: int, outcome: Outcome) -> Row | None:
+        """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
         running = self._running.pop(gang)
+        if running.claim is not None and self._was_taken_over(running):
+            return None
         row = self._store(running.problem, running.candidate, outcome, final=running.command.final)
         if running.claim is not None:
             self._untold.append((running.claim, outcome.latency_us))
@@ -314,7 +305,7 @@ class Coordinator:
             full_check=not self._knowledge.checked(problem, candidate),
             final=final,
         )
-        self._running[gang] = _Running(command, problem, candidate, claims[0] if claims else None)
+        self._running[gang] = Assignment(command, problem, candidate, claims[0] if claims else None)
         self._at[gang] = (problem, final)
         return command
 
@@ -352,13 +343,22 @@ class Coordinator:
             if search is not None and not trial.final:
                 search.tell(trial.candidate, trial.latency_us if trial.status not in FAILED else None)
 
+    def _was_taken_over(self, running: Assignment) -> bool:
+        """True if we were taken for dead, and what we ran was run by another supervisor."""
+        assert self.ledger is not None
+        assert running.claim is not None
+        if self.ledger.holds(running.claim):
+            return False
+        self._refresh()
+        return self._knowledge.measured(running.problem, running.candidate, final=running.command.final)
+
     def _is_elsewhere(self) -> bool:
         """True if other supervisors run something that is to be waited for."""
         return any(search.elsewhere for search in self._open()) or any(f.elsewhere for f in self._finals.values())
 
     # Results
 
-    def _give_back(self, running: _Running) -> None:
+    def _give_back(self, running: Assignment) -> None:
         if running.claim is not None:
             assert self.ledger is not None
             self.ledger.give_back(running.claim)
@@ -391,5 +391,8 @@ class Coordinator:
     def _note_infeasible(self, problem: Problem) -> None:
         """One row for each variant that has no feasible config at all, so that `explain` can say why."""
         for candidate, reason in infeasible_variants(problem, self._known_limits, self._settings.policy):
-            if self._knowledge.status(problem, candidate) is None:
+            claims: list[Claim] = []
+            known = self._knowledge.status(problem, candidate) is not None
+            if not known and self._claim(problem, claims, candidate, final=False):
                 self._store(problem, candidate, Outcome(status="infeasible", reason=reason), final=False)
+                self._untold += [(claim, None) for claim in claims]

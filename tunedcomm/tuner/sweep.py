@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import socket
 import time
@@ -9,15 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import TrialRecord, canonical_json
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
-from tunedcomm.spec import Problem, get_variant
+from tunedcomm.spec import Problem, get_variant, variants
+from tunedcomm.tuner.claims import Ledger
 from tunedcomm.tuner.commands import Outcome, Row
 from tunedcomm.tuner.compile_ahead import compile_ahead
 from tunedcomm.tuner.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.coordinator import Coordinator
 from tunedcomm.tuner.job import Settings, StoredTrial
+from tunedcomm.tuner.ledger import open_ledger
 from tunedcomm.tuner.outcome import GangProgress, ProblemResult, Progress, SweepOutcome, summarise_problem
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
 from tunedcomm.tuner.supervisor import GangState, Supervisor
@@ -25,6 +28,8 @@ from tunedcomm.tuner.tally import Tally
 
 __all__ = ["GangProgress", "ProblemResult", "Progress", "SweepOutcome", "SweepSpec", "resolve", "sweep"]
 
+# Ids by which a server may be behind with showing rows: see `Database.trials`.
+_ID_LAG = 1000
 # Between two reports of progress.
 _PROGRESS_S = 0.25
 
@@ -79,6 +84,9 @@ class _Sweep:
         self._pending: list[TrialRecord] = []
         self._told_s = -_PROGRESS_S
         self._ahead: Iterator[int] | None = None
+        self._ledger: Ledger | None = None
+        self._seen_id = max((record.id or 0 for record in known), default=0)
+        self._seen: set[int] = set()
         self._compiled_ahead = 0
         self._coordinator = Coordinator(
             problems,
@@ -87,6 +95,7 @@ class _Sweep:
             on_row=self._add,
             stored=map(_steering, known),
             environments={record.environment.digest: record.environment for record in known},
+            news=self._news,
             seconds_left=spec.budget_s,
         )
         self._supervisor = Supervisor(
@@ -110,7 +119,11 @@ class _Sweep:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        self._flush()
+        try:
+            self._flush()
+        finally:
+            if self._ledger is not None:
+                self._ledger.close()
         self._database.finish_run(self._run_id)
 
     def run(self) -> SweepOutcome:
@@ -140,9 +153,11 @@ class _Sweep:
     # What the supervisor calls
 
     def _welcome(self, slot: int) -> None:
-        """The first gang that is ready says for what machine to compile."""
+        """The first gang that is ready says in what environment trials run, and for what machine to compile."""
         del slot
         here, limits = self._coordinator.environment, self._coordinator.limits
+        if self._ledger is None and here is not None:
+            self._ledger = self._coordinator.ledger = open_ledger(self._database.target, here.digest, _source_digest)
         if self._pool is None or self._ahead is not None or here is None or limits is None:
             return
         self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
@@ -176,6 +191,16 @@ class _Sweep:
             self._database.record(self._pending)
             self._pending = []
             self._coordinator.rows_stored()
+
+    def _news(self) -> list[StoredTrial]:
+        """What other supervisors have stored since the last call."""
+        found = self._database.trials(op=self._problems[0].op, after_id=max(self._seen_id - _ID_LAG, 0))
+        fresh = [r for r in found if r.run_id != self._run_id and r.id not in self._seen and r.problem in self._records]
+        for record in fresh:
+            self._records[record.problem].append(record)
+        self._seen.update(record.id or 0 for record in fresh)
+        self._seen_id = max([self._seen_id, *(record.id or 0 for record in found)])
+        return [_steering(record) for record in fresh]
 
     # Telling
 
@@ -244,6 +269,12 @@ def stored_records(database: Database, problems: Iterable[Problem]) -> list[Tria
         if record.problem in wanted
     ]
     return sorted(found, key=lambda record: (record.created_at, record.id or 0))
+
+
+def _source_digest(op: str) -> str:
+    """Of the sources of all variants of an op."""
+    sources = {variant.name: kernels.source_hash(variant) for variant in variants(op).values()}
+    return hashlib.sha256(canonical_json(sources).encode()).hexdigest()
 
 
 def _steering(record: TrialRecord) -> StoredTrial:
