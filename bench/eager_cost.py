@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 bench/eager_cost.py --csv bench/results/eager_cost.csv
 
-The time is that of the Python thread from call to return, with the device kept ahead (few calls in flight at a time),
+The time is that of the Python thread from call to return, with the device ahead of it (it needs less time a call),
 median over blocks of calls, the contenders' blocks in turn. Columns as in the other files of bench/results; `latency`
 here is host time.
 """
@@ -30,7 +30,7 @@ from tunedcomm.cli._bench_rank import COLUMNS
 WARM_UP = 5  # blocks
 
 
-def host_us(call: Callable[[], object], calls: int = 50) -> float:
+def host_us(call: Callable[[], object], calls: int) -> float:
     """µs a call on the host, over one block of calls."""
     torch.cuda.synchronize()
     dist.barrier()
@@ -44,7 +44,8 @@ def host_us(call: Callable[[], object], calls: int = 50) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bytes", type=int, default=4096)
-    parser.add_argument("--blocks", type=int, default=100)
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--calls", type=int, default=300, help="in a block")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
@@ -75,7 +76,7 @@ def main() -> None:
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
     for block in range(args.blocks + WARM_UP):
         for contender, (_, call) in contenders.items():  # in turn: the host's clock and its neighbours change with time
-            spent = host_us(call)
+            spent = host_us(call, args.calls)
             if block >= WARM_UP:
                 times[contender].append(spent)
     rows = []
