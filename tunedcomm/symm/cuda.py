@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import weakref
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
 from tunedcomm.errors import WorkspaceError
@@ -62,22 +63,34 @@ class GroupStore(Store):
             self._store.wait(mine, timeout)
 
 
-def _name(group: dist.ProcessGroup) -> str:
-    """The name under which a group meets for tunedcomm's buffers, the same on every rank; PyTorch knows it then."""
-    name = _names.get(group)
-    if name is None:
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Under which name a group meets, and what PyTorch does not keep alive itself."""
+
+    name: str
+    store: GroupStore
+    group: ProcessGroup
+
+
+def _meeting(group: dist.ProcessGroup) -> _Meeting:
+    """Where a group meets for tunedcomm's buffers, the same name on every rank; PyTorch knows it then."""
+    found = _meetings.get(group)
+    if found is None:
         # Names of groups come again when everything was destroyed and made anew.
-        again = sum(known.startswith(f"{group.group_name}/") for known in _stores)
-        name = _names[group] = f"{group.group_name}/tunedcomm-{again}"
-        # Kept, because PyTorch holds the C++ half of a store only.
-        _stores[name] = GroupStore(PrefixStore("tunedcomm/symmetric-memory", _get_process_group_store(group)))
+        again = sum(name.startswith(f"{group.group_name}/") for name in _names)
+        name = f"{group.group_name}/tunedcomm-{again}"
+        store = GroupStore(PrefixStore("tunedcomm/symmetric-memory", _get_process_group_store(group)))
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        _SymmetricMemory.set_group_info(name, rank, world_size, _stores[name])
-    return name
+        # A group without backends: of what it is asked for it needs rank, size and store.
+        found = _meetings[group] = _Meeting(name, store, ProcessGroup(store, rank, world_size))
+        _names.append(name)
+        _register_process_group(name, found.group)  # type: ignore[arg-type]
+        _SymmetricMemory.set_group_info(name, rank, world_size, store)  # where older versions look
+    return found
 
 
-_names: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-_stores: dict[str, GroupStore] = {}
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meeting] = weakref.WeakKeyDictionary()
+_names: list[str] = []
 
 
 def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffer:
@@ -87,7 +100,7 @@ def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffe
         WorkspaceError: the tensor was not allocated as symmetric memory, or the exchange failed.
     """
     try:
-        handle = _SymmetricMemory.rendezvous(tensor, _name(group))
+        handle = _SymmetricMemory.rendezvous(tensor, _meeting(group).name)
     except RuntimeError as error:
         raise WorkspaceError(f"PyTorch's symmetric memory could not map the tensor for this group: {error}") from error
     offset = int(getattr(handle, "offset", 0))  # newer PyTorch packs several tensors into one allocation
