@@ -141,6 +141,7 @@ class Coordinator:
     def learn(self, gang: int, outcome: Outcome) -> Row:
         """Take in how the trial that `gang` was told to run ended."""
         running = self._running.pop(gang)
+        self._killed.pop((running.problem, running.candidate), None)
         row = self._store(running.problem, running.candidate, outcome, final=running.command.final)
         if running.claim is not None:
             self._untold.append((running.claim, outcome.latency_us))
