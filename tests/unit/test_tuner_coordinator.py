@@ -263,6 +263,20 @@ def test_killed_gang_gives_its_candidate_back_once() -> None:
     assert row.candidate == expected
 
 
+def test_killed_gangs_are_counted_in_a_row() -> None:
+    site = Site(0, Store(), gangs=1, variants=("torch_one_shot",))
+    site.step(0)
+    for final in (False, True):
+        while site.commands[0].candidate != LIBRARY or site.commands[0].final != final:
+            site.step(0)
+        expected = site.commands[0]
+        assert lose(site, 0, LIBRARY, killed=True) is None
+        site.step(0)
+        assert (site.commands[0].candidate, site.commands[0].final) == (LIBRARY, expected.final)
+        site.step(0)
+    assert {trial.status for _, trial in site.store.rows if trial.candidate == LIBRARY} == {"ok"}
+
+
 def test_library_that_takes_the_gang_along_is_blamed_and_not_bound_again() -> None:
     site = Site(0, Store(), gangs=1)
     for _ in range(4):

@@ -130,6 +130,7 @@ class Coordinator:
     def learn(self, gang: int, outcome: Outcome) -> Row | None:
         """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
         running = self._running.pop(gang)
+        self._killed.pop((running.problem, running.candidate), None)
         if running.claim is not None and self._was_taken_over(running):
             return None
         row = self._store(running.problem, running.candidate, outcome, final=running.command.final)
