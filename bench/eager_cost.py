@@ -26,6 +26,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import tunedcomm
 from tunedcomm.cli._bench_rank import COLUMNS
+from tunedcomm.ops import _fast
 
 WARM_UP = 5  # blocks
 
@@ -71,7 +72,8 @@ def main() -> None:
         "launch": (str(plan.decision.candidate), lambda: plan.launch.by_address(stream, *addresses)),
         "torch_one_shot": ("symmetric input", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)),
         "library": ("in place", lambda: dist.all_reduce(x)),
-        "empty_like": ("allocation of the output alone", lambda: torch.empty_like(x)),
+        "allocation": ("of the output alone", lambda: _fast.empty((numel,), (1,), torch.bfloat16)),
+        "is_capturing": ("asked on streams other than the default one", _fast.is_capturing),
     }
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
     for block in range(args.blocks + WARM_UP):

@@ -163,8 +163,13 @@ def tune(
     )
     if missed:
         tune_missed(wanted, missed, db, as_json=as_json)
-        return
-    outcome, url = run_sweep(wanted, db, as_json=as_json)
+    else:
+        tune_wanted(wanted, db, as_json=as_json)
+
+
+def tune_wanted(spec: SweepSpec, database: str | None, *, as_json: bool) -> None:
+    """One sweep and its summary."""
+    outcome, url = run_sweep(spec, database, as_json=as_json)
     report(outcome, url, as_json=as_json)
     leave([outcome])
 

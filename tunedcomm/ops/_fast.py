@@ -100,7 +100,8 @@ def remember(
 
 def fast_call(communicator: Communicator, x: Any, op: str, out: Any, numerics: NumericsPolicy) -> torch.Tensor | None:
     """Launch and return the result, or None if this call does not look like one that was served before."""
-    capturing = is_capturing()
+    stream = raw_stream(communicator.device_index)
+    capturing = stream != 0 and is_capturing()  # the default stream cannot be captured
     try:
         call = communicator.fast_calls.get((x.shape, x.dtype, op, out is x, numerics, capturing))
     except (AttributeError, TypeError):  # no tensor: the longer way says so
@@ -125,7 +126,6 @@ def fast_call(communicator: Communicator, x: Any, op: str, out: Any, numerics: N
             return None
     if communicator.status_view[0]:
         communicator.check_peers()
-    stream = raw_stream(communicator.device_index)
     if stream != communicator.last_streams[capturing]:
         communicator.order_streams(capturing, stream)
     call.by_address(stream, address, target)
