@@ -470,11 +470,8 @@ def test_a_line_that_was_cut_short_does_no_harm(tmp_path: Path, torn: bytes) -> 
 
 def test_no_space_for_the_journal_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = open_as(str(tmp_path / "tuned.db"), None)
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    backend = ledger._studies.storage._backend  # type: ignore[attr-defined]
+    monkeypatch.setattr(backend, "_path", Path("/dev/full"))
     with pytest.raises(DatabaseFullError, match=r"no space is left .*free some space"):
         claim(ledger)
     monkeypatch.undo()

@@ -85,8 +85,8 @@ class _Sweep:
         self._told_s = -_PROGRESS_S
         self._ahead: Iterator[int] | None = None
         self._ledger: Ledger | None = None
-        self._seen_id = max((record.id or 0 for record in known), default=0)
-        self._seen: set[int] = set()
+        self._seen = {record.id or 0 for record in known}
+        self._seen_id = max(self._seen, default=0)
         self._compiled_ahead = 0
         self._coordinator = Coordinator(
             problems,
@@ -194,13 +194,17 @@ class _Sweep:
 
     def _news(self) -> list[StoredTrial]:
         """What other supervisors have stored since the last call."""
-        found = self._database.trials(op=self._problems[0].op, after_id=max(self._seen_id - _ID_LAG, 0))
-        fresh = [r for r in found if r.run_id != self._run_id and r.id not in self._seen and r.problem in self._records]
-        for record in fresh:
+        ids = self._database.trial_ids(after_id=max(self._seen_id - _ID_LAG, 0), except_run=self._run_id)
+        fresh = set(ids) - self._seen
+        if not fresh:
+            return []
+        found = self._database.trials(op=self._problems[0].op, after_id=min(fresh) - 1)
+        mine = [record for record in found if record.id in fresh and record.problem in self._records]
+        for record in mine:
             self._records[record.problem].append(record)
-        self._seen.update(record.id or 0 for record in fresh)
-        self._seen_id = max([self._seen_id, *(record.id or 0 for record in found)])
-        return [_steering(record) for record in fresh]
+        self._seen |= fresh
+        self._seen_id = max(self._seen_id, *fresh)
+        return [_steering(record) for record in mine]
 
     # Telling
 
