@@ -323,3 +323,22 @@ def test_outcomes_are_stored_under_what_was_asked() -> None:
     fields = row.fields()
     assert (fields["status"], fields["reason"], fields["error"]) == ("incorrect", "planted", 0.5)
     assert fields["variant"] == "library"
+
+
+def test_what_took_a_gang_along_is_left_alone_at_other_sizes() -> None:
+    site = Site(0, Store(), gangs=1)
+    elsewhere = {candidate for problem, candidate in everything() if problem == PROBLEMS[1]} - {LIBRARY}
+    victim: Candidate | None = None
+    while site.coordinator.next(0).kind == "trial":
+        running = site.coordinator.activity(0)
+        assert running is not None
+        if victim is None and running.problem == PROBLEMS[0] and running.candidate in elsewhere:
+            victim = running.candidate
+            site.coordinator.lost(0, "hung", "planted", begun=victim)
+            site.coordinator.gang_ready(0, replay().environment, limits())
+        else:
+            site.asked.append((running.problem, running.candidate, running.final))
+            site.coordinator.learn(0, replay().answer(running, SETTINGS))
+    assert victim is not None
+    assert victim not in {candidate for _, candidate, _ in site.asked}
+    assert {asked[:2] for asked in site.asked if not asked[2]} == {e for e in everything() if e[1] != victim}

@@ -22,11 +22,12 @@ from tunedcomm.tuner.death import Death, read_death
 from tunedcomm.tuner.job import Settings, candidate_from_dict
 from tunedcomm.tuner.processes import is_alive, kill_group, send_kill
 
-__all__ = ["GangProcess", "gang_environment"]
+__all__ = ["GangProcess", "gang_environment", "remove_stale_folders"]
 
 _log = logging.getLogger("tunedcomm")
 
 _EXIT_WAIT_S = 20.0
+_FOLDER = "tunedcomm-gang-"
 # Set by whatever launched the supervisor; a gang is a job of its own.
 _LAUNCHER_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|GROUP_WORLD_SIZE|"
@@ -58,6 +59,14 @@ def _command(settings: Settings, path: Path) -> list[str]:
     return [sys.executable, "-m", module, str(os.getpid()), str(path)]
 
 
+def remove_stale_folders() -> None:
+    """Remove what gangs left whose supervisor was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdigit() and not is_alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)  # of another user: left alone
+
+
 class GangProcess:
     """One gang, from its start until no process of it is left.
 
@@ -85,7 +94,7 @@ class GangProcess:
         self.end = ""
         self.num_results = 0
         self._settings = settings
-        self._folder = Path(tempfile.mkdtemp(prefix="tunedcomm-gang-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         self._deadline: float | None = None
         self._killed = False
         settings.save(self._folder / "settings.json")

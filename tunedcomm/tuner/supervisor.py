@@ -19,7 +19,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Limits
 from tunedcomm.tuner.commands import LOST, Command, Outcome
 from tunedcomm.tuner.coordinator import Coordinator
-from tunedcomm.tuner.gang_process import GangProcess
+from tunedcomm.tuner.gang_process import GangProcess, remove_stale_folders
 from tunedcomm.tuner.job import Settings
 
 __all__ = ["GangState", "Supervisor"]
@@ -90,6 +90,7 @@ class Supervisor:
             TuningError: in every slot gangs die one after the other without a result, or they differ in their
                 environment.
         """
+        remove_stale_folders()
         try:
             for slot in range(len(self._devices)):
                 if self._coordinator.has_time:

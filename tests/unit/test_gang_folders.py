@@ -1,0 +1,24 @@
+"""What gangs of a killed supervisor left is cleared away by the next one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tunedcomm.tuner.gang_process import remove_stale_folders
+
+
+def test_only_folders_of_dead_supervisors_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = [f"tunedcomm-gang-{dead.pid}-a", f"tunedcomm-gang-{os.getpid()}-b", "tunedcomm-gang-x", "another"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "output.txt").write_text("text")
+    remove_stale_folders()
+    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])
