@@ -46,11 +46,11 @@ class Store:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, StoredTrial]] = []
-        self.seen: Counter[int] = Counter()
+        self.seen: Counter[tuple[int, Problem]] = Counter()
 
-    def news(self, supervisor: int) -> list[StoredTrial]:
-        begin, self.seen[supervisor] = self.seen[supervisor], len(self.rows)
-        return [trial for owner, trial in self.rows[begin:] if owner != supervisor]
+    def news(self, supervisor: int, problem: Problem) -> list[StoredTrial]:
+        begin, self.seen[supervisor, problem] = self.seen[supervisor, problem], len(self.rows)
+        return [trial for owner, trial in self.rows[begin:] if owner != supervisor and trial.problem == problem]
 
 
 class Claims:
@@ -109,7 +109,8 @@ class Site:
         self.unflushed: list[Row] = []
         self.asked: list[tuple[Problem | None, Candidate | None, bool]] = []
         known = [trial for _, trial in store.rows]
-        store.news(number)
+        for problem in PROBLEMS:
+            store.news(number, problem)
         self.coordinator = Coordinator(
             PROBLEMS,
             replace(SETTINGS, gangs=gangs, **changes),
@@ -117,7 +118,7 @@ class Site:
             on_row=self.unflushed.append,
             stored=known,
             ledger=None if claims is None else claims.of(number),
-            news=lambda: store.news(number),
+            news=lambda problem: store.news(number, problem),
         )
         self.commands: dict[int, Command] = {}
         for gang in range(gangs):

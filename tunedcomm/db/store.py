@@ -296,9 +296,11 @@ class Database:
         self.warn_skipped(reader)
         return found
 
-    def trial_ids(self, *, after_id: int, except_run: int) -> list[int]:
-        """Ids above `after_id` of the trials of other runs: a cheap look whether there is anything to read."""
-        wanted = select(TrialRow.id).where(TrialRow.id > after_id, TrialRow.run_id.is_distinct_from(except_run))
+    def trial_ids(self, problem: Problem, *, after_id: int, except_run: int) -> list[int]:
+        """Ids above `after_id` of a problem's trials in other runs: a cheap look whether there is anything to read."""
+        same = select(ProblemRow.id).where(ProblemRow.digest == problem.digest).scalar_subquery()
+        others = TrialRow.run_id.is_distinct_from(except_run)
+        wanted = select(TrialRow.id).where(TrialRow.problem_id == same, TrialRow.id > after_id, others)
         return self._read(lambda connection: list(connection.execute(wanted).scalars()))
 
     def environments(self) -> list[Environment]:

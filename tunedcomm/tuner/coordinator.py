@@ -43,7 +43,7 @@ class Coordinator:
         environments: digest to environment of `stored`.
         clock: seconds, for the budget.
         ledger: shared with other supervisors; None if there are none.
-        news: trials that other supervisors have stored since the last call; asked only where there is a ledger.
+        news: trials of a problem that other supervisors have stored since the last call; asked where there is a ledger.
         seconds_left: of the sweep's budget; None is no bound.
 
     Attributes:
@@ -63,7 +63,7 @@ class Coordinator:
         environments: Mapping[str, Environment] | None = None,
         clock: Callable[[], float] = time.monotonic,
         ledger: Ledger | None = None,
-        news: Callable[[], Iterable[StoredTrial]] = tuple,
+        news: Callable[[Problem], Iterable[StoredTrial]] = lambda problem: (),
         seconds_left: float | None = None,
     ) -> None:
         self.environment: Environment | None = None
@@ -113,7 +113,6 @@ class Coordinator:
 
     def next(self, gang: int) -> Command:
         """What a gang that runs nothing does next."""
-        self._refresh()
         over = -1
         # Again where a search turned out to be over: it may be the last of its family, whose finals come first.
         while over != len(self.searched):
@@ -313,8 +312,12 @@ class Coordinator:
     # Other supervisors
 
     def _in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
-        """What other supervisors run of a problem."""
-        return frozenset() if self.ledger is None else self.ledger.in_flight(problem, final=final)
+        """What other supervisors run of a problem; what they had stored by then is known."""
+        if self.ledger is None:
+            return frozenset()
+        running = self.ledger.in_flight(problem, final=final)  # first: a row is stored before its claim ends
+        self._refresh(problem)
+        return running
 
     def _claim(self, problem: Problem, claims: list[Claim], candidate: Candidate, *, final: bool) -> bool:
         """Claim a candidate; False if another supervisor runs it, or has run it, which is known then."""
@@ -323,9 +326,7 @@ class Coordinator:
         # What failed before is tried again where that was asked for, whoever had it.
         claim = self.ledger.claim(problem, candidate, final=final, again=self._settings.retry)
         if claim is None:
-            # Asked before the news are read: a row is stored before its claim ends.
             running = candidate in self._in_flight(problem, final=final)
-            self._refresh()
             if running or self._knowledge.measured(problem, candidate, final=final):
                 return False
             # It was run, and its row got lost.
@@ -334,10 +335,10 @@ class Coordinator:
             claims.append(claim)
         return claim is not None
 
-    def _refresh(self) -> None:
-        """Take in what other supervisors have stored."""
-        for trial in self._news() if self.ledger is not None else ():
-            if trial.problem not in self._searches or not self._knowledge.counts(trial):
+    def _refresh(self, problem: Problem) -> None:
+        """Take in what other supervisors have stored of a problem."""
+        for trial in self._news(problem):
+            if not self._knowledge.counts(trial):
                 continue
             self._knowledge.add(trial)
             search = self._searches[trial.problem]
@@ -350,14 +351,12 @@ class Coordinator:
         assert running.claim is not None
         if self.ledger.holds(running.claim):
             return False
-        self._refresh()
+        self._refresh(running.problem)
         return self._knowledge.measured(running.problem, running.candidate, final=running.command.final)
 
     def _is_elsewhere(self) -> bool:
         """True if other supervisors run something that is to be waited for."""
         return any(search.elsewhere for search in self._open()) or any(f.elsewhere for f in self._finals.values())
-
-    # Results
 
     def _give_back(self, running: Assignment) -> None:
         if running.claim is not None:

@@ -85,8 +85,7 @@ class _Sweep:
         self._told_s = -_PROGRESS_S
         self._ahead: Iterator[int] | None = None
         self._ledger: Ledger | None = None
-        self._seen = {record.id or 0 for record in known}
-        self._seen_id = max(self._seen, default=0)
+        self._seen = {problem: {r.id or 0 for r in found} for problem, found in self._records.items()}
         self._compiled_ahead = 0
         self._coordinator = Coordinator(
             problems,
@@ -192,18 +191,17 @@ class _Sweep:
             self._pending = []
             self._coordinator.rows_stored()
 
-    def _news(self) -> list[StoredTrial]:
-        """What other supervisors have stored since the last call."""
-        ids = self._database.trial_ids(after_id=max(self._seen_id - _ID_LAG, 0), except_run=self._run_id)
-        fresh = set(ids) - self._seen
+    def _news(self, problem: Problem) -> list[StoredTrial]:
+        """What other supervisors have stored of a problem since the last call."""
+        seen = self._seen[problem]
+        after = max(max(seen, default=0) - _ID_LAG, 0)
+        fresh = set(self._database.trial_ids(problem, after_id=after, except_run=self._run_id)) - seen
         if not fresh:
             return []
-        found = self._database.trials(op=self._problems[0].op, after_id=min(fresh) - 1)
-        mine = [record for record in found if record.id in fresh and record.problem in self._records]
-        for record in mine:
-            self._records[record.problem].append(record)
-        self._seen |= fresh
-        self._seen_id = max(self._seen_id, *fresh)
+        seen |= fresh
+        found = self._database.trials(problem=problem, after_id=min(fresh) - 1)
+        mine = [record for record in found if record.id in fresh]
+        self._records[problem] += mine
         return [_steering(record) for record in mine]
 
     # Telling
