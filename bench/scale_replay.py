@@ -24,13 +24,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord, utc_now
@@ -67,6 +66,8 @@ COLUMNS = {
     "doubled": "rows beyond one a candidate",
     "database_mib": "the tuned tables at the end",
     "studies_mib": "Optuna's tables at the end",
+    "worker_cpu_ms": "processor time of the workers a trial",
+    "server_cpu_ms": "processor time of the server a trial",
     "max_connections": "most sessions at once, as seen every second",
     "cpus": "of the machine, for server and workers together",
     "python": "version, as the next four",
@@ -143,13 +144,13 @@ class Worker:
                     time.sleep(0.2)
             database.finish_run(run_id)
         ledger.close()
-        result = {"times": self.times, "refused": self.refused}
+        result = {"times": self.times, "refused": self.refused, "cpu": time.process_time()}
         (self.plan.folder / f"{self.index}.json").write_text(json.dumps(result))
 
     def look(self, problem: Problem, database: Database) -> set[Candidate]:
         with self.timed("look"):
             # Rows become visible in another order than that of their ids.
-            for record in database.trials(problem=problem, after_id=self.seen[problem] - 1000):
+            for record in database.trials(problem=problem, after_id=self.seen[problem] - 4 * self.plan.workers):
                 self.known[problem].add(record.candidate)
                 self.seen[problem] = max(self.seen[problem], record.id or 0)
         return self.known[problem]
@@ -187,8 +188,8 @@ def work(plan: Plan, index: int) -> None:
     Worker(plan, index).run()
 
 
-def run_workers(plan: Plan, kill: int, count: Any) -> tuple[float, int]:
-    """Run them all; returns the seconds and the most sessions at once."""
+def run_workers(plan: Plan, kill: int, count: Callable[[], tuple[int, int]]) -> int:
+    """Run them all; returns the most sessions at once."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=work, args=(plan, index)) for index in range(plan.workers)]
     begin = time.monotonic()
@@ -210,7 +211,22 @@ def run_workers(plan: Plan, kill: int, count: Any) -> tuple[float, int]:
     failed = [process.exitcode for process in processes[kill:] if process.exitcode]
     if failed:
         sys.exit(f"{len(failed)} workers failed: {failed}")
-    return time.monotonic() - begin, most
+    return most
+
+
+def cpu_of_tree(pid: int) -> float:
+    """Processor seconds of a process, its children, and those that it has outlived."""
+    total = 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if stat.parent.name == str(pid):
+            total += sum(map(int, fields[11:15]))
+        elif fields[1] == str(pid):
+            total += sum(map(int, fields[11:13]))
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def quantile(values: Sequence[float], share: float) -> str:
@@ -244,7 +260,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             ((found, stored),) = server.execute(f"SELECT ({sessions}), (SELECT count(*) FROM trial)", database=name)
             return int(found), int(stored)
 
-        _, most = run_workers(plan, args.kill, count)
+        before = cpu_of_tree(server.pid)
+        most = run_workers(plan, args.kill, count)
+        server_cpu = cpu_of_tree(server.pid) - before
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
         span = "SELECT extract(epoch FROM max(created_at) - min(created_at))::float + %s FROM trial"
         ((seconds,),) = server.execute(span % args.replay_trial_s, database=name)
@@ -280,6 +298,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         sum(stored.values()) - len(stored),
         f"{mib.get('public', 0):.1f}",
         f"{mib.get('optuna', 0):.1f}",
+        f"{1000 * sum(result['cpu'] for result in results) / args.trials:.2f}",
+        f"{1000 * server_cpu / args.trials:.2f}",
         most,
         os.cpu_count(),
         ".".join(map(str, sys.version_info[:3])),
