@@ -3,10 +3,11 @@
 python bench/scale_replay.py --workers 64 --trials 20000
 python bench/scale_replay.py --workers 16 --trials 4000 --kill 4 --heartbeat-s 2 --grace-s 8
 
-Every worker is a process that passes for a host with one gang. It claims a candidate of a recorded sweep, looks whether
-its row is there, sleeps for as long as a trial takes, stores the row and tells; workers spread over the problems and
-join each other where none is left alone. The server is an embedded PostgreSQL, durable as PostgreSQL comes. At the end
-every candidate must have exactly one row. One line a run is appended to bench/results/replay/scale_replay.csv.
+Every worker is a process that passes for a host with one gang. It claims a candidate of a recorded sweep, sleeps for as
+long as a trial takes, stores the row and tells; it looks for the rows of others when a claim is refused. Workers spread
+over the problems and join each other where none is left alone. The server is an embedded PostgreSQL, durable as
+PostgreSQL comes. At the end every candidate must have exactly one row. One line a run is appended to
+bench/results/replay/scale_replay.csv.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Worker:
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
         self.times: dict[str, list[float]] = {name: [] for name in STEPS}
-        self.refused = 0
+        self.refused = self.claimed = 0
         self.by_problem: dict[Problem, dict[Candidate, TrialRecord]] = {}
         for record in plan.records:
             self.by_problem.setdefault(record.problem, {})[record.candidate] = record
@@ -139,9 +140,10 @@ class Worker:
             left = [*self.plan.problems[offset:], *self.plan.problems[:offset]]
             while left:
                 # A round over the problems; the candidates that others hold are looked at again in the next one.
+                before = self.claimed
                 left = [problem for problem in left if not self.search(problem, database, ledger, run_id)]
-                if left:
-                    time.sleep(0.2)
+                if left and self.claimed == before:
+                    time.sleep(1.0)
             database.finish_run(run_id)
         ledger.close()
         result = {"times": self.times, "refused": self.refused, "cpu": time.process_time()}
@@ -167,13 +169,15 @@ class Worker:
                 continue
             with self.timed("claim"):
                 claim = ledger.claim(problem, candidate, final=False)
-            known = self.look(problem, database)
             if claim is None:
                 self.refused += 1
                 busy = ledger.in_flight(problem, final=False)
-            elif candidate in known:
-                ledger.give_back(claim)
-            else:
+                known = self.look(problem, database)
+                if candidate not in busy and candidate not in known:
+                    # Who ran it died without storing its row.
+                    claim = ledger.claim(problem, candidate, final=False, again=True)
+            if claim is not None:
+                self.claimed += 1
                 time.sleep(self.plan.replay_trial_s)
                 row = replace(records[candidate], run_id=run_id, created_at=utc_now())
                 if ledger.holds(claim) or candidate not in self.look(problem, database):
