@@ -3,10 +3,11 @@
 python bench/scale_replay.py --workers 64 --trials 20000
 python bench/scale_replay.py --workers 16 --trials 4000 --kill 4 --heartbeat-s 2 --grace-s 8
 
-Every worker is a process that passes for a host with one gang. It claims a candidate of a recorded sweep, looks whether
-its row is there, sleeps for as long as a trial takes, stores the row and tells; workers spread over the problems and
-join each other where none is left alone. The server is an embedded PostgreSQL, durable as PostgreSQL comes. At the end
-every candidate must have exactly one row. One line a run is appended to bench/results/replay/scale_replay.csv.
+Every worker is a process that passes for a host with one gang. It claims a candidate of a recorded sweep, sleeps for as
+long as a trial takes, stores the row and tells; it looks for the rows of others when a claim is refused. Workers spread
+over the problems and join each other where none is left alone. The server is an embedded PostgreSQL, durable as
+PostgreSQL comes. At the end every candidate must have exactly one row. One line a run is appended to
+bench/results/replay/scale_replay.csv.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord, utc_now
@@ -67,6 +67,8 @@ COLUMNS = {
     "doubled": "rows beyond one a candidate",
     "database_mib": "the tuned tables at the end",
     "studies_mib": "Optuna's tables at the end",
+    "worker_cpu_ms": "processor time of the workers a trial",
+    "server_cpu_ms": "processor time of the server a trial",
     "max_connections": "most sessions at once, as seen every second",
     "cpus": "of the machine, for server and workers together",
     "python": "version, as the next four",
@@ -113,7 +115,7 @@ class Worker:
     def __init__(self, plan: Plan, index: int) -> None:
         self.plan, self.index = plan, index
         self.times: dict[str, list[float]] = {name: [] for name in STEPS}
-        self.refused = 0
+        self.refused = self.claimed = 0
         self.by_problem: dict[Problem, dict[Candidate, TrialRecord]] = {}
         for record in plan.records:
             self.by_problem.setdefault(record.problem, {})[record.candidate] = record
@@ -138,18 +140,19 @@ class Worker:
             left = [*self.plan.problems[offset:], *self.plan.problems[:offset]]
             while left:
                 # A round over the problems; the candidates that others hold are looked at again in the next one.
+                before = self.claimed
                 left = [problem for problem in left if not self.search(problem, database, ledger, run_id)]
-                if left:
-                    time.sleep(0.2)
+                if left and self.claimed == before:
+                    time.sleep(1.0)
             database.finish_run(run_id)
         ledger.close()
-        result = {"times": self.times, "refused": self.refused}
+        result = {"times": self.times, "refused": self.refused, "cpu": time.process_time()}
         (self.plan.folder / f"{self.index}.json").write_text(json.dumps(result))
 
     def look(self, problem: Problem, database: Database) -> set[Candidate]:
         with self.timed("look"):
             # Rows become visible in another order than that of their ids.
-            for record in database.trials(problem=problem, after_id=self.seen[problem] - 1000):
+            for record in database.trials(problem=problem, after_id=self.seen[problem] - 4 * self.plan.workers):
                 self.known[problem].add(record.candidate)
                 self.seen[problem] = max(self.seen[problem], record.id or 0)
         return self.known[problem]
@@ -166,13 +169,15 @@ class Worker:
                 continue
             with self.timed("claim"):
                 claim = ledger.claim(problem, candidate, final=False)
-            known = self.look(problem, database)
             if claim is None:
                 self.refused += 1
                 busy = ledger.in_flight(problem, final=False)
-            elif candidate in known:
-                ledger.give_back(claim)
-            else:
+                known = self.look(problem, database)
+                if candidate not in busy and candidate not in known:
+                    # Who ran it died without storing its row.
+                    claim = ledger.claim(problem, candidate, final=False, again=True)
+            if claim is not None:
+                self.claimed += 1
                 time.sleep(self.plan.replay_trial_s)
                 row = replace(records[candidate], run_id=run_id, created_at=utc_now())
                 if ledger.holds(claim) or candidate not in self.look(problem, database):
@@ -187,8 +192,8 @@ def work(plan: Plan, index: int) -> None:
     Worker(plan, index).run()
 
 
-def run_workers(plan: Plan, kill: int, count: Any) -> tuple[float, int]:
-    """Run them all; returns the seconds and the most sessions at once."""
+def run_workers(plan: Plan, kill: int, count: Callable[[], tuple[int, int]]) -> int:
+    """Run them all; returns the most sessions at once."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=work, args=(plan, index)) for index in range(plan.workers)]
     begin = time.monotonic()
@@ -210,7 +215,22 @@ def run_workers(plan: Plan, kill: int, count: Any) -> tuple[float, int]:
     failed = [process.exitcode for process in processes[kill:] if process.exitcode]
     if failed:
         sys.exit(f"{len(failed)} workers failed: {failed}")
-    return time.monotonic() - begin, most
+    return most
+
+
+def cpu_of_tree(pid: int) -> float:
+    """Processor seconds of a process, its children, and those that it has outlived."""
+    total = 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if stat.parent.name == str(pid):
+            total += sum(map(int, fields[11:15]))
+        elif fields[1] == str(pid):
+            total += sum(map(int, fields[11:13]))
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def quantile(values: Sequence[float], share: float) -> str:
@@ -244,7 +264,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             ((found, stored),) = server.execute(f"SELECT ({sessions}), (SELECT count(*) FROM trial)", database=name)
             return int(found), int(stored)
 
-        _, most = run_workers(plan, args.kill, count)
+        before = cpu_of_tree(server.pid)
+        most = run_workers(plan, args.kill, count)
+        server_cpu = cpu_of_tree(server.pid) - before
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
         span = "SELECT extract(epoch FROM max(created_at) - min(created_at))::float + %s FROM trial"
         ((seconds,),) = server.execute(span % args.replay_trial_s, database=name)
@@ -280,6 +302,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         sum(stored.values()) - len(stored),
         f"{mib.get('public', 0):.1f}",
         f"{mib.get('optuna', 0):.1f}",
+        f"{1000 * sum(result['cpu'] for result in results) / args.trials:.2f}",
+        f"{1000 * server_cpu / args.trials:.2f}",
         most,
         os.cpu_count(),
         ".".join(map(str, sys.version_info[:3])),

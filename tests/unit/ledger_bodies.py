@@ -64,10 +64,11 @@ def work(url: str, index: int, log: str, host: str | None, run_s: float, gate: A
                     continue
                 claim = ledger.claim(PROBLEM, candidate, final=False)
                 if claim is None:
-                    continue
-                if candidate in stored(database):
-                    # Its owner died between storing the row and telling.
-                    ledger.give_back(claim)
+                    if candidate in ledger.in_flight(PROBLEM, final=False) or candidate in stored(database):
+                        continue
+                    # Who ran it died without storing its row.
+                    claim = ledger.claim(PROBLEM, candidate, final=False, again=True)
+                if claim is None:
                     continue
                 file.write(f"{os.getpid()} {candidate}\n")
                 time.sleep(run_s)

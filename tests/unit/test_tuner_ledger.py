@@ -145,10 +145,15 @@ def test_finals_sources_environments_and_problems_are_apart(
 def test_the_dead_of_this_host_are_noticed_at_once(database_url: str, opened: Callable[..., OptunaLedger]) -> None:
     ghost = open_ledger(database_url, H200.digest, lambda op: "sources of " + op, owner=dead("ghost"))
     assert claim(ghost) is not None
-    living = opened()
+    living, elsewhere = opened(), opened("elsewhere")
     assert flying(living) == set()
-    assert claim(living) is not None
-    assert claim(opened("elsewhere")) is None
+    for ledger in (living, elsewhere):
+        assert claim(ledger) is None, "its owner may have stored the row; who finds none asks again"
+    mine = claim(living, again=True)
+    assert mine is not None
+    assert claim(elsewhere, again=True) is None
+    assert flying(elsewhere) == {FIRST}
+    assert claim(living, SECOND, again=True) is not None
 
 
 def test_a_recycled_process_number_is_not_taken_for_the_owner() -> None:
@@ -181,7 +186,8 @@ def test_a_host_without_heartbeats_is_given_up(
         waited = until(lambda: flying(two) == set(), 15)
     assert waited > 1.5
     assert [record.message for record in caplog.records if "given up" in record.message] != []
-    assert claim(two) is not None
+    assert claim(two) is None
+    assert claim(two, again=True) is not None
     until(lambda: not one.holds(next(iter(one._held.values()))), 5)
     two.close()
     one.close()
@@ -213,7 +219,7 @@ def test_who_was_taken_for_dead_learns_it_and_goes_on(postgres_server: PostgresS
     )
     until(lambda: one._presence.mark()["seat"] != seat, 10)
     until(lambda: flying(two) == set(), 10)
-    theirs = claim(two)
+    theirs = claim(two, again=True)
     assert theirs is not None
     one.tell(mine, 4.0)  # too late; the row was stored or dropped by then
     assert flying(one) == {FIRST}

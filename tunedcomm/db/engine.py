@@ -6,7 +6,7 @@ import hashlib
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ def make_engine(target: Target, *, readonly: bool, immutable: bool, busy_timeout
     return engine
 
 
-def server_options(target: Target, *, search_path: str | None = None) -> dict[str, Any]:
+def server_options(target: Target, session: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What `create_engine` is given for a server: few connections, and none that waits for ever.
 
     A cluster has many processes with an engine or two each, and a server has a limit of connections. One that was cut
@@ -160,16 +160,15 @@ def server_options(target: Target, *, search_path: str | None = None) -> dict[st
 
     Args:
         target: the server.
-        search_path: schema in which tables without one are made and found.
+        session: parameters of the server for each session.
     """
     options: dict[str, Any] = {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 4}
     if target.url.get_driver_name() not in ("psycopg", "psycopg2"):
         return options
     arguments: dict[str, Any] = {name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in target.url.query}
-    if search_path is not None:
-        given = target.url.query.get("options", "")
-        # Optuna stores times without their zone, as the session has it.
-        arguments["options"] = f"{given} -csearch_path={search_path} -ctimezone=UTC".strip()
+    if session:
+        given = [target.url.query.get("options", ""), *(f"-c{name}={value}" for name, value in session.items())]
+        arguments["options"] = " ".join(map(str, given)).strip()
     return {**options, "connect_args": arguments}
 
 

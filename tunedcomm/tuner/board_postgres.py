@@ -21,14 +21,20 @@ __all__ = ["REVISION", "PostgresBoard"]
 # Optuna's schema revision that these statements are written for.
 REVISION = "v3.2.0.a"
 
+# Written so that it reads the study's trials alone, whatever the planner knows about tables that were empty yesterday.
 _ENTRIES = """
-SELECT t.trial_id, c.value_json, o.value_json, t.state = 'RUNNING'
-FROM trials t
-JOIN trial_user_attributes c ON c.trial_id = t.trial_id AND c.key = :candidate
-JOIN trial_user_attributes o ON o.trial_id = t.trial_id AND o.key = :owner
-WHERE t.study_id = :study AND (t.state = 'RUNNING' OR (:told AND t.state IN ('COMPLETE', 'PRUNED')))
-AND (CAST(:key AS text) IS NULL OR c.value_json = :key)
-ORDER BY t.number
+WITH of_study AS MATERIALIZED (
+    SELECT trial_id, number, state FROM trials
+    WHERE study_id = :study AND (state = 'RUNNING' OR (:told AND state IN ('COMPLETE', 'PRUNED')))
+), claims AS MATERIALIZED (
+    SELECT *, (
+        SELECT value_json FROM trial_user_attributes a WHERE a.trial_id = of_study.trial_id AND a.key = :candidate
+    ) AS candidate FROM of_study
+)
+SELECT trial_id, candidate, (
+    SELECT value_json FROM trial_user_attributes a WHERE a.trial_id = claims.trial_id AND a.key = :owner
+), state = 'RUNNING' FROM claims
+WHERE candidate IS NOT NULL AND (CAST(:key AS text) IS NULL OR candidate = :key) ORDER BY number
 """
 _INSERT = """
 WITH added AS (
@@ -121,6 +127,6 @@ class PostgresBoard:
         return [_entry(*row) for row in connection.execute(text(_ENTRIES), values)]
 
 
-def _entry(trial_id: int, key: str, owner: str, is_running: bool) -> Entry:
-    mark: dict[str, Any] = json.loads(owner)
+def _entry(trial_id: int, key: str, owner: str | None, is_running: bool) -> Entry:
+    mark: dict[str, Any] = json.loads(owner or "{}")
     return Entry(trial_id, str(json.loads(key)), str(mark.get("nonce")), mark, is_running)

@@ -110,6 +110,9 @@ class OptunaLedger:
     def claim(self, problem: Problem, candidate: Candidate, *, final: bool, again: bool = False) -> Claim | None:
         """Claim a candidate; None if another supervisor runs it now, or has run it: its row is stored then.
 
+        One that died while it ran the candidate may have stored the row or not. Whoever is refused and finds neither
+        the candidate in flight nor its row asks `again`.
+
         Args:
             problem: what is tuned.
             candidate: what to run.
@@ -122,11 +125,11 @@ class OptunaLedger:
         study = self._study(problem, final)
         key = _key(candidate)
         # Looked at first, so that a candidate that many want leaves no trail of failed claims.
-        if self._is_taken(self._run(lambda: self._board.entries(study, key, told=not again))):
+        if self._is_taken(self._run(lambda: self._board.entries(study, key, told=not again)), again):
             return None
         note = Note(candidate, key, uuid.uuid4().hex, self._presence.mark())
         trial_id, before = self._run(lambda: self._board.claim(study, note, told=not again))
-        if before and self._is_taken(before):
+        if self._is_taken(before, again):
             if trial_id is not None:
                 self._end(trial_id, TrialState.FAIL)
             return None
@@ -215,13 +218,16 @@ class OptunaLedger:
             self._ids[problem, final] = self._run(lambda: self._board.study(name))
         return self._ids[problem, final]
 
-    def _is_taken(self, entries: Iterable[Entry]) -> bool:
-        """True if one of them was told or has a living owner; the claims of dead ones are ended on the way."""
+    def _is_taken(self, entries: Iterable[Entry], again: bool) -> bool:
+        """True if one of them holds the candidate; on the way the claims of dead owners are ended as if told."""
+        is_taken = False
         for entry in entries:
-            if not entry.is_running or self._lives(entry):
-                return True
-            self._end(entry.trial_id, TrialState.FAIL)
-        return False
+            if entry.is_running and not self._lives(entry):
+                self._end(entry.trial_id, TrialState.PRUNED)
+                is_taken = is_taken or not again
+            else:
+                is_taken = True
+        return is_taken
 
     def _lives(self, entry: Entry) -> bool:
         return self._run(lambda: self._presence.lives(entry.mark))

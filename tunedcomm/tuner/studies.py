@@ -20,7 +20,7 @@ from typing import Any
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
-from sqlalchemy import text
+from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from tunedcomm.db.driver_errors import full, named
@@ -32,6 +32,9 @@ from tunedcomm.tuner.board_postgres import REVISION, PostgresBoard
 __all__ = ["SCHEMA", "Studies", "journal_path", "open_studies"]
 
 SCHEMA = "optuna"
+# Optuna names no schema, and stores times without their zone, as the session has it. Every query has its index; but the
+# tables begin empty, and a plan that is made then would read them from end to end even when they have grown.
+_SESSION = {"search_path": SCHEMA, "timezone": "UTC", "enable_seqscan": "off"}
 _CONNECT_S = 30.0
 
 
@@ -204,7 +207,7 @@ def _open_journal(target: Target, path: Path) -> Studies:
 
 def _open_tables(target: Target, heartbeat_s: int, grace_s: int) -> RDBStorage:
     is_postgres = target.url.get_backend_name() == "postgresql"
-    options: dict[str, Any] = server_options(target, search_path=SCHEMA if is_postgres else None)
+    options: dict[str, Any] = server_options(target, _SESSION if is_postgres else None)
     url = target.url.render_as_string(hide_password=False)
 
     def open_storage() -> RDBStorage:
@@ -214,12 +217,14 @@ def _open_tables(target: Target, heartbeat_s: int, grace_s: int) -> RDBStorage:
 
     engine = make_engine(target, readonly=False, immutable=False, busy_timeout_s=_CONNECT_S)
     try:
-        # Optuna makes its tables without regard to others that do so at the same time.
-        with engine.begin() as connection:
-            exclusive(connection, "studies")
-            if is_postgres:
-                _ensure_schema(target, engine)
-            return open_storage()
+        if is_postgres and not _is_made(engine):
+            # Optuna makes its tables without regard to others that do so at the same time.
+            with engine.begin() as connection:
+                exclusive(connection, "studies")
+                if not _is_made(engine):
+                    _ensure_schema(target, engine)
+                    open_storage().engine.dispose()
+        return open_storage()
     except RuntimeError as error:
         if "no longer compatible" not in str(error):
             raise
@@ -231,7 +236,19 @@ def _open_tables(target: Target, heartbeat_s: int, grace_s: int) -> RDBStorage:
         engine.dispose()
 
 
-def _ensure_schema(target: Target, engine: Any) -> None:
+def _is_made(engine: Engine) -> bool:
+    """True if Optuna's tables are complete: it notes their revision last."""
+    query = text(
+        "SELECT count(*) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE n.nspname = :name AND c.relname = 'alembic_version' AND has_schema_privilege(n.oid, 'USAGE')"
+    )
+    with engine.begin() as connection:
+        if not connection.execute(query, {"name": SCHEMA}).scalar():
+            return False
+        return connection.execute(text(f"SELECT count(*) FROM {SCHEMA}.alembic_version")).scalar() == 1  # noqa: S608
+
+
+def _ensure_schema(target: Target, engine: Engine) -> None:
     query = text("SELECT has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = :name")
     with engine.begin() as connection:
         usable = connection.execute(query, {"name": SCHEMA}).scalar()
