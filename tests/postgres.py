@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import subprocess
 import tempfile
 import uuid
 import warnings
@@ -17,6 +19,15 @@ from sqlalchemy import make_url
 
 # Speed instead of durability: what is tested is never a loss of power.
 FAST: Mapping[str, str] = {"fsync": "off", "full_page_writes": "off", "synchronous_commit": "off"}
+
+
+# Ends the server when the process that started it was killed: nothing else would.
+_WATCH = """
+while kill -0 "$1" 2>/dev/null; do sleep 2; done
+kill -QUIT "$(head -n 1 "$2/data/postmaster.pid")" 2>/dev/null
+sleep 2
+rm -rf "$2"
+"""
 
 
 class PostgresServer:
@@ -33,6 +44,8 @@ class PostgresServer:
         with (self._folder / "data" / "postgresql.conf").open("a", encoding="utf-8") as file:
             file.writelines(f"{name} = {value}\n" for name, value in settings.items())
         self._numbers = itertools.count()
+        arguments = ["sh", "-c", _WATCH, "watch", str(os.getpid()), str(self._folder)]
+        self._watch = subprocess.Popen(arguments, start_new_session=True)
         self.start()
 
     def __enter__(self) -> PostgresServer:
@@ -42,6 +55,8 @@ class PostgresServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        self._watch.kill()
+        self._watch.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self) -> None:
