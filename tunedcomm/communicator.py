@@ -78,7 +78,7 @@ class Communicator:
         snapshot: the table all ranks agreed on.
         workspace: symmetric memory; None where the ranks cannot address each other (the library serves then).
         plans: the dispatcher's cache.
-        fast_calls: the ops' cache of plans with all that a call needs besides.
+        fast_calls, last_call: the ops' cache of plans with all that a call needs besides, and the one used last.
 
     Raises:
         AgreementError: the ranks' settings or machines differ; the text says in what.
@@ -103,6 +103,7 @@ class Communicator:
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
         self.fast_calls: dict[Any, Any] = {}
+        self.last_call: Any = None
         self.any_symmetric = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
@@ -213,6 +214,7 @@ class Communicator:
         """Choose anew from the next calls on."""
         self.plans.clear()
         self.fast_calls.clear()
+        self.last_call = None
 
     def bind(self, problem: Problem, candidate: Candidate) -> Callable[[tuple[Any, ...], tuple[Any, ...], int], None]:
         """A launch of `candidate`; compiles, so never while a graph is captured.

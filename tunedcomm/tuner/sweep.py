@@ -13,6 +13,7 @@ from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord, canonical_json
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
+from tunedcomm.settings import db_patience_s
 from tunedcomm.spec import Problem, get_variant, variants
 from tunedcomm.tuner.claims import Ledger
 from tunedcomm.tuner.commands import Outcome, Row
@@ -156,7 +157,9 @@ class _Sweep:
         del slot
         here, limits = self._coordinator.environment, self._coordinator.limits
         if self._ledger is None and here is not None:
-            self._ledger = self._coordinator.ledger = open_ledger(self._database.target, here.digest, _source_digest)
+            self._ledger = self._coordinator.ledger = open_ledger(
+                self._database.target, here.digest, _source_digest, patience_s=db_patience_s()
+            )
         if self._pool is None or self._ahead is not None or here is None or limits is None:
             return
         self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
