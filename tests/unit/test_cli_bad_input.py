@@ -115,6 +115,7 @@ def test_a_database_that_is_locked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", begin_and_store)
+    monkeypatch.setenv("TUNEDCOMM_DB_PATIENCE_S", "1")  # a sweep waits for it, but not for ever
     path = tmp_path / "user.db"
     Database.open(path, create=True).close()
     monkeypatch.setitem(store.Database.open.__func__.__kwdefaults__, "busy_timeout_s", 0.2)  # type: ignore[attr-defined]
