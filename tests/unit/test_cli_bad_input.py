@@ -141,10 +141,10 @@ def test_a_disk_that_is_full(
         connection.execute(f"PRAGMA max_page_count={pages}")
 
     monkeypatch.setattr(engine, "_set_pragmas", full)
-    monkeypatch.setattr("tunedcomm.db.store._login", lambda: "x" * 100_000)  # more than a page has left
+    monkeypatch.setattr("tunedcomm.db.store.login", lambda: "x" * 100_000)  # more than a page has left
     said = refused("tune --op all_reduce", capsys)
-    assert "DatabaseAccessError: no space is left for" in said
-    assert "make room and run the same command again" in said
+    assert "DatabaseFullError: no space is left for" in said
+    assert "free some space and run the same command" in said
     with Database.open(tmp_path / "user.db", readonly=True) as database:
         assert database.runs() == []
 
