@@ -18,6 +18,12 @@ def test_public_names_are_sorted_and_resolve() -> None:
         assert getattr(tunedcomm, name) is not None, name
 
 
+def test_every_error_is_public() -> None:
+    from tunedcomm import errors
+
+    assert set(errors.__all__) <= set(tunedcomm.__all__)
+
+
 def test_dir_lists_the_public_names() -> None:
     assert set(tunedcomm.__all__) <= set(dir(tunedcomm))
 
