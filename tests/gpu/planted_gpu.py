@@ -13,26 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from planted_gpu_cases import BAD, SHAPE
 
 from tunedcomm.space import Config, Space
 from tunedcomm.spec import Limits, Problem, Variant, get_variant, register_variant
 
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
-
-SHAPE = (4096,)
-# Name to the status that a sweep has to record.
-BAD = {
-    "compiles_for_ever": "hung",
-    "device_spins_on_one_rank": "hung",
-    "host_sleeps_on_one_rank": "hung",
-    "launch_missing_on_one_rank": "hung",
-    "nan_on_odd_sizes": "incorrect",
-    "raises_on_one_rank": "crashed",
-    "segfaults_on_one_rank": "crashed",
-    "sticky_cuda_error": "crashed",
-    "wrong_by_one_element": "incorrect",
-    "wrong_second_launch": "incorrect",
-}
 
 
 def lamport(problem: Problem, workspace: Any) -> Launch:

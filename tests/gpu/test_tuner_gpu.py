@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted_gpu import BAD, SHAPE
+from planted_gpu_cases import BAD, SHAPE
 
 from tunedcomm.db.store import Database
 
