@@ -343,3 +343,25 @@ def test_what_took_a_gang_along_is_left_alone_at_other_sizes() -> None:
     assert victim is not None
     assert victim not in {candidate for _, candidate, _ in site.asked}
     assert {asked[:2] for asked in site.asked if not asked[2]} == {e for e in everything() if e[1] != victim}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_supervisors_that_retry_do_nothing_twice(seed: int) -> None:
+    store, claims = Store(), Claims()
+    sites = [Site(number, store, claims, retry=True, trials=40) for number in range(2)]
+    run(sites, seed)
+    asked = [entry for site in sites for entry in site.asked]
+    measured = [(trial.problem, trial.candidate, trial.final) for _, trial in store.rows if trial.status == "ok"]
+    assert len(measured) == len(set(measured))
+    assert len(asked) == len(set(asked))
+    assert not claims.held
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_finals_wait_for_the_searches_of_others(seed: int) -> None:
+    """One that is through with its own searches stays: nobody else may be going to run the finals."""
+    store, claims = Store(), Claims()
+    sites = [Site(0, store, claims, trials=10), Site(1, store, claims, trials=60, finals=False)]
+    run(sites, seed)
+    assert {problem for problem, _, final in sites[0].asked if final} == set(PROBLEMS)
+    assert not any(final for _, _, final in sites[1].asked)

@@ -8,6 +8,7 @@ under different keys, for ever. So every group gets a store here that numbers th
 from __future__ import annotations
 
 import re
+import uuid
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,7 +80,11 @@ def _meeting(group: dist.ProcessGroup) -> _Meeting:
         # Names of groups come again when everything was destroyed and made anew.
         again = sum(name.startswith(f"{group.group_name}/") for name in _names)
         name = f"{group.group_name}/tunedcomm-{again}"
-        store = GroupStore(PrefixStore("tunedcomm/symmetric-memory", _get_process_group_store(group)))
+        tokens: list[str] = [""] * dist.get_world_size(group)
+        dist.all_gather_object(tokens, uuid.uuid4().hex, group=group)
+        # A prefix that never was: the store may hold what a group of the same name left.
+        prefix = f"tunedcomm/symmetric-memory/{tokens[0]}"
+        store = GroupStore(PrefixStore(prefix, _get_process_group_store(group)))
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         # A group without backends: of what it is asked for it needs rank, size and store.
         found = _meetings[group] = _Meeting(name, store, ProcessGroup(store, rank, world_size))

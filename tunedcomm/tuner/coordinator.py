@@ -35,16 +35,13 @@ class Coordinator:
     """Answers gangs, which are known by small numbers.
 
     Args:
-        problems: in the order in which they are tuned.
-        settings: how.
+        problems, settings: what is tuned, in this order, and how.
         source_hash: (op, variant) to the hash of its kernels.
         on_row: called with every trial that ended, as soon as it did.
-        stored: what was known before, oldest first.
-        environments: digest to environment of `stored`.
-        clock: seconds, for the budget.
+        stored, environments: what was known before, oldest first, and digest to environment of it.
         ledger: shared with other supervisors; None if there are none.
         news: trials of a problem that other supervisors have stored since the last call; asked where there is a ledger.
-        seconds_left: of the sweep's budget; None is no bound.
+        clock, seconds_left: seconds, and how many the budget has left; None is no bound.
 
     Attributes:
         environment, limits: of the gangs; None until the first is ready.
@@ -81,6 +78,7 @@ class Coordinator:
         # Problem that a gang is at, and whether in the finals: it keeps to it, whose tensors it holds.
         self._at: dict[int, tuple[Problem, bool]] = {}
         self._running: dict[int, Assignment] = {}
+        self._blocked: set[Problem] = set()  # searches of others that a family's finals wait for
         self._lost: Counter[str] = Counter()
         self._killed: Counter[tuple[Problem, Candidate]] = Counter()
         self._untold: list[tuple[Claim, float | None]] = []
@@ -130,7 +128,7 @@ class Coordinator:
         """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
         running = self._running.pop(gang)
         self._killed.pop((running.problem, running.candidate), None)
-        if running.claim is not None and self._was_taken_over(running):
+        if self._was_taken_over(running):
             return None
         row = self._store(running.problem, running.candidate, outcome, final=running.command.final)
         if running.claim is not None:
@@ -278,7 +276,8 @@ class Coordinator:
             searches = [self._searches[problem] for problem in family]
             if any(search is None or not search.over for search in searches):
                 return None
-            if any(self._in_flight(problem, final=False) for problem in family):
+            self._blocked = {p for p in family if self._in_flight(p, final=False)}
+            if self._blocked:
                 return None
             finals = self._finals[family[0]] = Finals(family, self._knowledge, self._known_limits)
         for problem in dict.fromkeys(problem for problem, _ in finals.elsewhere):
@@ -323,16 +322,19 @@ class Coordinator:
         """Claim a candidate; False if another supervisor runs it, or has run it, which is known then."""
         if self.ledger is None:
             return True
-        # What failed before is tried again where that was asked for, whoever had it.
         claim = self.ledger.claim(problem, candidate, final=final, again=self._settings.retry)
         if claim is None:
             running = candidate in self._in_flight(problem, final=final)
             if running or self._knowledge.measured(problem, candidate, final=final):
                 return False
-            # It was run, and its row got lost.
             claim = self.ledger.claim(problem, candidate, final=final, again=True)
-        if claim is not None:
-            claims.append(claim)
+        # A row is stored before its claim ends, so that one look now sees what was run before this claim was made.
+        if claim is not None and self._settings.retry:
+            self._refresh(problem)
+            if self._knowledge.measured(problem, candidate, final=final):
+                self.ledger.give_back(claim)
+                return False
+        claims += [claim] if claim is not None else []
         return claim is not None
 
     def _refresh(self, problem: Problem) -> None:
@@ -347,16 +349,15 @@ class Coordinator:
 
     def _was_taken_over(self, running: Assignment) -> bool:
         """True if we were taken for dead, and what we ran was run by another supervisor."""
-        assert self.ledger is not None
-        assert running.claim is not None
-        if self.ledger.holds(running.claim):
+        if self.ledger is None or running.claim is None or self.ledger.holds(running.claim):
             return False
         self._refresh(running.problem)
         return self._knowledge.measured(running.problem, running.candidate, final=running.command.final)
 
     def _is_elsewhere(self) -> bool:
         """True if other supervisors run something that is to be waited for."""
-        return any(search.elsewhere for search in self._open()) or any(f.elsewhere for f in self._finals.values())
+        searches, finals = self._open(), self._finals.values()
+        return bool(self._blocked) or any(s.elsewhere for s in searches) or any(f.elsewhere for f in finals)
 
     def _give_back(self, running: Assignment) -> None:
         if running.claim is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -59,7 +60,9 @@ def read_death(folder: Path, code: int) -> Death:
     if not failed and code < 0:
         return Death(f"it was killed by {signal.Signals(-code).name}", -code == signal.SIGKILL)
     root = failed[0] if failed else None
-    output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+    output = ""
+    with contextlib.suppress(OSError):
+        output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
     parts = [f"rank {root[0]} ended with exit code {root[1]}" if root else f"the launcher ended with code {code}"]
     parts += read_failures(folder) or [_first_error(output, str(root[0]) if root else None)]
     return Death("; ".join(part for part in parts if part), killed=False)

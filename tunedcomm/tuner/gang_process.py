@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -20,14 +21,15 @@ from tunedcomm.tuner.channel import SupervisorEnd, read_failures
 from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.death import Death, read_death
 from tunedcomm.tuner.job import Settings, candidate_from_dict
-from tunedcomm.tuner.processes import is_alive, kill_group, send_kill
+from tunedcomm.tuner.processes import is_alive, kernel_identity, kill_group, send_kill
 
 __all__ = ["GangProcess", "gang_environment", "remove_stale_folders"]
 
 _log = logging.getLogger("tunedcomm")
 
 _EXIT_WAIT_S = 20.0
-_FOLDER = "tunedcomm-gang-"
+# Of this kernel's processes: a temporary directory may be shared with other hosts or containers.
+_FOLDER = f"tunedcomm-gang-{hashlib.sha256(kernel_identity().encode()).hexdigest()[:8]}-"
 # Set by whatever launched the supervisor; a gang is a job of its own.
 _LAUNCHER_VARIABLES = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|GROUP_WORLD_SIZE|"

@@ -21,6 +21,8 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
+from tunedcomm.tuner.processes import kernel_identity
+
 __all__ = ["Local", "Owner", "Presence", "Seats"]
 
 _SEATS = "tunedcomm supervisors"
@@ -48,7 +50,7 @@ class Owner:
         """This process."""
         pid = os.getpid()
         stat = _stat(pid)
-        return cls(f"{socket.gethostname()}:{pid}", _kernel(), pid, 0 if stat is None else stat[1])
+        return cls(f"{socket.gethostname()}:{pid}", kernel_identity(), pid, 0 if stat is None else stat[1])
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Owner:
@@ -57,18 +59,10 @@ class Owner:
 
     def lives(self) -> bool | None:
         """False if the process has ended, None if that cannot be seen from here."""
-        if self.kernel != _kernel():
+        if self.kernel != kernel_identity():
             return None
         stat = _stat(self.pid)
         return stat is not None and stat[0] not in ("Z", "X") and stat[1] == self.started
-
-
-def _kernel() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # nothing can be said about processes then
-        return f"unknown {socket.gethostname()} {os.getpid()}"
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -155,6 +149,7 @@ class Seats:
         self._taken: set[int] = set()
         self._looked = -float("inf")
         self._beaten = _now()
+        self._displaced = False
         self._study = _study(storage)
         self._seat = self._sit()
 
@@ -211,13 +206,15 @@ class Seats:
     def beat(self) -> None:
         before = _now()
         self._storage.record_heartbeat(self._seat)
-        self._beaten = before
-        if self._storage.get_trial(self._seat).state != TrialState.RUNNING:
-            _log.warning("the other supervisors took this one for dead; it goes on under a new name")
-            self._seat = self._sit()
+        if self._storage.get_trial(self._seat).state == TrialState.RUNNING:
+            self._beaten = before
+            return
+        _log.warning("the other supervisors took this one for dead; it goes on under a new name")
+        self._displaced = True  # claims made under the old name are others' now: whoever holds one is to be asked
+        self._seat = self._sit()
 
     def is_trusted(self) -> bool:
-        return _now() - self._beaten < self._grace_s
+        return not self._displaced and _now() - self._beaten < self._grace_s
 
     def leave(self) -> None:
         try:

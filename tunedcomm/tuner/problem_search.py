@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-from tunedcomm.spec import Candidate, Limits, Problem
+from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.knowledge import Knowledge
 from tunedcomm.tuner.study import Search, default_candidates, search_space
@@ -99,7 +99,7 @@ class ProblemSearch:
         """
         kept: list[Candidate] = []
         found = None
-        while found is None and (now < self.until or self._must) and not self._is_used_up():
+        while found is None and (now < self.until or self._must - {*self.elsewhere, *kept}) and not self._is_used_up():
             candidate = self._next()
             if candidate is None:
                 break
@@ -143,6 +143,8 @@ class ProblemSearch:
     def give_back(self, candidate: Candidate) -> None:
         """Take a candidate back that was not run after all; it is the next to be given out."""
         self._out.discard(candidate)
+        if candidate not in self._everything:  # its variant was dropped meanwhile
+            return
         self._returned.insert(0, candidate)
-        if candidate == self._feasible[0]:
+        if get_variant(candidate.op, candidate.variant).is_library:
             self._must.add(candidate)

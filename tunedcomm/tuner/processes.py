@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["die_with_parent", "is_alive", "kill_group", "kill_processes", "send_kill"]
+__all__ = ["die_with_parent", "is_alive", "kernel_identity", "kill_group", "kill_processes", "send_kill"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -57,3 +58,12 @@ def kill_processes(pids: Iterable[int], wait_s: float) -> list[int]:
     while (left := [pid for pid in left if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
+
+
+def kernel_identity() -> str:
+    """Names the kernel and the namespace in which process ids mean what they mean here."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # nothing can be said about processes then
+        return f"unknown {socket.gethostname()} {os.getpid()}"

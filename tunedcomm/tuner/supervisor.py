@@ -191,8 +191,10 @@ class Supervisor:
             death = gang.death()
             if death is not None and not gang.retired:
                 self._lose(gang, "crashed", death.text, killed=death.killed)
-        elif (silence := gang.silence()) is not None:
-            self._lose(gang, *silence)
+        elif gang.silence() is not None:
+            self._listen(gang, outcomes)  # it may have spoken while this process waited for the database
+            if not gang.retired and (silence := gang.silence()) is not None:
+                self._lose(gang, *silence)
 
     def _lose(self, gang: GangProcess, status: str, reason: str, *, killed: bool = False) -> None:
         row = self._coordinator.lost(gang.slot, status, reason, begun=gang.begun, killed=killed)
