@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,3 +72,26 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return str(tmp_path / "fresh" / "tuned.db")
     url: str = request.getfixturevalue("postgres_url")
     return url
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[Path]:
+    """A directory that another user may enter; whoever drops root privileges in the test gets them back after it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        is_root = os.geteuid() == 0
+        yield folder
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def pretended_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op of `ledger_bodies`, registered for one test."""
+    from ledger_bodies import variants
+
+    from tunedcomm import spec
+
+    for key, variant in variants().items():
+        monkeypatch.setitem(spec._variants, key, variant)

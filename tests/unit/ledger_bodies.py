@@ -82,3 +82,14 @@ def work(url: str, index: int, log: str, host: str | None, run_s: float, gate: A
 
 def stored(database: Database) -> set[Candidate]:
     return {record.candidate for record in database.trials(problem=PROBLEM)}
+
+
+FIRST, SECOND = CANDIDATES[:2]
+
+
+def claim(ledger: OptunaLedger, candidate: Candidate = FIRST, **options: Any) -> Any:
+    return ledger.claim(PROBLEM, candidate, **{"final": False, **options})
+
+
+def flying(ledger: OptunaLedger, *, final: bool = False) -> set[Candidate]:
+    return set(ledger.in_flight(PROBLEM, final=final))

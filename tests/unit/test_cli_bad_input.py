@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -147,18 +146,6 @@ def test_a_disk_that_is_full(
     assert "free some space and run the same command" in said
     with Database.open(tmp_path / "user.db", readonly=True) as database:
         assert database.runs() == []
-
-
-@pytest.fixture
-def ordinary_user() -> Iterator[Path]:
-    """A directory that another user may enter, and no root privileges while the test runs."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        is_root = os.geteuid() == 0
-        yield folder
-        if is_root:
-            os.seteuid(0)
 
 
 def _drop_privileges() -> None:

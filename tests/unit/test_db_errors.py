@@ -6,8 +6,6 @@ import logging
 import os
 import sqlite3
 import stat
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,18 +30,6 @@ def path(tmp_path: Path) -> Path:
     with Database.open(file, create=True) as database:
         database.record([trial(config={"num_blocks": i}, latency_us=5 + i) for i in range(300)])
     return file
-
-
-@pytest.fixture
-def ordinary_user() -> Iterator[Path]:
-    """A directory that another user may enter, and no root privileges while the test runs."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        is_root = os.geteuid() == 0
-        yield folder
-        if is_root:
-            os.seteuid(0)
 
 
 def _drop_privileges() -> None:

@@ -16,13 +16,10 @@ from typing import Any
 
 import pytest
 
-from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner import plan
 from tunedcomm.tuner.channel import GangEnd, SupervisorEnd, read_failures, write_failure
 from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
 from tunedcomm.tuner.compile_pool import decode, encode
@@ -30,7 +27,6 @@ from tunedcomm.tuner.death import Death, read_death, write_exits
 from tunedcomm.tuner.gang_process import gang_environment
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.outcome import summarise_problem
-from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
 from tunedcomm.tuner.processes import is_alive, kill_processes
 from tunedcomm.tuner.tally import Tally
 
@@ -209,109 +205,6 @@ def test_compile_requests_travel_as_lines() -> None:
     line = encode(request, 90)
     assert line.endswith(b"\n")
     assert decode(line) == (request, 90)
-
-
-def test_host_defaults_are_small_and_eager() -> None:
-    kernels.discover()
-    problems, settings = resolve(SweepSpec(op="all_reduce", backend="host"))
-    assert {problem.mode for problem in problems} == {"eager"}
-    assert {problem.world_size for problem in problems} == {2}
-    assert settings.backend == "host"
-    assert len(problems) * settings.trials <= 40  # about a second each
-
-
-def test_product_of_options_and_overrides() -> None:
-    kernels.discover()
-    spec = SweepSpec(
-        op="all_reduce",
-        backend="host",
-        world_size=3,
-        shapes=((64,), (128,)),
-        dtypes=("bfloat16", "float16"),
-        modes=("graph", "eager"),
-        trials=5,
-        peer_timeout_s=3.0,
-    )
-    problems, settings = resolve(spec)
-    assert len(set(problems)) == 8
-    assert (settings.trials, settings.peer_timeout_s, settings.world_size) == (5, 3.0, 3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"op": "all_reduec"}, UnknownNameError, "did you mean 'all_reduce'"),
-        ({"variants": ("lamprot",)}, UnknownNameError, "did you mean 'lamport'"),
-        ({"reductions": ("xor",)}, ValueError, "no reduction 'xor'; allowed: sum"),
-        ({"dtypes": ("int8",)}, ValueError, "no dtype 'int8'"),
-        ({"shapes": ((4, 4),)}, ValueError, "does not fit all_reduce"),
-        ({"world_size": 1}, TuningError, "world size 1"),
-        ({"backend": "cuda", "world_size": 64}, TuningError, "world size 64 cannot be tuned here"),
-        ({"problems": (PROBLEM,), "world_size": 3}, TuningError, "one world size"),
-        ({"gangs": 0}, TuningError, "at least 1 gang, got 0"),
-    ],
-)
-def test_bad_sweeps_are_refused_with_what_is_allowed(
-    changes: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    kernels.discover()
-    with pytest.raises(error, match=text):
-        resolve(SweepSpec(**{"op": "all_reduce", "backend": "host", **changes}))
-
-
-@pytest.mark.parametrize(
-    ("gpus", "world_size", "asked", "expected"), [(4, 2, None, 2), (4, 4, None, 1), (8, 3, None, 2), (8, 2, 3, 3)]
-)
-def test_auto_fills_the_machine_with_gangs(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, world_size: int, asked: int | None, expected: int
-) -> None:
-    kernels.discover()
-    monkeypatch.setattr(plan, "_count_gpus", lambda: gpus)
-    _, settings = resolve(SweepSpec(op="all_reduce", world_size=world_size, gangs=asked))
-    assert (settings.backend, settings.gangs) == ("cuda", expected)
-
-
-def test_host_has_one_gang_unless_told_otherwise() -> None:
-    kernels.discover()
-    assert [resolve(SweepSpec(op="all_reduce", backend="host", gangs=n))[1].gangs for n in (None, 3)] == [1, 3]
-
-
-def test_more_gangs_than_fit_are_refused_with_how_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.discover()
-    monkeypatch.setattr(plan, "_count_gpus", lambda: 5)
-    with pytest.raises(TuningError, match=r"3 gangs of 2 ranks need 6 GPUs .* has 5 usable ones: at most 2 fit"):
-        resolve(SweepSpec(op="all_reduce", world_size=2, gangs=3))
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, ["0,1", "2,3"]),
-        ("", ["0,1", "2,3"]),
-        ("3, 1,7,5", ["3,1", "7,5"]),
-        ("GPU-a,GPU-b,GPU-c,GPU-d,GPU-e", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
-    ],
-)
-def test_gangs_share_out_the_gpus_that_are_visible(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    settings = replace(SETTINGS, backend="cuda", gangs=2)
-    assert gang_devices(settings) == expected
-    assert [gang_environment(settings, devices)["CUDA_VISIBLE_DEVICES"] for devices in expected] == expected
-    assert gang_devices(replace(settings, backend="host")) == ["", ""]
-
-
-def test_recording_decides_what_the_machine_would() -> None:
-    kernels.discover()
-    spec = SweepSpec(op="all_reduce", shapes=((1 << 15,),), replay=str(RECORDING), replay_trial_s=0.5)
-    problems, settings = resolve(spec)
-    assert [str(problem) for problem in problems] == ["all_reduce 32768 bfloat16 world_size=4 graph"]
-    assert (settings.backend, settings.world_size, settings.gangs, settings.replay_trial_s) == ("cuda", 4, 1, 0.5)
-    assert settings.replay_limits is not None
-    assert settings.replay_limits.num_sms == 132
 
 
 COMPILE = """
