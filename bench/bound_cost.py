@@ -44,19 +44,24 @@ class Fence:
         dist.all_reduce(self._token)
 
 
+def unbounded_loop(poll: list[str], missed: list[str], timeout: str, status: str) -> str:
+    """What `_sync._bounded_loop` makes, without the bound."""
+    return "\n".join(["LOOP:", *poll, "vote.sync.any.pred any, any, 0xffffffff;", "@any bra LOOP;"])
+
+
 def bind(communicator: Communicator, problem: spec.Problem, candidate: spec.Candidate, *, bounded: bool) -> object:
     """A launch of one of the two builds; each build has caches of its own."""
     _launch._compile.cache_clear()
     if bounded:
         return communicator.bind(problem, candidate)
-    kept, folder = _sync._give_up_or_loop.fn, triton.knobs.cache.dir
+    kept, folder = _sync._bounded_loop.fn, triton.knobs.cache.dir
     with tempfile.TemporaryDirectory() as name:
         triton.knobs.cache.dir = name
-        _sync._give_up_or_loop.fn = lambda label, timeout, status, missed: f"bra {label};"
+        _sync._bounded_loop.fn = unbounded_loop
         try:
             return communicator.bind(problem, candidate)
         finally:
-            _sync._give_up_or_loop.fn, triton.knobs.cache.dir = kept, folder
+            _sync._bounded_loop.fn, triton.knobs.cache.dir = kept, folder
             _launch._compile.cache_clear()
 
 
