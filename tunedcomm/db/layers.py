@@ -84,6 +84,8 @@ def writable_database(target: str | None = None) -> str:
     if path is None or not network:
         return named
     own = own_file(path)
+    if own == path:
+        return named
     warn_once(
         f"{path} lies on a network file system ({network}), where SQLite's locks may not hold between hosts: this host "
         f"writes {own}, and every host's file is read. `tunedcomm db merge {path.parent} --into FILE` makes one of "
