@@ -18,8 +18,11 @@ def data_directory() -> Path:
     Raises:
         DatabaseAccessError: there is none.
     """
-    folder = Path(platformdirs.user_data_dir("tunedcomm", appauthor=False))
-    if folder.parts[0] == "~":  # left as it stands where nothing is known
+    try:
+        folder = Path(platformdirs.user_data_dir("tunedcomm", appauthor=False))
+    except RuntimeError:  # older versions leave the `~` as it stands
+        folder = Path("~")
+    if folder.parts[0] == "~":
         raise DatabaseAccessError(
             f"user {os.getuid()} has no home directory (HOME is not set, and the system knows no such user): there is "
             "no user database, and untuned problems are not noted. Set HOME, or TUNEDCOMM_DB to a file that may be "
