@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tunedcomm.agreement import Agreement, check_agreement
     from tunedcomm.communicator import Communicator, get_communicator, release_communicators
     from tunedcomm.dispatcher import explain, force
     from tunedcomm.errors import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tunedcomm.spec import Problem
 
 __all__ = [
+    "Agreement",
     "AgreementError",
     "Communicator",
     "ConfigError",
@@ -60,6 +62,7 @@ __all__ = [
     "WorkspaceError",
     "all_reduce",
     "all_reduce_",
+    "check_agreement",
     "explain",
     "force",
     "get_communicator",
@@ -69,10 +72,12 @@ __all__ = [
 ]
 
 _HOME = {
+    "Agreement": "agreement",
     "Communicator": "communicator",
     "Problem": "spec",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
+    "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",
     "get_communicator": "communicator",

@@ -20,7 +20,7 @@ class AgreedSettings:
     Attributes:
         device: `cuda` or `cpu`.
         interpreted: kernels were made for Triton's interpreter.
-        mode, forced, peer_timeout_s, workspace_bytes: the environment variables.
+        mode, forced, borrow, peer_timeout_s, workspace_bytes: the environment variables.
         sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
     """
 
@@ -28,6 +28,7 @@ class AgreedSettings:
     interpreted: bool
     mode: str
     forced: Mapping[str, str]
+    borrow: tuple[str, ...]
     peer_timeout_s: float
     workspace_bytes: int
     sources: Mapping[str, str]
@@ -45,6 +46,7 @@ class AgreedSettings:
             interpreted=bool(_sync.INTERPRET),
             mode=settings.mode(),
             forced=settings.forced_all(),
+            borrow=settings.borrow(),
             peer_timeout_s=settings.peer_timeout_s(),
             workspace_bytes=settings.workspace_bytes(),
             sources={f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every},

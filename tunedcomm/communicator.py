@@ -20,8 +20,11 @@ import torch.distributed as dist
 from tunedcomm import kernels, settings
 from tunedcomm.agreed import AgreedSettings
 from tunedcomm.db.layers import load_snapshot
+from tunedcomm.db.once import warn_once
 from tunedcomm.db.select import Snapshot
+from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
+from tunedcomm.fabric import Fabric
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
@@ -46,6 +49,7 @@ T = TypeVar("T")
 def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout | None = None) -> Limits:
     """What an environment and a workspace layout allow; needs no GPU: stored environments can be asked about."""
     layout = layout or LaneLayout.for_messages(settings.workspace_bytes())
+    fabric = Fabric.parse(environment.fabric)
     return Limits(
         backend="host" if environment.is_host else "cuda",
         num_sms=environment.num_sms,
@@ -54,7 +58,7 @@ def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout 
         staging_bytes=layout.staging_bytes,
         one_shot_bytes=layout.one_shot_bytes,
         stage_bytes=layout.stage_bytes,
-        symmetric=environment.nodes == 1 and 2 <= world_size <= MAX_WORLD_SIZE and environment.fabric != "pcie",
+        symmetric=environment.nodes == 1 and 2 <= world_size <= MAX_WORLD_SIZE and fabric.can_share_memory,
         launch_pdl=environment.compute_capability >= 90,
     )
 
@@ -110,7 +114,8 @@ class Communicator:
         self.status_view = self.workspace.status_view if self.workspace else memoryview(b"\0")
         self.last_streams = [-1, -1]  # raw handle of the stream that last used the eager and the graph lane
 
-    def _exchange(self, value: object) -> list[Any]:
+    def exchange(self, value: object) -> list[Any]:
+        """Every rank's `value`, by rank; collective."""
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
@@ -127,7 +132,7 @@ class Communicator:
             mine = make()
         except Exception as error:  # noqa: BLE001 - raised below
             failure = error
-        theirs = self._exchange((mine, failure and f"{type(failure).__name__}: {failure}"))
+        theirs = self.exchange((mine, failure and f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             try:
                 raise failure
@@ -160,7 +165,7 @@ class Communicator:
         return made[0]
 
     def _agree_on_hardware(self) -> Environment:
-        nodes = len(set(self._exchange(socket.gethostname())))
+        nodes = len(set(self.exchange(socket.gethostname())))
         index = self.device.index if self.device.type == "cuda" else None
         return self._agree(
             "hardware",
@@ -177,7 +182,7 @@ class Communicator:
             workspace = Workspace(self.group, self.device, self.layout, timeout_ns=timeout_ns)
         except WorkspaceError as error:
             failure = str(error)
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self._exchange(failure)) if text]
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.exchange(failure)) if text]
         if failures:
             logger.warning("no symmetric memory, every call goes to the library: %s", "; ".join(failures))
             return None
@@ -186,13 +191,19 @@ class Communicator:
     def _agree_on_snapshot(self) -> Snapshot:
         """Rank 0's merged layers on every rank."""
 
-        def load() -> tuple[str, str]:
+        def load() -> tuple[str, str, tuple[Sight, ...]]:
             if self.rank != 0:
-                return "", ""
-            snapshot = load_snapshot(self.environment, self.world_size)
-            return snapshot.to_json(), snapshot.digest
+                return "", "", sight()
+            snapshot = load_snapshot(self.environment, self.world_size, borrow=self.settings.borrow)
+            return snapshot.to_json(), snapshot.digest, sight()
 
-        text, digest = self._on_every_rank("load the tuning databases", load)[0]
+        theirs = self._on_every_rank("load the tuning databases", load)
+        text, digest, _ = theirs[0]
+        if self.rank == 0 and (found := differences([seen for _, _, seen in theirs])):
+            warn_once(
+                f"the ranks of a group see different tuning databases: {'; '.join(found)}. All of them dispatch from "
+                "what rank 0 has; if that is not meant, set the same TUNEDCOMM_DB and TUNEDCOMM_DB_PATH everywhere"
+            )
         snapshot = self._agree_on_digest(lambda: Snapshot.from_json(text))
         if snapshot.digest != digest:
             raise AgreementError(f"the snapshot arrived changed: digest {snapshot.digest} instead of {digest}")

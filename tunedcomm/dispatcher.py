@@ -38,6 +38,7 @@ __all__ = [
     "explain",
     "force",
     "forced_candidate",
+    "forced_here",
     "library_plan",
     "plan_for",
     "source_hash_of",
@@ -48,7 +49,7 @@ logger = logging.getLogger("tunedcomm")
 
 POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
 # Sources of decisions on problems that were not tuned.
-MISSES: frozenset[Source] = frozenset({"interpolated", "heuristic", "library"})
+MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
 _forced: dict[str, tuple[str, dict[str, Value] | None]] = {}
 on_release(misses.flush)
 
@@ -61,12 +62,14 @@ class Plan:
         launch: `(inputs, outputs, raw stream handle)`.
         decision: what was chosen and why.
         wants_aligned: True for kernels, which take tensors at 16-byte boundaries only.
+        policy: under which it was decided.
     """
 
     problem: Problem
     decision: Decision
     launch: Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
     wants_aligned: bool
+    policy: NumericsPolicy
 
 
 def source_hash_of(op: str, variant: str) -> str | None:
@@ -111,6 +114,11 @@ def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> I
 def _forget_plans() -> None:
     for communicator in live_communicators():
         communicator.forget_plans()
+
+
+def forced_here() -> dict[str, str]:
+    """Op to the candidate that `force()` names for it now, in words."""
+    return {op: name if config is None else f"{name} {dict(config)}" for op, (name, config) in _forced.items()}
 
 
 def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, str] | None = None) -> Candidate | None:
@@ -226,7 +234,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
     if source in MISSES and communicator.rank == 0 and unservable(problem, communicator.limits, "any") is None:
         launch = misses.counted(launch, problem, communicator.environment, source)
-    return Plan(problem, decision, launch, candidate.variant != "library")
+    return Plan(problem, decision, launch, candidate.variant != "library", policy)
 
 
 def _library_instead(decision: Decision, reason: str) -> Decision:
@@ -245,4 +253,4 @@ def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     )
     library = Candidate.of(problem.op, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    return Plan(problem, decision, communicator.bind(problem, library), False)
+    return Plan(problem, decision, communicator.bind(problem, library), False, "any")

@@ -12,14 +12,16 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+from tunedcomm.fabric import Fabric, describe
+from tunedcomm.nvml import links_of
 from tunedcomm.version import VERSION
 
-__all__ = ["HARD_FIELDS", "SOFT_FIELDS", "Environment", "detect"]
+__all__ = ["HARD_FIELDS", "SOFT_FIELDS", "Environment", "advice", "detect", "multicast_disabled", "nearest"]
 
 HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "nodes")
 SOFT_FIELDS = ("driver", "cuda", "torch", "triton", "nccl", "tunedcomm")
@@ -34,7 +36,7 @@ class Environment:
         num_sms: streaming multiprocessors; 1 on the host backend.
         compute_capability: major × 10 + minor, e.g. 90; 0 on the host backend.
         memory_gib: device memory in GiB, rounded.
-        fabric: link class, e.g. `nvswitch-18`, `nvlink-4`, `pcie`, `host`.
+        fabric: link class, e.g. `nvswitch-18`, `nvlink-4`, `pcie`, `host`; see `tunedcomm.fabric`.
         num_links: active NVLinks a GPU; 0 without NVLink.
         multicast: NVLink multicast (NVLS) is there and not switched off.
         nodes: number of hosts the group spans.
@@ -84,12 +86,23 @@ class Environment:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def mismatches(self, other: Environment) -> list[str]:
-        """Hard fields in which `other` differs, in words; empty if its rows may be used here."""
-        return [
-            f"{name} is {getattr(self, name)!r} here and {getattr(other, name)!r} there"
-            for name in HARD_FIELDS
-            if getattr(self, name) != getattr(other, name)
-        ]
+        """Hard fields in which `other` differs, each with what to do; empty if its rows may be used here."""
+        return [f"{text}: {advice(name, self)}" for name, text in self.differences(other).items()]
+
+    def differences(self, other: Environment) -> dict[str, str]:
+        """Each hard field in which `other` differs, to the difference in words."""
+        found = {}
+        for name in HARD_FIELDS:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                words = f" ({self.fabric_in_words}; {other.fabric_in_words})" if name == "fabric" else ""
+                found[name] = f"{name} is {mine!r} here and {theirs!r} there{words}"
+        return found
+
+    @property
+    def fabric_in_words(self) -> str:
+        """The fabric class, as e.g. `NVLink 4, 18 links through NVSwitch`."""
+        return describe(self.fabric, self.compute_capability)
 
     def drift(self, other: Environment) -> list[str]:
         """Soft fields in which `other` differs, in words."""
@@ -103,6 +116,45 @@ class Environment:
         if self.is_host:
             return f"{self.gpu} (host backend)"
         return f"{self.gpu}, {self.num_sms} SMs, {self.fabric}{', multicast' if self.multicast else ''}"
+
+
+def advice(name: str, here: Environment) -> str:
+    """What to do where rows of an environment with another `name` are all there is."""
+    if name == "gpu":
+        return "tune here, or let its rows stand in (--borrow or TUNEDCOMM_BORROW)"
+    if name == "num_sms":
+        return "another model of the GPU or a slice of it, whose grids may not fit; tune here"
+    if name == "compute_capability":
+        return "another architecture; tune here"
+    if name == "fabric":
+        return "tune here, unless links of this machine are down (nvidia-smi nvlink --status)"
+    if name == "multicast":
+        switches = "TORCH_SYMM_MEM_DISABLE_MULTICAST and NCCL_NVLS_ENABLE"
+        return "tune here" if here.multicast else f"unset {switches} if they are set here, or tune here"
+    return "groups within one host and across hosts are tuned apart"
+
+
+def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | None:
+    """The stored environment that differs least from `here` in hard fields; None if there is none.
+
+    What weighs most comes first: GPU or host backend, architecture, hosts, fabric, multicast, model, number of SMs.
+    """
+
+    def distance(other: Environment) -> tuple[Any, ...]:
+        return (
+            here.is_host != other.is_host,
+            here.compute_capability != other.compute_capability,
+            here.nodes != other.nodes,
+            Fabric.parse(here.fabric).kind != Fabric.parse(other.fabric).kind,
+            here.fabric != other.fabric,
+            here.multicast != other.multicast,
+            here.gpu != other.gpu,
+            abs(here.num_sms - other.num_sms),
+            abs(here.compute_capability - other.compute_capability),
+            other.digest,
+        )
+
+    return min(stored, key=distance, default=None)
 
 
 def _version(package: str) -> str:
@@ -121,39 +173,6 @@ def multicast_disabled() -> bool:
     return _truthy("TORCH_SYMM_MEM_DISABLE_MULTICAST") or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
 
 
-def _nvml_links(index: int) -> tuple[str, int, str]:
-    """(fabric class, active links, driver version) of the GPU at `index`; `pcie` where NVML cannot tell."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return "pcie", 0, ""
-    try:
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        active, switched = 0, False
-        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-            try:
-                if pynvml.nvmlDeviceGetNvLinkState(handle, link) != pynvml.NVML_FEATURE_ENABLED:
-                    continue
-            except pynvml.NVMLError:
-                continue
-            active += 1
-            try:
-                remote = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-                switched |= remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
-            except (pynvml.NVMLError, AttributeError):
-                switched |= active > 4
-        if not active:
-            return "pcie", 0, driver
-        return f"{'nvswitch' if switched else 'nvlink'}-{active}", active, driver
-    except pynvml.NVMLError:
-        return "pcie", 0, ""
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _physical_index(device: int) -> int:
     """NVML's index of a CUDA device, which counts from `CUDA_VISIBLE_DEVICES`."""
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
@@ -166,18 +185,21 @@ def _cuda(device: int, nodes: int) -> Environment:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    fabric, num_links, driver = _nvml_links(_physical_index(device))
+    links = links_of(_physical_index(device), uuid=str(getattr(properties, "uuid", "")))
+    fabric = links.fabric
+    if " MIG " in properties.name:  # NVML may be out of reach
+        fabric = replace(fabric, is_mig=True)
     nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return Environment(
         gpu=properties.name,
         num_sms=properties.multi_processor_count,
         compute_capability=properties.major * 10 + properties.minor,
         memory_gib=round(properties.total_memory / 2**30),
-        fabric=fabric,
-        num_links=num_links,
-        multicast=_has_multicast(device),
+        fabric=str(fabric),
+        num_links=links.num_links,
+        multicast=not fabric.is_mig and _has_multicast(device),
         nodes=nodes,
-        driver=driver,
+        driver=links.driver,
         cuda=torch.version.cuda or "",
         torch=torch.__version__,
         triton=_version("triton"),

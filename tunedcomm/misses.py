@@ -20,7 +20,9 @@ from typing import Any, TypeAlias
 from tunedcomm import settings
 from tunedcomm.db import miss_log
 from tunedcomm.db.miss_log import HardKey, Miss
+from tunedcomm.db.once import warn_once
 from tunedcomm.db.records import utc_now
+from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.spec import Problem
@@ -153,7 +155,12 @@ def counted(launch: Launch, problem: Problem, environment: Environment, source: 
     """
     if not settings.keeps_misses():
         return launch
-    counter = _counters.counter(miss_log.log_path(), environment.hard_key, problem, source)
+    try:
+        path = miss_log.log_path()
+    except DatabaseAccessError as error:
+        warn_once(str(error))
+        return launch
+    counter = _counters.counter(path, environment.hard_key, problem, source)
     if counter is None:
         return launch
 

@@ -16,6 +16,8 @@ __all__ = [
     "MODES",
     "SETTINGS",
     "Setting",
+    "borrow",
+    "db_network",
     "db_path",
     "db_patience_s",
     "db_url",
@@ -35,6 +37,7 @@ PREFIX = "TUNEDCOMM_"
 FORCE_PREFIX = "TUNEDCOMM_FORCE_"
 MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+NETWORK_MODES = ("auto", "no", "per-host")
 # Words that mean "no file" and "the default file" where a file may be named.
 _OFF = ("0", "off", "no", "false")
 _ON = ("1", "on", "yes", "true")
@@ -59,10 +62,34 @@ class Setting:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
+        name="TUNEDCOMM_BORROW",
+        default="none",
+        allowed="parts of GPU names, patterns such as `*H100*`, or the first digits of environment digests, separated "
+        "by `,`",
+        meaning="Other hardware whose measurements may serve where nothing was measured on this: same compute "
+        "capability, kind of fabric, multicast and number of hosts. Its kernels are ranked by them, its times predict "
+        "nothing. All ranks of a group must agree on it.",
+    ),
+    Setting(
+        name="TUNEDCOMM_CHAOS_DB",
+        default="none",
+        allowed="database paths separated by `,`, none of them empty",
+        meaning="A switch for tests: the process with number `RANK` takes the path of that number as its user "
+        "database instead of TUNEDCOMM_DB; after the last comes the first again.",
+    ),
+    Setting(
         name="TUNEDCOMM_DB",
         default="`tunedcomm/tuned.db` in the user's data directory",
         allowed="a file path or a SQLAlchemy URL such as `postgresql+psycopg://host/name`",
         meaning="The user database: what `tunedcomm tune` writes and dispatch reads first.",
+    ),
+    Setting(
+        name="TUNEDCOMM_DB_NETWORK",
+        default="auto",
+        allowed=", ".join(f"`{mode}`" for mode in NETWORK_MODES),
+        meaning="`auto` finds out whether a SQLite file lies on a network file system, where locks of several hosts do "
+        "not hold; each host then writes a file of its own beside it, and all of them are read. `per-host` does so "
+        "anywhere, `no` nowhere.",
     ),
     Setting(
         name="TUNEDCOMM_DB_PATH",
@@ -158,9 +185,34 @@ def _seconds(name: str, default: float, *, is_zero_allowed: bool) -> float:
     return seconds
 
 
+def borrow() -> tuple[str, ...]:
+    """TUNEDCOMM_BORROW: names of the hardware whose measurements may serve here, in their order."""
+    return tuple(part.strip() for part in (_raw("TUNEDCOMM_BORROW") or "").split(",") if part.strip())
+
+
+def db_network() -> str:
+    """TUNEDCOMM_DB_NETWORK: one of `NETWORK_MODES`.
+
+    Raises:
+        SettingError: another value.
+    """
+    return _one_of("TUNEDCOMM_DB_NETWORK", NETWORK_MODES, "auto")
+
+
 def db_url() -> str | None:
-    """TUNEDCOMM_DB: path or URL of the user database, or None for the default place."""
-    return _raw("TUNEDCOMM_DB")
+    """TUNEDCOMM_DB: path or URL of the user database, or None for the default place.
+
+    Raises:
+        SettingError: TUNEDCOMM_CHAOS_DB, which takes its place in tests, has an empty entry.
+    """
+    chaos = _raw("TUNEDCOMM_CHAOS_DB")
+    if chaos is None:
+        return _raw("TUNEDCOMM_DB")
+    paths = [part.strip() for part in chaos.split(",")]
+    if not all(paths):
+        raise _refuse("TUNEDCOMM_CHAOS_DB", chaos)
+    rank = os.environ.get("RANK", "")
+    return paths[(int(rank) if rank.isdecimal() else 0) % len(paths)]
 
 
 def db_path() -> list[str]:

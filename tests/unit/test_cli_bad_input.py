@@ -134,8 +134,8 @@ def test_a_disk_that_is_full(
     Database.open(tmp_path / "user.db", create=True).close()
     real = engine._set_pragmas
 
-    def full(connection: sqlite3.Connection, busy_timeout_s: float, *, use_wal: bool) -> None:
-        real(connection, busy_timeout_s, use_wal=use_wal)
+    def full(connection: sqlite3.Connection, busy_timeout_s: float, *, journal: str | None) -> None:
+        real(connection, busy_timeout_s, journal=journal)
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count={pages}")
 

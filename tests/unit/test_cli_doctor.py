@@ -7,17 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tunedcomm.cli import _checks, main
+from tunedcomm.cli import _checks, _db_checks, main
 from tunedcomm.cli._checks import Check
-
-MOUNTS = """\
-/dev/sda1 / ext4 rw 0 0
-server:/export /data nfs4 rw 0 0
-tmpfs /data/fast tmpfs rw 0 0
-//box/share /mnt/with\\040space cifs rw 0 0
-broken
-"""
-
+from tunedcomm.db.netfs import own_file
 
 def by_name(checks: list[Check], name: str) -> Check:
     return next(check for check in checks if check.name == name)
@@ -34,35 +26,19 @@ def test_every_line_is_complete() -> None:
         assert check.fix or check.level == "ok", f"{check.name} does not say what to do"
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/home.db", "ext4"),
-        ("/data/tuned.db", "nfs4"),
-        ("/database/tuned.db", "ext4"),
-        ("/data/fast/tuned.db", "tmpfs"),
-        ("/mnt/with space/tuned.db", "cifs"),
-    ],
-)
-def test_file_system_of_a_path(tmp_path: Path, path: str, kind: str) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(MOUNTS)
-    assert _checks.file_system(Path(path), mounts) == kind
-
-
-def test_file_system_without_a_mount_table(tmp_path: Path) -> None:
-    assert _checks.file_system(Path("/data"), tmp_path / "missing") == ""
-
-
-def test_network_file_system_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks, "file_system", lambda path: "nfs4")
-    check = by_name([c for c in _checks.check_databases() if c.level == "warn"], "user database")
-    assert "nfs4" in check.detail
+def test_network_file_system_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")
+    check = by_name([c for c in _db_checks.check_databases() if c.level == "warn"], "user database")
+    assert "per-host" in check.detail
+    assert own_file(tmp_path / "user.db").name in check.detail
+    assert f"tunedcomm db merge {tmp_path} --into FILE" in check.fix
     assert "PostgreSQL" in check.fix
+    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "no")
+    assert all(c.level == "ok" for c in _db_checks.check_databases())
 
 
 def test_missing_user_database_is_no_fault() -> None:
-    check = by_name(list(_checks.check_databases()), "user database")
+    check = by_name(list(_db_checks.check_databases()), "user database")
     assert check.level == "ok"
     assert "tunedcomm tune" in check.detail
 
@@ -71,7 +47,7 @@ def test_damaged_database_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     path = tmp_path / "damaged.db"
     path.write_bytes(b"no database at all " * 100)
     monkeypatch.setenv("TUNEDCOMM_DB", str(path))
-    check = by_name(list(_checks.check_databases()), "user database")
+    check = by_name(list(_db_checks.check_databases()), "user database")
     assert check.level == "fail"
     assert str(path) in check.detail
 
@@ -117,7 +93,7 @@ def test_a_check_that_raises_is_a_line() -> None:
 
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_exit_code(monkeypatch: pytest.MonkeyPatch, level: _checks.Level, code: int) -> None:
-    def checks() -> list[Check]:
+    def checks(**options: object) -> list[Check]:
         return [Check("links", level, "found", "" if level == "ok" else "do this")]
 
     monkeypatch.setattr("tunedcomm.cli.doctor.run_checks", checks)

@@ -7,19 +7,16 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from tunedcomm import settings
-from tunedcomm.cli._choice import open_layer
-from tunedcomm.errors import DatabaseError, SettingError
+from tunedcomm.cli._check import Check, Level
+from tunedcomm.cli._db_checks import check_borrowing, check_databases, check_this_machine
+from tunedcomm.errors import SettingError
 from tunedcomm.version import VERSION
 
-__all__ = ["CHECKS", "Check", "run_checks"]
-
-Level = Literal["ok", "warn", "fail"]
+__all__ = ["CHECKS", "Check", "Level", "run_checks"]
 
 OLDEST_TORCH = (2, 9)
 OLDEST_TRITON = (3, 6)
@@ -27,26 +24,6 @@ OLDEST_TRITON_HOST = (3, 9)
 SHM = Path("/dev/shm")
 # Two ranks' workspaces at the default size fit in this with room to spare.
 SHM_BYTES_WANTED = 512 << 20
-NETWORK_FILE_SYSTEMS = frozenset(
-    {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "gpfs", "lustre", "nfs", "nfs4", "smb3"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the doctor's answer.
-
-    Attributes:
-        name: what was looked at.
-        level: `ok`, `warn` (works, but not as well as it could) or `fail`.
-        detail: what was found.
-        fix: what to do; "" where all is well.
-    """
-
-    name: str
-    level: Level
-    detail: str
-    fix: str = ""
 
 
 def _version(package: str) -> str | None:
@@ -108,6 +85,7 @@ def check_gpus() -> Iterator[Check]:
                 "gpus", "warn", "none found", "nothing, if this is meant: the host backend runs all, slowly, on CPUs"
             )
         return
+    from tunedcomm.fabric import Fabric
     from tunedcomm.hardware import detect, multicast_disabled
 
     count = torch.cuda.device_count()
@@ -117,12 +95,12 @@ def check_gpus() -> Iterator[Check]:
     yield Check("software", "ok", f"driver {first.driver or 'unknown'}, CUDA {first.cuda}, NCCL {first.nccl}")
     if mixed := sorted({str(environment) for environment in found} - {str(first)}):
         yield Check("mixed gpus", "warn", f"other GPUs: {'; '.join(mixed)}", "use groups of equal GPUs")
-    slow = first.num_links == 0
+    slow = not Fabric.parse(first.fabric).can_share_memory
     yield Check(
         "fabric",
         "warn" if slow else "ok",
-        f"{first.fabric}, {first.num_links} NVLinks a GPU",
-        "nothing to do without NVLink: kernels go through PCIe and the library often wins" if slow else "",
+        f"{first.fabric}: {first.fabric_in_words}",
+        "nothing to do: without NVLink between the GPUs every call goes to the library" if slow else "",
     )
     if first.multicast:
         yield Check("multicast", "ok", "NVLink multicast is there")
@@ -200,56 +178,6 @@ def _host_backend() -> Iterator[Check]:
     )
 
 
-def check_databases() -> Iterator[Check]:
-    """Every layer: can it be read, what does it hold, does it lie where SQLite is safe."""
-    from tunedcomm.db.engine import parse_target
-    from tunedcomm.db.layers import is_absent, layers
-
-    for layer in layers():
-        name = f"{layer.name} database"
-        path = parse_target(layer.target).path
-        if is_absent(layer):
-            yield Check(name, "ok", f"{path} is not there yet; `tunedcomm tune` makes it")
-            yield from _network(name, path)
-            continue
-        try:
-            with open_layer(layer) as database:
-                held = f"{len(database.problems())} problems, {len(database.environments())} environments"
-                yield Check(name, "ok", f"{database.url}: {held}, schema {database.schema_version}")
-        except DatabaseError as error:
-            yield Check(name, "fail", str(error), "repair, upgrade or remove it; dispatch skips it until then")
-            continue
-        yield from _network(name, path)
-
-
-def _network(name: str, path: Path | None) -> Iterator[Check]:
-    kind = "" if path is None else file_system(path)
-    if kind in NETWORK_FILE_SYSTEMS:
-        yield Check(
-            name,
-            "warn",
-            f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold",
-            "write to a local file on each host, or to PostgreSQL; reading is safe",
-        )
-
-
-def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Type of the file system that holds `path` or would hold it; "" where the mount table cannot be read."""
-    if not mounts.is_file():
-        return ""
-    best, kind = "", ""
-    target = str(path.absolute())
-    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = fields[1].replace("\\040", " ")
-        inside = target == point or target.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind
-
-
 def check_variables() -> Iterator[Check]:
     """Environment variables that are set: valid, invalid, unknown."""
     from tunedcomm import kernels
@@ -260,7 +188,16 @@ def check_variables() -> Iterator[Check]:
     for name in sorted(name for name in os.environ if name.startswith(settings.PREFIX)):
         seen = True
         yield Check(name, "ok", os.environ[name])
-    for read in (settings.mode, settings.log_level, settings.peer_timeout_s, settings.workspace_bytes):
+    every: tuple[Callable[[], object], ...] = (
+        settings.db_network,
+        settings.db_patience_s,
+        settings.db_url,
+        settings.log_level,
+        settings.mode,
+        settings.peer_timeout_s,
+        settings.workspace_bytes,
+    )
+    for read in every:
         try:
             read()
         except SettingError as error:
@@ -280,20 +217,32 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_gpus,
     check_symmetric_memory,
     check_databases,
+    check_this_machine,
     check_variables,
 )
 
 
-def run_checks(checks: tuple[Callable[[], Iterator[Check]], ...] = CHECKS) -> list[Check]:
-    """Every check's lines; one that raises becomes a failed line of its own, so that the others are still seen."""
-    found: list[Check] = []
-    for check in checks:
-        try:
-            found += check()
-        except Exception as error:  # noqa: BLE001 - a broken machine is what the doctor is called for
-            found.append(
-                Check(check.__name__.removeprefix("check_"), "fail", f"{type(error).__name__}: {error}", "see above")
-            )
+def run_checks(
+    checks: tuple[Callable[[], Iterator[Check]], ...] = CHECKS, *, borrow: Sequence[str] = ()
+) -> list[Check]:
+    """Every check's lines; one that raises becomes a failed line of its own, so that the others are still seen.
+
+    Args:
+        checks: what to look at.
+        borrow: names of other hardware of which to say whether its measurements may serve here.
+    """
+    found = [line for check in checks for line in _lines(check.__name__.removeprefix("check_"), check)]
+    if borrow:
+        found += _lines("borrowing", lambda: check_borrowing(borrow))
     if sys.platform != "linux":
         found.append(Check("platform", "fail", f"{sys.platform} is not supported", "use Linux"))
+    return found
+
+
+def _lines(name: str, check: Callable[[], Iterator[Check]]) -> list[Check]:
+    found: list[Check] = []
+    try:
+        found += check()
+    except Exception as error:  # noqa: BLE001 - a broken machine is what the doctor is called for
+        found.append(Check(name, "fail", f"{type(error).__name__}: {error}", "see above"))
     return found

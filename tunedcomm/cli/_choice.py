@@ -23,6 +23,7 @@ __all__ = [
     "choose",
     "environment_here",
     "match_environments",
+    "nearest_stored",
     "open_layer",
     "read_layers",
     "stored_environments",
@@ -37,12 +38,14 @@ class Choice:
         problem, environment: what was asked.
         decision: what dispatch runs, with the candidates that it looked at.
         left_out: variants of which it looked at no candidate, each with the reason.
+        nearest: where nothing is stored for this hardware, the stored environment that differs least from it.
     """
 
     problem: Problem
     environment: Environment
     decision: Decision
     left_out: tuple[tuple[str, str], ...] = ()
+    nearest: Environment | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the same keys for `lookup --json` and `explain --json`."""
@@ -51,10 +54,19 @@ class Choice:
             "asked_for": {"digest": self.environment.digest, **self.environment.to_dict()},
             **self.decision.to_dict(),
             "left_out": [list(entry) for entry in self.left_out],
+            "nearest": None
+            if self.nearest is None
+            else {
+                "digest": self.nearest.digest,
+                **self.nearest.to_dict(),
+                "differences": list(self.environment.differences(self.nearest).values()),
+            },
         }
 
 
-def choose(options: ProblemOptions, *, hardware: str | None, database: str | None) -> Choice:
+def choose(
+    options: ProblemOptions, *, hardware: str | None, database: str | None, borrow: Sequence[str] = ()
+) -> Choice:
     """Resolve the problem as dispatch would, without a process group.
 
     Raises:
@@ -68,14 +80,24 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
 
     layers = read_layers(database)
     environment = _environment(hardware, layers, problem)
-    snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=database is not None)
+    snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=database is not None, borrow=borrow)
     limits = communicator.limits_for(environment, problem.world_size)
     forced = dispatcher.forced_candidate(problem, limits)
     if forced is None and settings.mode() == "off":
         forced = Candidate.of(problem.op, "library", {})
     decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy, forced=forced)
     stored = _stored_reasons(problem, environment, layers)
-    return Choice(problem, environment, decision, _left_out(problem, decision, limits, options.policy, stored))
+    left_out = _left_out(problem, decision, limits, options.policy, stored)
+    nearest = None if snapshot.rows else nearest_stored(environment, stored_environments(layers, is_quiet=True))
+    return Choice(problem, environment, decision, left_out, nearest)
+
+
+def nearest_stored(environment: Environment, stored: Iterable[Environment]) -> Environment | None:
+    """The stored environment that differs least in hardware; None where this very hardware is stored, or nothing."""
+    from tunedcomm.hardware import nearest
+
+    found = nearest(environment, stored)
+    return None if found is None or found.hard_key == environment.hard_key else found
 
 
 def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence[Layer]) -> dict[str, str]:
@@ -125,10 +147,10 @@ def _left_out(
 
 def read_layers(database: str | None) -> Sequence[Layer]:
     """Every layer, without a user database that was never made; or only the database that was named."""
-    from tunedcomm.db.layers import Layer, is_absent, layers
+    from tunedcomm.db.layers import is_absent, layers, named_layers
 
     if database is not None:
-        return [Layer(name="user", target=database)]
+        return named_layers(database)
     return [layer for layer in layers() if not is_absent(layer)]
 
 
@@ -152,8 +174,8 @@ def environment_here() -> Environment:
     return detect(0 if torch.cuda.is_available() else None)
 
 
-def stored_environments(layers: Iterable[Layer]) -> list[Environment]:
-    """Environments of all readable layers, nearest layer first, each once; unreadable layers are noted on stderr."""
+def stored_environments(layers: Iterable[Layer], *, is_quiet: bool = False) -> list[Environment]:
+    """Environments of all readable layers, nearest layer first, each once; unreadable ones are noted on stderr."""
     found: dict[str, Environment] = {}
     for layer in layers:
         try:
@@ -161,14 +183,16 @@ def stored_environments(layers: Iterable[Layer]) -> list[Environment]:
                 for environment in database.environments():
                     found.setdefault(environment.digest, environment)
         except DatabaseError as error:
-            note(f"skipped the {layer.name} database: {error}")
+            if not is_quiet:
+                note(f"skipped the {layer.name} database: {error}")
     return list(found.values())
 
 
 def match_environments(text: str, environments: Sequence[Environment]) -> list[Environment]:
-    """Environments whose GPU name holds `text` or whose digest begins with it; case does not matter."""
-    wanted = text.strip().lower()
-    return [e for e in environments if wanted in e.gpu.lower() or e.digest.startswith(wanted)]
+    """Environments whose GPU name holds `text` or fits it as a pattern, or whose digest begins with it."""
+    from tunedcomm.db.borrow import matches
+
+    return [e for e in environments if matches(text, e)]
 
 
 def _environment(hardware: str | None, layers: Sequence[Layer], problem: Problem) -> Environment:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from tunedcomm import settings
 from tunedcomm.names import did_you_mean
 from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, parse_shape
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy
 
 __all__ = [
+    "BorrowOption",
     "CallMode",
     "DatabaseOption",
     "DtypeOption",
@@ -31,6 +33,7 @@ __all__ = [
     "SweptMode",
     "SweptPlace",
     "WorldSizeOption",
+    "borrowed",
     "check_dtype",
     "check_reduction",
     "check_shape",
@@ -120,6 +123,14 @@ HardwareOption: TypeAlias = Annotated[
         "the environment's digest.",
     ),
 ]
+BorrowOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--borrow",
+        help="Other hardware whose measurements may serve where there are none: part of the GPU's name, a pattern, or "
+        "the first digits of the environment's digest. By default what TUNEDCOMM_BORROW names.",
+    ),
+]
 DatabaseOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--db", help="Database to read, a path or a SQLAlchemy URL; by default every layer is read."),
@@ -137,6 +148,11 @@ def known_op(name: str) -> OpSpec:
 
     kernels.discover()
     return get_op(name)
+
+
+def borrowed(values: list[str] | None) -> tuple[str, ...]:
+    """What `--borrow` names, else TUNEDCOMM_BORROW."""
+    return tuple(split(values)) or settings.borrow()
 
 
 def split(values: list[str] | None) -> list[str]:

@@ -14,7 +14,18 @@ from typing import Annotated, Any
 import typer
 
 from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
-from tunedcomm.cli._options import JsonOption, OpOption, SweptKind, SweptMode, check_dtype, check_shape, known_op, split
+from tunedcomm.cli._options import (
+    BorrowOption,
+    JsonOption,
+    OpOption,
+    SweptKind,
+    SweptMode,
+    borrowed,
+    check_dtype,
+    check_shape,
+    known_op,
+    split,
+)
 from tunedcomm.cli._output import emit_json, format_bytes, format_ratio, format_us, note, table
 from tunedcomm.spec import ITEMSIZE, format_shape
 
@@ -50,6 +61,7 @@ def bench(
         list[str] | None,
         typer.Option(help="Of tuned, library, kraken and the variants. By default all that run."),
     ] = None,
+    borrow: BorrowOption = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     as_json: JsonOption = False,
@@ -81,22 +93,22 @@ def bench(
         "command": shlex.join(["tunedcomm", *sys.argv[1:]]),
     }
     note(f"comparing {len(shapes)} shapes of {spec.name} on {ranks} ranks")
-    rows = _run(job, ranks)
+    rows = _run(job, ranks, borrowed(borrow))
     if as_json:
         emit_json(rows)
     else:
         table(COLUMNS, [_cells(row, rows) for row in rows], title=_title(rows))
 
 
-def _run(job: Mapping[str, Any], world_size: int) -> list[dict[str, Any]]:
+def _run(job: Mapping[str, Any], world_size: int, borrow: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of the result file that rank 0 writes; leaves with code 1 if the gang failed."""
     with tempfile.TemporaryDirectory(prefix="tunedcomm-bench-") as folder:
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(json.dumps(job), encoding="utf-8")
         arguments = [str(job_file), str(result_file)]
         # What a benchmark calls is not what anybody misses.
-        unnoted = {"TUNEDCOMM_MISS_LOG": "0"}
-        code = run_module("tunedcomm.cli._bench_rank", arguments, world_size=world_size, environment=unnoted)
+        variables = {"TUNEDCOMM_MISS_LOG": "0", "TUNEDCOMM_BORROW": ",".join(borrow)}
+        code = run_module("tunedcomm.cli._bench_rank", arguments, world_size=world_size, environment=variables)
         if code or not result_file.exists():
             note(f"the benchmark's ranks ended with code {code}; what they printed above says why")
             raise typer.Exit(1)

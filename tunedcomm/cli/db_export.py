@@ -31,9 +31,10 @@ def db_export(
     Example: tunedcomm db export --db tuned.db --db other-node.db cluster.db
     """
     from tunedcomm.db.export import export_database
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import named_layers
 
-    export = export_database(db or [user_database()], out, force=force)
+    sources = [layer.target for target in db or (None,) for layer in named_layers(target)]
+    export = export_database(sources, out, force=force)
     if as_json:
         emit_json(_to_dict(export))
         return

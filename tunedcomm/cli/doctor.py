@@ -7,18 +7,20 @@ from dataclasses import asdict
 import typer
 
 from tunedcomm.cli._checks import run_checks
-from tunedcomm.cli._options import JsonOption
+from tunedcomm.cli._options import BorrowOption, JsonOption, borrowed
 from tunedcomm.cli._output import emit, emit_json
 
 __all__ = ["doctor"]
 
 
-def doctor(*, as_json: JsonOption = False) -> None:
+def doctor(*, borrow: BorrowOption = None, as_json: JsonOption = False) -> None:
     """Check versions, GPUs, links, symmetric memory, databases and settings; exit code 1 if something must be fixed.
 
     Example: tunedcomm doctor
+
+    Example: tunedcomm doctor --borrow H100
     """
-    checks = run_checks()
+    checks = run_checks(borrow=borrowed(borrow))
     if as_json:
         emit_json([asdict(check) for check in checks])
     else:

@@ -8,6 +8,7 @@ import typer
 
 from tunedcomm.cli._choice import Choice, choose
 from tunedcomm.cli._options import (
+    BorrowOption,
     CallMode,
     DatabaseOption,
     DtypeOption,
@@ -19,6 +20,7 @@ from tunedcomm.cli._options import (
     ProblemOptions,
     ShapeOption,
     WorldSizeOption,
+    borrowed,
 )
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us
 
@@ -31,6 +33,7 @@ def explanation(choice: Choice) -> list[str]:
     lines = [
         f"{problem} ({format_bytes(problem.nbytes)})",
         f"  on            {choice.environment}",
+        f"  fabric        {choice.environment.fabric_in_words}",
         f"  runs          {decision.candidate}",
         f"  source        {decision.source}",
         f"  why           {decision.why}",
@@ -49,6 +52,10 @@ def explanation(choice: Choice) -> list[str]:
     if decision.environment is not None:
         drift = choice.environment.drift(decision.environment)
         lines.append(f"  measured in   {decision.environment}" + (f"; since then: {', '.join(drift)}" if drift else ""))
+        lines += [f"  not the same  {text}" for text in choice.environment.differences(decision.environment).values()]
+    if choice.nearest is not None:
+        lines.append(f"  nearest       nothing is stored for this hardware; the nearest is {choice.nearest}")
+        lines += [f"                {text}" for text in choice.environment.mismatches(choice.nearest)]
     if passed_over := (*decision.passed_over, *choice.left_out):
         lines.append("  passed over")
         width = max(len(name) for name, _ in passed_over)
@@ -67,6 +74,7 @@ def explain(
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,
     hardware: HardwareOption = None,
+    borrow: BorrowOption = None,
     db: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -84,7 +92,7 @@ def explain(
         input_kind=input_kind,
         numerics=numerics,
     )
-    choice = choose(options, hardware=hardware, database=db)
+    choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow))
     if as_json:
         emit_json(choice.to_dict())
         return

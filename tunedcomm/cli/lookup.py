@@ -8,6 +8,7 @@ import typer
 
 from tunedcomm.cli._choice import choose
 from tunedcomm.cli._options import (
+    BorrowOption,
     CallMode,
     DatabaseOption,
     DtypeOption,
@@ -19,6 +20,7 @@ from tunedcomm.cli._options import (
     ProblemOptions,
     ShapeOption,
     WorldSizeOption,
+    borrowed,
 )
 from tunedcomm.cli._output import emit, emit_json
 
@@ -36,6 +38,7 @@ def lookup(
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,
     hardware: HardwareOption = None,
+    borrow: BorrowOption = None,
     db: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -53,7 +56,7 @@ def lookup(
         input_kind=input_kind,
         numerics=numerics,
     )
-    choice = choose(options, hardware=hardware, database=db)
+    choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow))
     if as_json:
         emit_json(choice.to_dict())
     else:

@@ -204,7 +204,7 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
         DatabaseError: the database cannot be made or written.
         TuningError: the sweep could not be started or carried on.
     """
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import writable_database
     from tunedcomm.db.store import Database
     from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.sweep import sweep
@@ -215,7 +215,7 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
     if spec.backend is None and num_gpus() < 2:
         say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs")
         spec = replace(spec, backend="host")
-    with Database.open(database or user_database(), create=True, patience_s=db_patience_s()) as opened:
+    with Database.open(writable_database(database), create=True, patience_s=db_patience_s()) as opened:
         url = str(opened.path or opened.url)
         say(f"tuning {spec.op}, storing in {url}")
         try:

@@ -13,7 +13,7 @@ from tunedcomm.spec import Candidate, Numerics, NumericsPolicy, Problem, admits
 
 __all__ = ["Call", "Decision", "Source", "settle"]
 
-Source: TypeAlias = Literal["forced", "pin", "exact", "interpolated", "heuristic", "library"]
+Source: TypeAlias = Literal["forced", "pin", "exact", "interpolated", "borrowed", "heuristic", "library"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Decision:
 
     Attributes:
         candidate: what to run.
-        source: which rule chose it. `exact` and `interpolated` may well choose the library.
+        source: which rule chose it. `exact`, `interpolated` and `borrowed` may well choose the library.
         latency_us: expected latency, None where it is not known.
         library_us: the library's expected latency, None where it is not known.
         runner_up: the fastest other challenger, None if there was none.
@@ -62,7 +62,7 @@ class Decision:
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of one `choose`, with what has been found out so far."""
+    """The arguments of one `choose`, with what has been found out so far; `borrowed` says which rows are looked at."""
 
     snapshot: Snapshot
     problem: Problem
@@ -73,6 +73,11 @@ class Call:
     message_bytes: Callable[[Problem], int]
     passed: dict[Candidate, str] = field(default_factory=dict)
     objections: dict[Candidate, str | None] = field(default_factory=dict)
+    borrowed: bool = False
+
+    def rows(self, like: Problem) -> tuple[Row, ...]:
+        """Rows of all sizes of the family of `like`."""
+        return self.snapshot.family_rows(like, borrowed=self.borrowed)
 
     @property
     def library(self) -> Candidate:

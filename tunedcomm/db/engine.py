@@ -16,6 +16,8 @@ from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 
 from tunedcomm.db.driver_errors import named
+from tunedcomm.db.home import expanded
+from tunedcomm.db.netfs import network_of
 from tunedcomm.db.target import Target
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
 
@@ -56,7 +58,7 @@ def parse_target(target: str | Path) -> Target:
     if "://" not in text:
         if not text or "\x00" in text:
             raise DatabaseAccessError(f"database path {text!r} is empty or holds NUL; pass a file or a SQLAlchemy URL")
-        path = Path(text).expanduser()
+        path = expanded(text)
         return Target(URL.create("sqlite", database=str(path)), path)
     try:
         url = make_url(text)
@@ -81,7 +83,7 @@ def prepare_file(path: Path, *, create: bool) -> None:
     except FileNotFoundError:
         if not create:
             raise DatabaseAccessError(
-                f"database {path} does not exist; `tunedcomm tune` makes one, or correct TUNEDCOMM_DB or --db"
+                f"database {path} does not exist; `tunedcomm tune` makes one, or correct TUNEDCOMM_DB, TUNEDCOMM_DB_PATH or --db"
             ) from None
         _make_parent(path)
         return
@@ -138,11 +140,11 @@ def make_engine(target: Target, *, readonly: bool, immutable: bool, busy_timeout
         raise DatabaseAccessError(
             f"no driver for database {target}: {error}; install it, e.g. pip install 'tunedcomm[postgres]'"
         ) from None
-    use_wal = target.path is not None and not readonly
+    journal = None if target.path is None or readonly else _journal_for(target.path)
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, record: object) -> None:
-        _set_pragmas(connection, busy_timeout_s, use_wal=use_wal)
+        _set_pragmas(connection, busy_timeout_s, journal=journal)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
@@ -198,7 +200,12 @@ def _lenient_text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def _set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, use_wal: bool) -> None:
+def _journal_for(path: Path) -> str:
+    """Hosts that share a file cannot share the memory that a write-ahead log needs."""
+    return "delete" if network_of(path) else "wal"
+
+
+def _set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, journal: str | None) -> None:
     # Transactions are begun by the engine's "begin" event; the driver's own implicit ones begin too late for DDL.
     connection.isolation_level = None
     connection.text_factory = _lenient_text
@@ -206,15 +213,16 @@ def _set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, use_w
     connection.execute("PRAGMA foreign_keys=ON")
     # A file from elsewhere may define functions in views and triggers: they are not to be trusted.
     connection.execute("PRAGMA trusted_schema=OFF")
-    if not use_wal:
+    if journal is None:
         return
-    connection.execute("PRAGMA synchronous=NORMAL")
+    # Without a write-ahead log a power cut could damage the file if SQLite did not wait for the disk.
+    connection.execute(f"PRAGMA synchronous={'NORMAL' if journal == 'wal' else 'FULL'}")
     # Switching to WAL ignores the busy timeout when two processes do it at once; the switch itself lasts for ever.
     deadline = time.monotonic() + busy_timeout_s
     while True:
         try:
-            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-                connection.execute("PRAGMA journal_mode=WAL")
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != journal:
+                connection.execute(f"PRAGMA journal_mode={journal}")
             return
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) or time.monotonic() >= deadline:

@@ -1,41 +1,47 @@
 """The databases a process reads, nearest first, and their merge into one snapshot.
 
-Layers: the user database (`TUNEDCOMM_DB`, or a file in the user's data directory), site databases
-(`TUNEDCOMM_DB_PATH`), and the databases shipped with the package.
+Layers: the user database (`TUNEDCOMM_DB`, or a file in the user's data directory; on a network file system with the
+files that other hosts wrote in its place), site databases (`TUNEDCOMM_DB_PATH`), and the databases shipped with the
+package.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import platformdirs
 
 from tunedcomm import settings
 from tunedcomm.db import query
+from tunedcomm.db.borrow import Loan, loans, matches
 from tunedcomm.db.engine import parse_target
-from tunedcomm.db.query import FailedTrial, OkTrial
-from tunedcomm.db.records import PinRecord
+from tunedcomm.db.gather import Gathered, snapshot_of
+from tunedcomm.db.home import data_directory, expanded
+from tunedcomm.db.netfs import network_of, other_hosts, own_file
+from tunedcomm.db.once import warn_once
 from tunedcomm.db.rows import Reader
-from tunedcomm.db.snapshot import Failure, Pinned, Row, Snapshot, is_drift
+from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseError
-from tunedcomm.hardware import SOFT_FIELDS, Environment
-from tunedcomm.spec import Candidate, Problem
+from tunedcomm.errors import DatabaseBusyError, DatabaseError
+from tunedcomm.hardware import Environment
 
-__all__ = ["Layer", "is_absent", "layers", "load_snapshot", "packaged_databases", "user_database"]
-
-_log = logging.getLogger("tunedcomm")
-_warned: set[str] = set()
+__all__ = [
+    "Layer",
+    "is_absent",
+    "layers",
+    "load_snapshot",
+    "named_layers",
+    "packaged_databases",
+    "user_database",
+    "user_layers",
+    "writable_database",
+]
 
 # Readers of a snapshot wait for nobody: WAL lets them read beside a writer, anything longer is a stuck file system.
 _READ_TIMEOUT_S = 5.0
-
-_Key: TypeAlias = tuple[Problem, Candidate, str]
+_READ_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +51,74 @@ class Layer:
     Attributes:
         name: `user`, `site` or `packaged`.
         target: file or SQLAlchemy URL.
+        is_beside: it shares the place of the layer before it: both were written in place of one file.
     """
 
     name: str
     target: str
+    is_beside: bool = False
 
 
 def user_database() -> str:
-    """Where tuning is stored: `TUNEDCOMM_DB`, or `tuned.db` in the user's data directory."""
-    return settings.db_url() or str(Path(platformdirs.user_data_dir("tunedcomm", appauthor=False)) / "tuned.db")
+    """The database that is the user's own: `TUNEDCOMM_DB`, or `tuned.db` in the user's data directory.
+
+    What is tuned is stored in `writable_database()`, which is another file where this one lies on a network.
+
+    Raises:
+        DatabaseAccessError: TUNEDCOMM_DB is not set, and the user has no home directory.
+    """
+    return settings.db_url() or str(data_directory() / "tuned.db")
+
+
+def writable_database(target: str | None = None) -> str:
+    """Where this host stores what is meant for `target`, by default for the user database.
+
+    That is the target itself, but for a SQLite file on a network file system the file of this host beside it.
+
+    Raises:
+        DatabaseAccessError: no target is given, and there is no place for a user database.
+    """
+    named = user_database() if target is None else target
+    path = parse_target(named).path
+    network = "" if path is None else network_of(path)
+    if path is None or not network:
+        return named
+    own = own_file(path)
+    if own == path:
+        return named
+    warn_once(
+        f"{path} lies on a network file system ({network}), where SQLite's locks may not hold between hosts: this host "
+        f"writes {own}, and every host's file is read. `tunedcomm db merge {path.parent} --into FILE` makes one of "
+        "them; TUNEDCOMM_DB_NETWORK=no trusts the locks"
+    )
+    return str(own)
+
+
+def user_layers(target: str | None = None) -> list[Layer]:
+    """The user database, or `target` in its place, and what hosts have written in place of it.
+
+    Raises:
+        DatabaseAccessError: no target is given, and there is no place for a user database.
+    """
+    named = user_database() if target is None else target
+    path = parse_target(named).path
+    if path is None or not network_of(path):
+        return [Layer("user", named)]
+    # This host's file first, which need not be there yet: it is the one that `tune` will make.
+    targets = dict.fromkeys([str(own_file(path)), str(path), *map(str, other_hosts(path))])
+    return [Layer("user", target, is_beside=number > 0) for number, target in enumerate(targets)]
+
+
+def named_layers(target: str | None = None) -> list[Layer]:
+    """`target`, by default the user database, and what hosts have written in place of it: all that are there.
+
+    Where nothing is there, the database itself, for whoever opens it to say so.
+
+    Raises:
+        DatabaseAccessError: `target` is neither a path nor a URL, or there is no place for a user database.
+    """
+    there = [layer for layer in user_layers(target) if not is_absent(layer)]
+    return there or [Layer("user", user_database() if target is None else target)]
 
 
 def packaged_databases() -> list[Path]:
@@ -66,179 +131,138 @@ def packaged_databases() -> list[Path]:
     return sorted(folder.glob("*.db")) if folder.is_dir() else []
 
 
-def site_databases() -> list[str]:
-    """What `TUNEDCOMM_DB_PATH` lists, in its order; a directory stands for its `*.db` files, sorted."""
+def site_databases(*, is_quiet: bool = False) -> list[str]:
+    """What `TUNEDCOMM_DB_PATH` lists, each once in its order; a directory stands for its `*.db` files, sorted.
+
+    A directory that cannot be listed is left out with a warning, unless `is_quiet`.
+    """
     found: list[str] = []
     for entry in settings.db_path():
-        folder = Path(entry).expanduser()
-        if "://" not in entry and os.path.isdir(folder):  # noqa: PTH112 - Path.is_dir() raises where it may not look
-            found += [str(path) for path in sorted(folder.glob("*.db"))]
-        else:
-            found.append(entry)
-    return found
+        try:
+            folder = Path(entry) if "://" in entry else expanded(entry)
+            is_folder = os.path.isdir(folder)  # noqa: PTH112 - Path.is_dir() raises where it may not look
+            names = sorted(os.listdir(folder)) if is_folder else None  # noqa: PTH208 - globs hide what they may not list
+        except DatabaseError:  # whoever opens it says so
+            names = None
+        except OSError as error:
+            if not is_quiet:
+                warn_once(f"site databases left out: cannot list {entry} of TUNEDCOMM_DB_PATH: {error.strerror}")
+            continue
+        found += [entry] if names is None else [str(folder / name) for name in names if name.endswith(".db")]
+    return list(dict.fromkeys(found))
 
 
 def _all_layers() -> list[Layer]:
+    try:
+        user = user_layers()
+    except DatabaseError as error:
+        warn_once(str(error))
+        user = []
     return [
-        Layer("user", user_database()),
+        *user,
         *(Layer("site", target) for target in site_databases()),
         *(Layer("packaged", str(path)) for path in packaged_databases()),
     ]
 
 
 def layers() -> list[Layer]:
-    """Every layer, nearest first."""
+    """Every layer, nearest first; a user without a place for a database has none, which is said once."""
     return _all_layers()
-
-
-@dataclass(slots=True)
-class _Merge:
-    """What the layers read so far amount to."""
-
-    environment: Environment
-    rows: dict[_Key, Row] = field(default_factory=dict)
-    good: dict[_Key, str] = field(default_factory=dict)
-    failures: dict[_Key, FailedTrial] = field(default_factory=dict)
-    pins: dict[Problem, Pinned] = field(default_factory=dict)
-
-    def add_trial(self, trial: OkTrial, layer: Layer, rank: int) -> None:
-        row = Row(
-            problem=trial.problem,
-            candidate=trial.candidate,
-            source_hash=trial.source_hash,
-            environment=trial.environment,
-            latency_p50_us=trial.latency_p50_us,
-            latency_p10_us=trial.latency_p10_us,
-            latency_p90_us=trial.latency_p90_us,
-            samples=trial.samples,
-            baseline_p50_us=trial.baseline_p50_us,
-            final=trial.final,
-            drift=is_drift(self.environment, trial.environment),
-            layer=layer.name,
-            layer_rank=rank,
-            created_at=trial.created_at,
-            trial_id=trial.id,
-        )
-        key = (row.problem, row.candidate, row.source_hash)
-        self.good[key] = max(row.created_at, self.good.get(key, ""))
-        known = self.rows.get(key)
-        if known is None or _better(row, known):
-            self.rows[key] = row
-
-    def add_failure(self, trial: FailedTrial) -> None:
-        key = (trial.problem, trial.candidate, trial.source_hash)
-        known = self.failures.get(key)
-        if known is None or (trial.created_at, trial.status) > (known.created_at, known.status):
-            self.failures[key] = trial
-
-    def add_pins(self, pins: Sequence[PinRecord], layer: Layer, world_size: int) -> None:
-        here = [
-            p
-            for p in pins
-            if p.problem.world_size == world_size and p.environment.hard_key == self.environment.hard_key
-        ]
-        for pin in sorted(here, key=lambda p: p.created_at, reverse=True):
-            pinned = Pinned(problem=pin.problem, candidate=pin.candidate, reason=pin.reason, layer=layer.name)
-            self.pins.setdefault(pin.problem, pinned)
-
-    def snapshot(self, world_size: int) -> Snapshot:
-        # A candidate that failed after its last good trial is not to be launched, whoever measured it before.
-        failures = {k: f for k, f in self.failures.items() if f.created_at >= self.good.get(k, "")}
-        rows = {key: row for key, row in self.rows.items() if key not in failures}
-        return Snapshot(
-            environment=self.environment,
-            world_size=world_size,
-            rows=tuple(rows.values()),
-            pins=tuple(self.pins.values()),
-            failures=_one_a_family(list(failures.values())),
-            notes=_drift_notes(self.environment, list(rows.values())),
-        )
-
-
-def _better(row: Row, known: Row) -> bool:
-    """True if `row` replaces `known`, of the same candidate: by tier, then the newest; never by row id."""
-    if row.tier != known.tier:
-        return row.tier < known.tier
-    return _age(row) > _age(known)
-
-
-def _age(row: Row) -> tuple[Any, ...]:
-    # Equal times are told apart by content, so that the order of storing never matters.
-    return (row.created_at, -row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
-
-
-def _one_a_family(trials: list[FailedTrial]) -> tuple[Failure, ...]:
-    """The failure at the first problem of each family: one is enough to keep a candidate from being predicted."""
-    kept: dict[_Key, FailedTrial] = {}
-    for trial in sorted(trials, key=lambda t: (t.problem, t.created_at, t.status)):
-        kept.setdefault((trial.problem.family, trial.candidate, trial.source_hash), trial)
-    return tuple(
-        Failure(problem=t.problem, candidate=t.candidate, source_hash=t.source_hash, status=t.status)
-        for t in kept.values()
-    )
-
-
-def _drift_notes(here: Environment, rows: list[Row]) -> tuple[str, ...]:
-    drifted = [row for row in rows if row.drift]
-    if not drifted:
-        return ()
-    names = [n for n in SOFT_FIELDS if n != "tunedcomm"]
-    changes = sorted(
-        {
-            f"{name} {getattr(row.environment, name) or '(none)'} → {getattr(here, name) or '(none)'}"
-            for row in drifted
-            for name in names
-            if getattr(row.environment, name) != getattr(here, name)
-        }
-    )
-    return (
-        f"{len(drifted)} of {len(rows)} rows were measured under other software ({', '.join(changes)}); they are used "
-        "where there is nothing newer. `tunedcomm tune` measures them again",
-    )
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning(message)
 
 
 def is_absent(layer: Layer) -> bool:
     """True for a user database that was never made, which is no fault; one that cannot be looked at may be there."""
-    path = parse_target(layer.target).path
-    if layer.name != "user" or path is None:
-        return False
     try:
+        path = parse_target(layer.target).path
+        if layer.name != "user" or path is None:
+            return False
         path.lstat()
     except FileNotFoundError:
         return True
-    except OSError:
+    except (DatabaseError, OSError):
         return False
     return False
 
 
-def _read(layer: Layer, rank: int, world_size: int, merge: _Merge) -> None:
+@dataclass(slots=True)
+class _Reading:
+    """What is read of all layers.
+
+    Attributes:
+        own, borrowed: rows of this hardware, and of what may stand in for it.
+        names: the hardware that may stand in.
+        loans: what the layers hold of it.
+    """
+
+    own: Gathered
+    borrowed: Gathered
+    names: Sequence[str]
+    loans: dict[str, Loan]
+
+    def notes(self) -> list[str]:
+        """What a person should know who named hardware that does not serve."""
+        said = [
+            f"nothing is borrowed from {loan.environment}: {loan.objection}"
+            for loan in self.loans.values()
+            if loan.objection is not None
+        ]
+        unknown = [n for n in self.names if not any(matches(n, loan.environment) for loan in self.loans.values())]
+        return sorted(said) + [f"nothing is borrowed from {n!r}: no database holds such hardware" for n in unknown]
+
+
+def _read(layer: Layer, rank: int, world_size: int, into: _Reading) -> None:
+    """Add a layer, read again if somebody wrote to it meanwhile who cannot be locked out."""
+    deadline = time.monotonic() + _READ_TIMEOUT_S
+    while not _read_once(layer, rank, world_size, into, is_last=time.monotonic() > deadline):
+        time.sleep(_READ_AGAIN_S)
+
+
+def _read_once(layer: Layer, rank: int, world_size: int, into: _Reading, *, is_last: bool) -> bool:
+    """False if the file changed under the reader, who is to try again."""
     immutable = True if layer.name == "packaged" else None
+    own, lent = into.own, into.borrowed
     with Database.open(layer.target, readonly=True, immutable=immutable, busy_timeout_s=_READ_TIMEOUT_S) as database:
         reader = Reader()
-        with database.reading() as connection:
-            environments = query.environments_like(connection, merge.environment, reader)
-            if environments:
-                trials = query.ok_trials(connection, environments, world_size, reader)
-                failures = query.failed_trials(connection, environments, world_size, reader)
-                pins = query.pins(connection, reader)
+        try:
+            with database.reading() as connection:
+                environments = query.environments_like(connection, own.environment, reader)
+                stored = query.load_environments(connection, reader) if into.names else {}
+                found = loans(own.environment, into.names, stored.values())
+                serving = {loan.environment.digest for loan in found if loan.objection is None}
+                others = {key: there for key, there in stored.items() if there.digest in serving}
+                trials, failures = [], []
+                for here in (environments, others):
+                    trials.append(query.ok_trials(connection, here, world_size, reader) if here else [])
+                    failures.append(query.failed_trials(connection, here, world_size, reader) if here else [])
+                pins = query.pins(connection, reader) if environments else []
+        except DatabaseError:
+            if database.is_overtaken and not is_last:
+                return False
+            raise
+        if database.is_overtaken:
+            if is_last:
+                raise DatabaseBusyError(f"{layer.target} is being written all the time by another host or user")
+            return False
         database.warn_skipped(reader)
-    # Merged only now: a layer that turns out damaged half way must not leave half of itself behind.
-    if environments:
-        for trial in trials:
-            merge.add_trial(trial, layer, rank)
-        for failure in failures:
-            merge.add_failure(failure)
-        merge.add_pins(pins, layer, world_size)
+    # Added only now: a layer that turns out damaged half way must not leave half of itself behind.
+    for gathered, good, failed in zip((own, lent), trials, failures, strict=True):
+        for trial in good:
+            gathered.add_trial(trial, layer=layer.name, rank=rank)
+        for failure in failed:
+            gathered.add_failure(failure)
+    own.add_pins(pins, layer=layer.name, world_size=world_size)
+    for loan in found:
+        into.loans.setdefault(str(loan.environment), loan)
+    return True
 
 
 def load_snapshot(
-    environment: Environment, world_size: int, *, layers: Sequence[Layer] | None = None, strict: bool = False
+    environment: Environment,
+    world_size: int,
+    *,
+    layers: Sequence[Layer] | None = None,
+    strict: bool = False,
+    borrow: Sequence[str] = (),
 ) -> Snapshot:
     """Merge what every layer knows about this environment's hard fields and this world size.
 
@@ -251,20 +275,23 @@ def load_snapshot(
         layers: what to read instead of `layers()`.
         strict: raise what is wrong with a layer instead of leaving the layer out with a warning; a user database
             that was never made counts as wrong too.
+        borrow: names of other hardware whose rows may serve where there are none of this, as TUNEDCOMM_BORROW has them.
 
     Raises:
         DatabaseError: only with `strict`.
     """
-    merge = _Merge(environment)
-    for rank, layer in enumerate(_all_layers() if layers is None else layers):
+    into = _Reading(Gathered(environment), Gathered(environment, borrowed=True), borrow, {})
+    rank = -1
+    for layer in _all_layers() if layers is None else layers:
+        rank += rank < 0 or not layer.is_beside
         try:
             if strict or not is_absent(layer):
-                _read(layer, rank, world_size, merge)
+                _read(layer, rank, world_size, into)
         except DatabaseError as error:
             if strict:
                 raise
-            _warn_once(f"tuning database left out ({layer.name}): {error}")
-    snapshot = merge.snapshot(world_size)
+            warn_once(f"tuning database left out ({layer.name}): {error}")
+    snapshot = snapshot_of(into.own, into.borrowed, world_size, into.notes())
     for note in snapshot.notes:
-        _warn_once(note)
+        warn_once(note)
     return snapshot

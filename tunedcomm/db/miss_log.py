@@ -18,10 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import platformdirs
-
 from tunedcomm import settings
 from tunedcomm.db.engine import parse_target
+from tunedcomm.db.home import data_directory
 from tunedcomm.db.layers import user_database
 from tunedcomm.db.records import canonical_json
 from tunedcomm.db.rows import int_of, parse_problem, text_of, time_of
@@ -52,7 +51,7 @@ class Miss:
         problem: what was called.
         hard_key: hard fields of the environment, as `Environment.hard_key`.
         count: calls; in graph mode captures, for replays are not seen.
-        source: where the candidate came from instead: `interpolated`, `heuristic` or `library`.
+        source: where the candidate came from instead: `interpolated`, `borrowed`, `heuristic` or `library`.
         last_seen: when it was last counted.
     """
 
@@ -67,6 +66,9 @@ def log_path() -> Path:
     """Where misses are noted: TUNEDCOMM_MISS_LOG, else beside the user database.
 
     A database on a server has no place beside it: the user's data directory stands in.
+
+    Raises:
+        DatabaseAccessError: there is no such place, for the user has no home directory.
     """
     named = settings.miss_log()
     if named is not None:
@@ -75,8 +77,7 @@ def log_path() -> Path:
         path = parse_target(user_database()).path
     except DatabaseAccessError:  # whoever opens that database says so
         path = None
-    folder = Path(platformdirs.user_data_dir("tunedcomm", appauthor=False)) if path is None else path.parent
-    return folder / "misses.jsonl"
+    return (data_directory() if path is None else path.parent) / "misses.jsonl"
 
 
 def append(path: Path, misses: Iterable[Miss]) -> None:
@@ -85,8 +86,9 @@ def append(path: Path, misses: Iterable[Miss]) -> None:
     Raises:
         OSError: the file cannot be written, is not a regular file, or has reached `MAX_BYTES`.
     """
-    if path.parent == Path(platformdirs.user_data_dir("tunedcomm", appauthor=False)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(DatabaseAccessError):  # no home directory: the file was named
+        if path.parent == data_directory():
+            path.parent.mkdir(parents=True, exist_ok=True)
     # Not blocking: opening a FIFO would wait for a reader.
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:

@@ -82,6 +82,8 @@ def _score(row: Row, baseline_us: float | None) -> float:
 
 
 def _why_outranked(row: Row, best: Row) -> str:
+    if row.borrowed != best.borrowed:
+        return f"measured only on {row.environment.gpu}, which is borrowed"
     if row.final != best.final:
         return "not measured in the finals"
     if row.drift != best.drift:

@@ -1,6 +1,6 @@
 """Which candidate runs a problem: a pure function of a snapshot and the problem.
 
-Order of resolution: forced, pin, exact, interpolated, heuristic, library.
+Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, library.
 
 - Never considered (except when forced): a candidate that the numerics policy does not admit, that `feasible` refuses,
   or whose source has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
@@ -14,6 +14,8 @@ Order of resolution: forced, pin, exact, interpolated, heuristic, library.
   place and the other way round; symmetric input by plain input (what reads a plain input reads a symmetric one, not the
   other way round); combinations of these; then the same with bfloat16 for float16 or the other way round. Mode, world
   size and op never relax.
+- *Borrowed*: the same two rules over rows of other hardware that the user lets stand in, where rows of this hardware
+  give no answer. Their times rank candidates and predict nothing.
 - A challenger must beat the library by more than its noise (skipped where the policy excludes the library).
 - Near ties, within noise of the fastest, go to the one that is within noise of the best at more of the nearest two
   sizes below and above, then to the one that loses fewer whole per cent there, then by name: re-tuning does not flip
@@ -80,11 +82,15 @@ def choose(
     call = Call(snapshot, problem, feasible, source_hash, numerics_of, policy, message_bytes)
     if forced is not None:
         return _forced(call, forced)
-    decision = _pinned(call) or _exact(call) or _interpolated(call, MAX_REACH) or _heuristic(call, heuristic)
+    decision = _pinned(call) or _exact(call) or _interpolated(call, MAX_REACH) or _borrowed(call, MAX_REACH)
+    decision = decision or _heuristic(call, heuristic)
     if decision is None and not call.library_admitted:
         # Nothing slower than the library is to be feared here, for the library may not run at all.
-        decision = _interpolated(call, None)
+        decision = _interpolated(call, None) or _borrowed(call, None)
     decision = decision or _library(call, hopeless)
+    for row in snapshot.family_rows(problem, borrowed=True) if decision.source != "borrowed" else ():
+        if row.problem == problem and not row.is_library:
+            call.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
     passed = {candidate: reason for candidate, reason in call.passed.items() if candidate != decision.candidate}
     return replace(decision, passed_over=tuple(sorted((str(c), reason) for c, reason in passed.items())))
 
@@ -117,7 +123,7 @@ def _pinned(call: Call) -> Decision | None:
 
 def _measured(call: Call, candidate: Candidate, source: Source, why: str) -> Decision:
     """A decision that does not rest on measurements, with the numbers if there are some."""
-    rows = [row for row in call.snapshot.family_rows(call.problem) if row.problem == call.problem]
+    rows = [row for row in call.rows(call.problem) if row.problem == call.problem]
     for row in call.fresh(rows):
         if row.candidate == candidate:
             return Decision(
@@ -134,7 +140,7 @@ def _measured(call: Call, candidate: Candidate, source: Source, why: str) -> Dec
 
 
 def _exact(call: Call) -> Decision | None:
-    rows = [row for row in call.snapshot.family_rows(call.problem) if row.problem == call.problem]
+    rows = [row for row in call.rows(call.problem) if row.problem == call.problem]
     usable = call.usable(rows, predicted=False)
     call.report(rows, usable)
     found = pool(call.fresh(rows), usable)
@@ -148,7 +154,7 @@ def _exact(call: Call) -> Decision | None:
 def _sizes(call: Call, like: Problem) -> dict[int, list[Row]]:
     """Rows of the family of `like` by message bytes, where some challenger may be used; smallest first."""
     tail = like.shape[1:]
-    rows = [r for r in call.snapshot.family_rows(like) if r.problem.shape[1:] == tail]
+    rows = [r for r in call.rows(like) if r.problem.shape[1:] == tail]
     usable = call.usable(rows, predicted=True)
     by_size: dict[int, list[Row]] = {}
     for row in call.fresh(rows):
@@ -222,6 +228,16 @@ def _between_sizes(call: Call, sizes: dict[int, list[Row]], reach: int | None, r
     return None
 
 
+def _borrowed(call: Call, reach: int | None) -> Decision | None:
+    """What the rows of other hardware say where those of this one say nothing."""
+    lent = replace(call, borrowed=True)
+    decision = _exact(lent) or _interpolated(lent, reach)
+    if decision is None or decision.environment is None:
+        return None
+    why = f"borrowed from {decision.environment}, where {decision.why}"
+    return replace(decision, source="borrowed", why=why, latency_us=None, library_us=None, runner_up_us=None)
+
+
 def _heuristic(call: Call, heuristic: Callable[[Problem], Candidate | None] | None) -> Decision | None:
     candidate = heuristic(call.problem) if heuristic is not None else None
     if candidate is None:
@@ -242,7 +258,7 @@ def _heuristic(call: Call, heuristic: Callable[[Problem], Candidate | None] | No
 
 
 def _library(call: Call, hopeless: Callable[[], str | None]) -> Decision:
-    rows = call.snapshot.family_rows(call.problem)
+    rows = call.rows(call.problem)
     if rows:
         size = call.size(call.problem)
         nearest = min({call.size(row.problem) for row in rows}, key=lambda s: (abs(math.log(s / size)), s))

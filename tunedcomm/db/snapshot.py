@@ -29,13 +29,14 @@ class Row:
         problem: what was measured.
         candidate: what ran.
         source_hash: the variant's source hash when it ran.
-        environment: where it ran; equal to the snapshot's in every hard field.
+        environment: where it ran; equal to the snapshot's in every hard field unless `borrowed`.
         latency_p50_us: median of the slowest rank.
         latency_p10_us, latency_p90_us: its spread, None where unknown.
         samples: iterations behind the percentiles; 0 where unknown.
         baseline_p50_us: the library in the same interleaved run, None where unknown.
         final: measured in the finals.
         drift: the software differs from the snapshot's environment.
+        borrowed: measured on other hardware, which the user lets stand in where nothing was measured on this.
         layer: name of the layer it came from.
         layer_rank: 0 for the nearest layer.
         created_at: when, ISO 8601 in UTC.
@@ -53,6 +54,7 @@ class Row:
     baseline_p50_us: float | None = None
     final: bool = False
     drift: bool = False
+    borrowed: bool = False
     layer: str = "user"
     layer_rank: int = 0
     created_at: str = ""
@@ -63,9 +65,9 @@ class Row:
         return self.candidate.variant == "library"
 
     @property
-    def tier(self) -> tuple[bool, bool, int]:
-        """Smaller is more conclusive: finals first, then the same software, then the nearest layer."""
-        return (not self.final, self.drift, self.layer_rank)
+    def tier(self) -> tuple[bool, bool, bool, int]:
+        """Smaller is more conclusive: this hardware, then finals, then the same software, then the nearest layer."""
+        return (self.borrowed, not self.final, self.drift, self.layer_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ class Snapshot:
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
     digest: str = field(init=False)
-    _families: Mapping[Problem, tuple[Row, ...]] = field(init=False, repr=False, compare=False)
+    _families: Mapping[tuple[Problem, bool], tuple[Row, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def order(item: Row | Failure) -> tuple[Problem, str, str]:
@@ -126,14 +128,14 @@ class Snapshot:
         put(self, "failures", tuple(sorted(self.failures, key=order)))
         put(self, "pins", tuple(sorted(self.pins, key=lambda pin: pin.problem)))
         put(self, "digest", hashlib.sha256(_dump(self._encode(with_ids=False)).encode()).hexdigest())
-        families: dict[Problem, list[Row]] = {}
+        families: dict[tuple[Problem, bool], list[Row]] = {}
         for row in self.rows:
-            families.setdefault(row.problem.family, []).append(row)
+            families.setdefault((row.problem.family, row.borrowed), []).append(row)
         put(self, "_families", {family: tuple(rows) for family, rows in families.items()})
 
-    def family_rows(self, problem: Problem) -> tuple[Row, ...]:
-        """Rows of all sizes of the family of `problem`."""
-        return self._families.get(problem.family, ())
+    def family_rows(self, problem: Problem, *, borrowed: bool = False) -> tuple[Row, ...]:
+        """Rows of all sizes of the family of `problem`: those of this hardware, or those that are borrowed."""
+        return self._families.get((problem.family, borrowed), ())
 
     def _encode(self, *, with_ids: bool) -> dict[str, Any]:
         """Plain JSON values; environments and problems, which repeat, are listed once and referred to by index."""
@@ -225,6 +227,7 @@ _ROW_FIELDS = (
     "baseline_p50_us",
     "final",
     "drift",
+    "borrowed",
     "layer",
     "layer_rank",
     "created_at",

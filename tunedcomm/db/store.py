@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from tunedcomm.db.engine import IMMEDIATE, Target, make_engine, parse_target, pr
 from tunedcomm.db.intern import environment_ids, problem_ids
 from tunedcomm.db.migrate import ensure_schema
 from tunedcomm.db.patience import Patience
+from tunedcomm.db.readonly import Reading
 from tunedcomm.db.records import (
     STATUSES,
     PinRecord,
@@ -35,7 +35,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.version import VERSION
 
-__all__ = ["BUSY_TIMEOUT_S", "Database", "cannot_change"]
+__all__ = ["BUSY_TIMEOUT_S", "Database"]
 
 BUSY_TIMEOUT_S = 30.0
 _INT64 = 2**63
@@ -51,8 +51,18 @@ class Database:
     Trials are only ever added: `record` never changes or removes a row. Make one after a fork, not before.
     """
 
-    def __init__(self, target: Target, engine: Engine, patience: Patience, *, readonly: bool, version: str) -> None:
+    def __init__(
+        self,
+        target: Target,
+        engine: Engine,
+        patience: Patience,
+        *,
+        readonly: bool,
+        version: str,
+        how: Reading | None = None,
+    ) -> None:
         self._target = target
+        self._how = how
         self._engine = engine
         self._patience = patience
         self._readonly = readonly
@@ -76,7 +86,7 @@ class Database:
             create: make the file, its directories and the tables if there are none.
             readonly: never write, not even SQLite's own side files where they are not needed.
             immutable: the file cannot change while it is open (shipped databases), so nothing is locked and no side
-                file is made; None finds out. Implies `readonly`.
+                file is made; None finds out, and then `is_overtaken` says whether it did. Implies `readonly`.
             busy_timeout_s: how long to wait for another writer.
             patience_s: once it is open, how long every method waits for a database that is away or stays locked.
 
@@ -91,18 +101,21 @@ class Database:
         readonly = readonly or bool(immutable)
         if readonly and create:
             raise ValueError("create=True needs a database that can be written; leave readonly and immutable out")
+        what, how = where, None
         if where.path is not None:
             prepare_file(where.path, create=create)
             if readonly and immutable is None:
-                immutable = cannot_change(where.path)
-        engine = make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
+                how = Reading.of(where.path)
+                what, immutable = Target(where.url, how.path), how.immutable
+        engine = make_engine(what, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
+        opened = cls(where, engine, Patience(patience_s), readonly=readonly, version="", how=how)
         try:
             with translated(where):
-                version = ensure_schema(engine, where, create=create, readonly=readonly)
+                opened._version = ensure_schema(engine, where, create=create, readonly=readonly)
         except BaseException:
-            engine.dispose()
+            opened.close()
             raise
-        return cls(where, engine, Patience(patience_s), readonly=readonly, version=version)
+        return opened
 
     def __enter__(self) -> Database:
         return self
@@ -115,6 +128,13 @@ class Database:
     def close(self) -> None:
         """Close every connection; SQLite then folds its write-ahead log into the file."""
         self._engine.dispose()
+        if self._how is not None:
+            self._how.close()
+
+    @property
+    def is_overtaken(self) -> bool:
+        """True if somebody wrote to a file that nobody seemed to write: what was read may be torn, read it again."""
+        return self._how is not None and self._how.is_overtaken
 
     @property
     def path(self) -> Path | None:
@@ -335,9 +355,3 @@ class Database:
     def stats(self) -> dict[str, int]:
         """Rows of each table, trials of each status (`trials_ok`, …) and finals."""
         return self._read(query.counts)
-
-
-def cannot_change(path: Path) -> bool:
-    """True where SQLite could make no side files to read a file in WAL mode, and no writer has left any."""
-    writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-    return not writable and not path.with_name(path.name + "-wal").exists()

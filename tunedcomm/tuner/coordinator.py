@@ -103,7 +103,7 @@ class Coordinator:
                 environments=self._environments,
             )
         elif environment.digest != self.environment.digest:
-            differences = self.environment.mismatches(environment) or self.environment.drift(environment)
+            differences = self.environment.differences(environment).values() or self.environment.drift(environment)
             raise TuningError(
                 f"gang {gang} runs in another environment than the first one: {'; '.join(differences)}. A sweep "
                 "measures one environment: tune the GPUs of each kind by themselves, with CUDA_VISIBLE_DEVICES"

@@ -1,0 +1,366 @@
+"""Rows of other hardware that the user lets stand in: which may, when they serve, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, trial
+from typer.testing import CliRunner
+
+from tunedcomm import kernels
+from tunedcomm.cli import bench, main
+from tunedcomm.cli._db_checks import check_borrowing, check_this_machine
+from tunedcomm.db import once
+from tunedcomm.db.borrow import loans, matches, objection
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.select import Failure, Row, Snapshot
+from tunedcomm.db.store import Database
+from tunedcomm.dispatcher import MISSES
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.spec import get_variant
+
+H100 = replace(H200, gpu="NVIDIA H100 80GB HBM3", memory_gib=80)
+A100 = replace(H200, gpu="NVIDIA A100-SXM4-80GB", num_sms=108, compute_capability=80, fabric="nvswitch-12")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_warned", set())
+
+
+def lent(variant: str, latency_us: float, message_bytes: int = 4096, **changes: Any) -> Row:
+    return row(variant, latency_us, message_bytes, environment=H100, borrowed=True, **changes)
+
+
+# Which hardware
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("H100", True),
+        ("nvidia h100 80gb hbm3", True),
+        ("*H100*HBM3", True),
+        ("H100*", False),
+        ("NVIDIA H?00*", True),
+        (H100.digest[:8], True),
+        (H100.digest[:8].upper(), True),
+        (H200.digest[:8], False),
+        ("A100", False),
+    ],
+)
+def test_names(name: str, expected: bool) -> None:
+    assert matches(name, H100) is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpu": "NVIDIA H100", "num_sms": 114, "memory_gib": 80, "fabric": "nvswitch-8", "num_links": 8}, None),
+        ({"driver": "1", "cuda": "1", "torch": "1", "triton": "1", "nccl": "1", "gpu": "x"}, None),
+        ({"compute_capability": 100}, "compute capability is 90 here and 100 there"),
+        ({"fabric": "nvlink-18"}, "kind of fabric is NVLink through NVSwitch here and NVLink from GPU to GPU there"),
+        ({"fabric": "nvswitch-18-mig"}, "kind of fabric is NVLink through NVSwitch here and .*, of a MIG slice there"),
+        ({"fabric": "pcie"}, "NVSwitch here and PCIe there"),
+        ({"multicast": True}, "multicast is off here and on there"),
+        ({"nodes": 2}, "number of hosts is 1 here and 2 there"),
+        ({"nodes": 2, "multicast": True}, "multicast is off.*; number of hosts"),
+    ],
+)
+def test_what_may_stand_in(changes: dict[str, Any], reason: str | None) -> None:
+    found = objection(H200, replace(H200, **changes))
+    assert (found is None) == (reason is None)
+    if reason is not None and found is not None:
+        assert re.search(reason, found)
+
+
+def test_a_partial_mesh_is_no_full_one() -> None:
+    assert objection(replace(H200, fabric="nvlink-6"), replace(H200, fabric="nvlink-6-partial")) is not None
+    assert objection(replace(H200, fabric="nvlink-6"), replace(H200, fabric="nvlink-12")) is None
+
+
+def test_this_very_hardware_is_not_borrowed() -> None:
+    assert loans(H200, ["NVIDIA"], [H200, OLDER, H100, H100]) == loans(H200, ["H100", "NV*"], [H100])
+    assert len(loans(H200, ["NVIDIA"], [H100, A100])) == 2
+    assert loans(H200, [], [H100]) == []
+
+
+# What is loaded
+
+
+def stored(path: Path, *records: TrialRecord) -> Layer:
+    with Database.open(path, create=True) as database:
+        database.record(records)
+    return Layer(path.stem, str(path))
+
+
+def loaded(snapshot_: Snapshot) -> dict[str, tuple[bool, float]]:
+    return {r.candidate.variant: (r.borrowed, r.latency_p50_us) for r in snapshot_.rows}
+
+
+def test_nothing_is_borrowed_unasked(tmp_path: Path) -> None:
+    layer = stored(tmp_path / "user.db", trial("one_shot", environment=H100))
+    assert load_snapshot(H200, 4, layers=[layer]).rows == ()
+    assert load_snapshot(H200, 4, layers=[layer], borrow=["A100"]).rows == ()
+    assert loaded(load_snapshot(H200, 4, layers=[layer], borrow=["H100"])) == {"one_shot": (True, 5.0)}
+    assert load_snapshot(H200, 2, layers=[layer], borrow=["H100"]).rows == (), "of this world size alone"
+
+
+def test_own_rows_replace_borrowed_ones_in_every_layer(tmp_path: Path) -> None:
+    user = stored(tmp_path / "user.db", trial("one_shot", 3.0, environment=H100, final=True, after=9))
+    packaged = stored(tmp_path / "packaged.db", trial("one_shot", 6.0, environment=OLDER), trial("two_shot", 7.0))
+    found = load_snapshot(H200, 4, layers=[user, packaged], borrow=["H100"])
+    assert loaded(found) == {"one_shot": (False, 6.0), "two_shot": (False, 7.0)}
+
+
+def test_what_failed_anywhere_is_not_borrowed(tmp_path: Path) -> None:
+    """In the whole family: what is borrowed is a guess at every size."""
+    there = {"environment": H100}
+    records = [trial(v, problem=problem(n), **there) for v in ("one_shot", "two_shot", "lamport") for n in (64, 4096)]
+    records += [trial("one_shot", None, status="hung", problem=problem(8192), after=5)]
+    records += [trial("two_shot", None, status="crashed", problem=problem(8192), after=5, **there)]
+    records += [trial("lamport", None, status="hung", problem=problem(8192), after=5, **there)]
+    records += [trial("lamport", problem=problem(8192), after=6, **there)]
+    found = load_snapshot(H200, 4, layers=[stored(tmp_path / "user.db", *records)], borrow=["H100"])
+    assert {r.candidate.variant for r in found.rows} == {"lamport"}
+    assert [f.candidate.variant for f in found.failures] == ["one_shot"], "failures elsewhere rule out nothing here"
+    own = [trial("two_shot", problem=problem(n), after=1) for n in (64, 4096)]
+    found = load_snapshot(H200, 4, layers=[stored(tmp_path / "own.db", *records, *own)], borrow=["H100"])
+    assert loaded(found)["two_shot"] == (False, 5.0)
+
+
+def test_pins_are_not_borrowed(tmp_path: Path) -> None:
+    layer = stored(tmp_path / "user.db", trial(environment=H100))
+    with Database.open(layer.target) as database:
+        database.pin(problem(), candidate("two_shot"), environment=H100, reason="there")
+    assert load_snapshot(H200, 4, layers=[layer], borrow=["H100"]).pins == ()
+
+
+def test_it_is_said_once_what_is_borrowed_and_what_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layer = stored(tmp_path / "user.db", trial(environment=H100), trial(environment=A100), trial("two_shot"))
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        for _ in range(2):
+            found = load_snapshot(H200, 4, layers=[layer], borrow=["H100", "A100", "B300"])
+    assert [record.getMessage() for record in caplog.records] == list(found.notes)
+    one, other, unknown = found.notes
+    assert one.startswith("1 rows are borrowed from NVIDIA H100 80GB HBM3, 132 SMs, nvswitch-18; they serve where")
+    assert other.startswith("nothing is borrowed from NVIDIA A100-SXM4-80GB")
+    assert "compute capability is 90 here and 80 there" in other
+    assert unknown == "nothing is borrowed from 'B300': no database holds such hardware"
+
+
+def test_borrowed_rows_are_part_of_digest_and_json() -> None:
+    found = snapshot([lent("lamport", 3.0), row("two_shot", 4.0)])
+    again = Snapshot.from_json(found.to_json())
+    assert again == found
+    assert again.digest == found.digest
+    assert [r.borrowed for r in again.rows] == [True, False]
+    assert found.digest != snapshot([row("two_shot", 4.0)]).digest
+    assert found.digest != snapshot([lent("lamport", 3.5), row("two_shot", 4.0)]).digest
+    assert found.digest != snapshot([row("lamport", 3.0, environment=H100), row("two_shot", 4.0)]).digest
+
+
+# What is decided
+
+
+def test_borrowed_rows_rank_candidates_and_predict_nothing() -> None:
+    found = decide([lent("lamport", 3.0), lent("two_shot", 4.0), lent("library", 10.0)])
+    assert found.candidate == candidate("lamport")
+    assert (found.source, found.environment) == ("borrowed", H100)
+    assert found.why.startswith("borrowed from NVIDIA H100 80GB HBM3, 132 SMs, nvswitch-18, where lamport(num_blocks=4)")
+    assert (found.latency_us, found.library_us, found.runner_up_us) == (None, None, None)
+    assert found.runner_up == candidate("two_shot")
+    assert "borrowed" in MISSES, "it is worth tuning"
+    assert found.to_dict()["environment"]["gpu"] == H100.gpu
+
+
+@pytest.mark.parametrize("asked", [4096, 8192, 5000])
+def test_any_answer_of_this_hardware_comes_first(asked: int) -> None:
+    own = [row("two_shot", 8.0, 4096), row("two_shot", 9.0, 16384)]
+    borrowed = [lent("lamport", 1.0, n, like={}) for n in (4096, 5000, 8192)]
+    found = decide([*own, *borrowed], problem(asked))
+    assert found.candidate == candidate("two_shot")
+    assert found.source == ("exact" if asked == 4096 else "interpolated")
+    reasons = dict(found.passed_over)
+    assert reasons["lamport(num_blocks=4)"] == "measured only on NVIDIA H100 80GB HBM3, which is borrowed"
+    assert decide(own, problem(asked)).latency_us == found.latency_us
+
+
+def test_where_this_hardware_has_no_answer_both_rules_serve() -> None:
+    rows = [row("two_shot", 8.0, 1 << 20), lent("lamport", 2.0, 4096), lent("lamport", 3.0, 16384)]
+    for asked in (4096, 8192):
+        found = decide(rows, problem(asked))
+        assert (found.candidate, found.source) == (candidate("lamport"), "borrowed")
+    assert decide(rows, problem(1 << 20)).source == "exact"
+    assert decide(rows, problem(1 << 25)).source == "library"
+    relative = decide(rows, problem(4096, dtype="float16"))
+    assert (relative.source, relative.candidate) == ("borrowed", candidate("lamport"))
+    assert "dtype=bfloat16" in relative.why
+
+
+def test_borrowed_rows_must_fit_this_hardware_and_its_kernels() -> None:
+    rows = [lent("lamport", 1.0), lent("two_shot", 2.0), lent("one_shot", 3.0), lent("atomic", 0.5)]
+    rows[1] = replace(rows[1], source_hash="before")
+    no_lamport = lambda c: "132 SMs do not hold it" if c.variant == "lamport" else None  # noqa: E731
+    found = decide(rows, feasible=no_lamport)
+    assert (found.candidate, found.source) == (candidate("one_shot"), "borrowed")
+    reasons = dict(found.passed_over)
+    assert reasons["lamport(num_blocks=4)"] == "132 SMs do not hold it"
+    assert "source has changed" in reasons["two_shot(num_blocks=4)"]
+    assert "policy 'default'" in reasons["atomic(num_blocks=4)"]
+    assert decide([rows[1]]).source == "library"
+
+
+def test_a_failure_here_rules_a_borrowed_prediction_out() -> None:
+    failed = Failure(problem=problem(64), candidate=candidate("lamport"), source_hash="current", status="hung")
+    rows = [lent("lamport", 1.0), lent("lamport", 2.0, 16384), lent("two_shot", 3.0), lent("two_shot", 4.0, 16384)]
+    assert decide(snapshot(rows, failures=(failed,)), problem(8192)).candidate == candidate("two_shot")
+
+
+def test_the_library_may_be_what_is_borrowed() -> None:
+    found = decide([lent("lamport", 9.99), lent("library", 10.0)])
+    assert (found.candidate.variant, found.source) == ("library", "borrowed")
+    assert found.why.startswith("borrowed from NVIDIA H100")
+
+
+def test_a_policy_without_the_library_is_served_from_afar() -> None:
+    rows = [lent("lamport", 2.0, 4096)]
+    assert decide(rows, problem(1 << 25), policy="ordered").source == "borrowed"
+    assert decide([*rows, row("two_shot", 8.0, 64)], problem(1 << 25), policy="ordered").source == "interpolated"
+    with pytest.raises(InfeasibleError):
+        decide([], problem(1 << 25), policy="ordered")
+
+
+def test_a_heuristic_is_less_than_a_borrowed_measurement() -> None:
+    found = decide([lent("lamport", 2.0)], heuristic=lambda p: candidate("two_shot"))
+    assert found.source == "borrowed"
+    assert decide([], heuristic=lambda p: candidate("two_shot")).source == "heuristic"
+
+
+def test_tiers() -> None:
+    best = [
+        row("lamport", 1.0, final=False, drift=True, layer_rank=9),
+        lent("lamport", 1.0),
+        lent("lamport", 1.0, layer_rank=1),
+        lent("lamport", 1.0, drift=True),
+        lent("lamport", 1.0, final=False),
+    ]
+    assert [r.tier for r in best] == sorted(r.tier for r in best)
+
+
+# The command line
+
+ASK = ("--op", "all_reduce", "--shape", "98304", "--world-size", "4")
+
+
+@pytest.fixture
+def databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """H100 measured, and of the H200 only another world size."""
+    from tunedcomm.communicator import limits_for
+
+    kernels.discover()
+    variant = get_variant("all_reduce", "lamport")
+    asked = problem(196608)
+    values = {
+        "problem": asked,
+        "source_hash": kernels.source_hash(variant),
+        "config": variant.default(asked, limits_for(H100, 4)),
+        "final": True,
+    }
+    here = trial("library", 10.0, problem=problem(64, world_size=2), final=True)
+    stored(tmp_path / "site.db", trial("lamport", 4.0, environment=H100, **values), trial(environment=A100), here)
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(tmp_path / "site.db"))
+    monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
+    return str(tmp_path / "site.db")
+
+
+def _json(*arguments: str) -> dict[str, Any]:
+    shown = CliRunner().invoke(main.app, [*arguments, "--json"])
+    assert shown.exit_code == 0, shown.output
+    return json.loads(shown.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("verb", ["lookup", "explain"])
+def test_borrow_on_the_command_line(databases: str, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    ask = (verb, *ASK, "--hardware", H200.digest)
+    answers = [_json(*ask), _json(*ask, "--borrow", "H100"), _json(*ask, "--borrow", "A100")]
+    monkeypatch.setenv("TUNEDCOMM_BORROW", "B300,H100")
+    answers.append(_json(*ask))
+    assert [answer["source"] for answer in answers] == ["library", "borrowed", "library", "borrowed"]
+    for answer in (answers[1], answers[3]):
+        assert answer["variant"] == "lamport"
+        assert answer["why"].startswith("borrowed from NVIDIA H100 80GB HBM3")
+        assert answer["environment"]["gpu"] == H100.gpu
+        assert answer["latency_us"] is None
+
+
+def test_explain_says_from_what_is_borrowed(databases: str) -> None:
+    shown = CliRunner().invoke(main.app, ["explain", *ASK, "--hardware", H200.digest, "--borrow", "H100"]).stdout
+    for part in (
+        "fabric        NVLink 4, 18 links through NVSwitch",
+        "source        borrowed",
+        "measured in   NVIDIA H100 80GB HBM3",
+        "not the same  gpu is 'NVIDIA H200' here and 'NVIDIA H100 80GB HBM3' there",
+    ):
+        assert part in shown, shown
+    assert "latency  " not in shown
+
+
+def test_explain_names_the_nearest_hardware(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    b200 = replace(H200, gpu="NVIDIA B200", compute_capability=100)
+    monkeypatch.setattr("tunedcomm.cli._choice.environment_here", lambda: b200)
+    shown = CliRunner().invoke(main.app, ["explain", *ASK]).stdout
+    assert "nothing is stored for this hardware; the nearest is NVIDIA H" in shown
+    assert "compute_capability is 100 here and 90 there: another architecture; tune here" in shown
+    nearest = _json("lookup", *ASK)["nearest"]
+    assert nearest["compute_capability"] == 90
+    assert len(nearest["differences"]) == 2
+    assert _json("lookup", *ASK, "--hardware", A100.digest)["nearest"] is None
+
+
+def test_doctor_knows_this_machine(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunedcomm.cli._db_checks.environment_here", lambda: replace(H200, driver="999"))
+    (line,) = check_this_machine()
+    assert line.level == "ok"
+    assert "driver 570.1 → 999" in line.detail
+    monkeypatch.setattr("tunedcomm.cli._db_checks.environment_here", lambda: replace(H200, multicast=True))
+    first, second = check_this_machine()
+    assert (first.level, second.level) == ("warn", "warn")
+    assert "the nearest is NVIDIA H200" in first.detail
+    assert second.detail == "multicast is True here and False there"
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", "")
+    (line,) = check_this_machine()
+    assert "no database holds anything" in line.detail
+
+
+def test_doctor_says_what_may_be_borrowed(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunedcomm.cli._db_checks.environment_here", lambda: H200)
+    unknown, may, cannot = check_borrowing(["B300", "H100", "A100"])
+    assert (unknown.level, may.level, cannot.level) == ("warn", "ok", "warn")
+    assert "'B300'" in unknown.detail
+    assert may.detail.startswith("NVIDIA H100 80GB HBM3")
+    assert "compute capability is 90 here and 80 there" in cannot.detail
+    shown = CliRunner().invoke(main.app, ["doctor", "--borrow", "B300", "--json"])
+    assert "borrowing" in {check["name"] for check in json.loads(shown.stdout)}
+
+
+def test_bench_hands_the_names_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def gang(module: str, arguments: list[str], *, world_size: int, environment: dict[str, str]) -> int:
+        seen.append(environment["TUNEDCOMM_BORROW"])
+        return 1
+
+    monkeypatch.setattr(bench, "run_module", gang)
+    for options in ([], ["--borrow", "H100,A100", "--borrow", "x*"]):
+        CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", "--shape", "64", "--world-size", "2", *options])
+    monkeypatch.setenv("TUNEDCOMM_BORROW", "H20")
+    CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", "--shape", "64", "--world-size", "2"])
+    assert seen == ["", "H100,A100,x*", "H20"]

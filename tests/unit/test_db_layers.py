@@ -1,0 +1,314 @@
+"""Which databases a process reads: homes that are missing, site lists of every form, and what each rank sees."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from db_samples import H200, trial
+
+from tunedcomm import misses, settings
+from tunedcomm.cli import main
+from tunedcomm.cli._choice import read_layers
+from tunedcomm.db import layers as layers_module
+from tunedcomm.db import home, miss_log, once, sight
+from tunedcomm.db.layers import Layer, layers, load_snapshot, site_databases, user_database, writable_database
+from tunedcomm.db.sight import Sight, differences
+from tunedcomm.db.store import Database
+from tunedcomm.errors import DatabaseAccessError, SettingError
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_warned", set())
+    monkeypatch.setattr(layers_module, "packaged_databases", list)
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No HOME, and a user of whom the system knows nothing, as in many containers."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_DATA_HOME", "TUNEDCOMM_DB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+
+
+def _site(path: Path) -> str:
+    with Database.open(path, create=True) as database:
+        database.record([trial("one_shot")])
+    return str(path)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_the_other_layers_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", _site(tmp_path / "site.db"))
+    for _ in range(3):
+        assert [layer.name for layer in layers()] == ["site"]
+        assert len(load_snapshot(H200, 4).rows) == 1
+        assert [layer.name for layer in read_layers(None)] == ["site"]
+
+        def launch(*arguments: object) -> None:
+            """What a missed plan launches."""
+
+        assert misses.counted(launch, trial().problem, H200, "library") is launch, "nothing to note it in"
+    assert len(caplog.records) == 1
+    assert "no home directory (HOME is not set" in caplog.text
+    assert "Set HOME, or TUNEDCOMM_DB to a file" in caplog.text
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.usefixtures("homeless")
+def test_every_version_of_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home.platformdirs, "user_data_dir", lambda *_, **__: "~/.local/share/tunedcomm")
+    with pytest.raises(DatabaseAccessError, match="no home directory"):
+        home.data_directory()
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_writing_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for where in (user_database, writable_database, miss_log.log_path):
+        with pytest.raises(DatabaseAccessError, match="Set HOME, or TUNEDCOMM_DB to a file that may be written"):
+            where()
+    for arguments in (["tune", "--op", "all_reduce", "--world-size", "2"], ["db", "export", "out.db"]):
+        with pytest.raises(SystemExit) as left:
+            main.run(arguments)
+        assert left.value.code == 2
+        assert "TUNEDCOMM_DB to a file" in capsys.readouterr().err
+    monkeypatch.setenv("TUNEDCOMM_DB", "~/tuned.db")
+    with pytest.raises(DatabaseAccessError, match=r"'~/tuned\.db' begins with a home directory that is not known"):
+        Database.open(user_database())
+    monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "tuned.db"))
+    assert writable_database() == str(tmp_path / "tuned.db")
+    assert miss_log.log_path() == tmp_path / "misses.jsonl"
+    miss_log.append(tmp_path / "misses.jsonl", [])
+
+
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize("entry", ["~/site.db", "~nobody-at-all/site.db"])
+def test_a_site_database_in_a_home_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str
+) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB", str(tmp_path / "none.db"))
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", entry)
+    for _ in range(2):
+        assert load_snapshot(H200, 4).rows == ()
+    assert len(caplog.records) == 1
+    assert f"left out (site): database path {entry!r} begins with a home directory that is not known" in caplog.text
+    monkeypatch.setenv("TUNEDCOMM_DB", entry)
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", "")
+    for _ in range(2):
+        assert load_snapshot(H200, 4).rows == ()
+    assert len(caplog.records) == 2, "it is not taken for one that was never made"
+
+
+@pytest.mark.parametrize("where", ["/nonexistent/home", "/dev/null"])
+def test_a_home_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    for name in ("XDG_DATA_HOME", "TUNEDCOMM_DB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", where)
+    if os.geteuid() == 0:  # who could make the directory
+        os.seteuid(65534)
+    try:
+        for _ in range(2):
+            assert load_snapshot(H200, 4).rows == ()
+        assert len(caplog.records) == (where == "/dev/null"), "that a database was never made is no fault"
+        with pytest.raises(DatabaseAccessError, match="TUNEDCOMM_DB"):
+            Database.open(writable_database(), create=True)
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+
+
+def test_a_home_that_may_not_be_written(
+    ordinary_user: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reading needs nothing of it; only the log of misses has to do without, which is said once."""
+    monkeypatch.delenv("TUNEDCOMM_DB")
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(ordinary_user))
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    else:
+        ordinary_user.chmod(0o555)
+    misses._forget()
+    for _ in range(2):
+        load_snapshot(H200, 4)
+        for message_bytes in (2, 4):
+            problem = trial().problem.__class__("all_reduce", (message_bytes,), "bfloat16", 4)
+            misses.counted(lambda *_: None, problem, H200, "library")((), (), 0)
+        misses.flush()
+    misses._forget()
+    ordinary_user.chmod(0o755) if os.getuid() != 0 else os.seteuid(0)
+    assert len(caplog.records) == 1
+    assert "set TUNEDCOMM_MISS_LOG to a file that can be written" in caplog.text
+    with pytest.raises(DatabaseAccessError, match="set TUNEDCOMM_DB to a file in a directory you may write"):
+        if os.getuid() == 0:
+            os.seteuid(65534)
+        try:
+            Database.open(writable_database(), create=True)
+        finally:
+            if os.getuid() == 0:
+                os.seteuid(0)
+
+
+def test_site_lists_of_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site"
+    (folder / "deeper.db").mkdir(parents=True)
+    for name in ("b.db", "a.db", ".hidden.db", "a.db-wal", "notes.txt"):
+        (folder / name).touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    one, url = str(tmp_path / "one.db"), "postgresql+psycopg://u@h:5432/t"
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", f"{one};~/site;{url};{one};{folder}")
+    inside = [str(folder / name) for name in (".hidden.db", "a.db", "b.db", "deeper.db")]
+    assert site_databases() == [one, *inside, url]
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", f"{folder}:{one}")
+    assert site_databases() == [*inside, one]
+
+
+def test_bad_entries_are_said_once_and_the_others_serve(
+    ordinary_user: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed, empty = ordinary_user / "closed", ordinary_user / "empty"
+    closed.mkdir()
+    closed.chmod(0)
+    empty.mkdir()
+    good = ordinary_user / "good.db"
+    _site(good)
+    entries = [str(closed), str(empty), str(ordinary_user / "gone.db"), "sqlite://", "nosuch://x", str(good)]
+    monkeypatch.setenv("TUNEDCOMM_DB", str(ordinary_user / "user.db"))
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", ";".join(entries))
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    for _ in range(2):
+        assert len(load_snapshot(H200, 4).rows) == 1
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 4, texts
+    for part in (f"cannot list {closed} of TUNEDCOMM_DB_PATH: Permission denied", "gone.db does not exist", "nosuch"):
+        assert any(part in text for text in texts)
+    assert site_databases(is_quiet=True)[-1] == str(good)
+    assert len(caplog.records) == 4
+
+
+def test_the_directory_may_vanish_while_many_make_it(tmp_path: Path) -> None:
+    """First starts of many ranks at once, and a cleaner of temporary files among them."""
+    path = tmp_path / "a" / "b" / "tuned.db"
+    stop = threading.Event()
+
+    def clean() -> None:
+        while not stop.is_set():
+            for folder in (path.parent, path.parent.parent):
+                try:
+                    folder.rmdir()
+                except OSError:
+                    continue
+            time.sleep(0.0005)
+
+    def make() -> None:
+        try:
+            with Database.open(path, create=True) as database:
+                database.record([trial()])
+            done.append(True)
+        except DatabaseAccessError as error:  # removed between directory and file
+            said.append(str(error))
+
+    done: list[bool] = []
+    said: list[str] = []
+    cleaner = threading.Thread(target=clean)
+    cleaner.start()
+    makers = [threading.Thread(target=make) for _ in range(8)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(60)
+    stop.set()
+    cleaner.join()
+    assert len(done) + len(said) == 8
+    assert done
+    with Database.open(path, readonly=True) as database:
+        assert len(database.trials()) == len(done)
+
+
+# What each rank sees
+
+
+def _seen(monkeypatch: pytest.MonkeyPatch, database: object, path: str = "") -> tuple[Sight, ...]:
+    monkeypatch.setenv("TUNEDCOMM_DB", str(database))
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", path)
+    return sight.sight()
+
+
+def test_ranks_that_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, url = _site(tmp_path / "first.db"), "postgresql+psycopg://u:secret@h/t"
+    (tmp_path / "link.db").symlink_to(first)
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(Path(first).read_bytes())
+    os.utime(copy, ns=(os.stat(first).st_mtime_ns,) * 2)  # noqa: PTH116
+    one = _seen(monkeypatch, first, url)
+    assert differences([one, one, _seen(monkeypatch, tmp_path / "link.db", url), _seen(monkeypatch, copy, url)]) == []
+    assert differences([_seen(monkeypatch, tmp_path / name) for name in ("none.db", "neither.db")]) == []
+    assert "secret" not in str(one)
+
+
+def test_ranks_that_see_other_databases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other = _site(tmp_path / "first.db"), tmp_path / "other.db"
+    other.write_bytes(b"x" * 100)
+    one = _seen(monkeypatch, first)
+    views = [one, _seen(monkeypatch, other), one, _seen(monkeypatch, tmp_path / "none.db"), _seen(monkeypatch, other)]
+    assert differences(views) == [
+        f"ranks 1, 4 have {other} as user database where rank 0 has {first}",
+        f"rank 3 has none as user database where rank 0 has {first}",
+    ]
+    sites = [_seen(monkeypatch, first, path) for path in (first, f"{first}:{other}", "", "postgresql://h/t")]
+    assert len(differences(sites)) == 3
+    assert differences([one] + [_seen(monkeypatch, other)] * 20)[0].startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and more")
+    assert caplog.records == []
+
+
+def test_packaged_databases_are_told_apart_by_name_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = []
+    for name, content in (("a", b"12"), ("b", b"12"), ("c", b"123")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shipped.db").write_bytes(content)
+        os.utime(tmp_path / name / "shipped.db", (len(views), len(views)))
+        monkeypatch.setattr(sight, "packaged_databases", lambda name=name: [tmp_path / name / "shipped.db"])
+        views.append(sight.sight())
+    assert differences(views[:2]) == []
+    assert differences(views[::2]) == ["rank 1 has shipped.db as packaged database where rank 0 has shipped.db"]
+
+
+# The switch for tests
+
+
+def test_each_rank_gets_its_own_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_CHAOS_DB", "/a.db, /b.db")
+    for rank, path in (("0", "/a.db"), ("1", "/b.db"), ("2", "/a.db"), ("", "/a.db")):
+        monkeypatch.setenv("RANK", rank)
+        assert settings.db_url() == path
+        assert layers()[0] == Layer("user", path)
+    monkeypatch.setenv("TUNEDCOMM_CHAOS_DB", "/a.db,,/b.db")
+    with pytest.raises(SettingError, match="TUNEDCOMM_CHAOS_DB='/a.db,,/b.db'"):
+        settings.db_url()
+
+
+def test_warnings_are_given_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "tunedcomm"):
+        for text in ("50 %d", "other", "50 %d"):
+            once.warn_once(text)
+    assert [record.getMessage() for record in caplog.records] == ["50 %d", "other"]

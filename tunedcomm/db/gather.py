@@ -1,0 +1,163 @@
+"""What the rows of several layers amount to: at most one a candidate and problem, and what is not to be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tunedcomm.db.query import FailedTrial, OkTrial
+from tunedcomm.db.records import PinRecord
+from tunedcomm.db.snapshot import Failure, Pinned, Row, Snapshot, is_drift
+from tunedcomm.hardware import SOFT_FIELDS, Environment
+from tunedcomm.spec import Candidate, Problem
+
+__all__ = ["Gathered", "snapshot_of"]
+
+_Key: TypeAlias = tuple[Problem, Candidate, str]
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The rows of one kind of hardware, from the layers read so far.
+
+    Attributes:
+        environment: where the calls will run.
+        borrowed: the rows are of other hardware, whose measurements the user lets stand in.
+        rows, failures, pins: what is kept.
+        good: when each candidate last ran well, in a row that is kept or in one that is not.
+    """
+
+    environment: Environment
+    borrowed: bool = False
+    rows: dict[_Key, Row] = field(default_factory=dict)
+    good: dict[_Key, str] = field(default_factory=dict)
+    failures: dict[_Key, FailedTrial] = field(default_factory=dict)
+    pins: dict[Problem, Pinned] = field(default_factory=dict)
+
+    def add_trial(self, trial: OkTrial, *, layer: str, rank: int) -> None:
+        """Keep the trial if it is the most conclusive one of its candidate so far."""
+        row = Row(
+            problem=trial.problem,
+            candidate=trial.candidate,
+            source_hash=trial.source_hash,
+            environment=trial.environment,
+            latency_p50_us=trial.latency_p50_us,
+            latency_p10_us=trial.latency_p10_us,
+            latency_p90_us=trial.latency_p90_us,
+            samples=trial.samples,
+            baseline_p50_us=trial.baseline_p50_us,
+            final=trial.final,
+            drift=is_drift(self.environment, trial.environment),
+            borrowed=self.borrowed,
+            layer=layer,
+            layer_rank=rank,
+            created_at=trial.created_at,
+            trial_id=trial.id,
+        )
+        key = (row.problem, row.candidate, row.source_hash)
+        self.good[key] = max(row.created_at, self.good.get(key, ""))
+        known = self.rows.get(key)
+        if known is None or _better(row, known):
+            self.rows[key] = row
+
+    def add_failure(self, trial: FailedTrial) -> None:
+        """Keep the candidate's latest failure."""
+        key = (trial.problem, trial.candidate, trial.source_hash)
+        known = self.failures.get(key)
+        if known is None or (trial.created_at, trial.status) > (known.created_at, known.status):
+            self.failures[key] = trial
+
+    def add_pins(self, pins: Sequence[PinRecord], *, layer: str, world_size: int) -> None:
+        """Keep the newest pin of each problem that has none from a nearer layer."""
+        here = [
+            p
+            for p in pins
+            if p.problem.world_size == world_size and p.environment.hard_key == self.environment.hard_key
+        ]
+        for pin in sorted(here, key=lambda p: p.created_at, reverse=True):
+            pinned = Pinned(problem=pin.problem, candidate=pin.candidate, reason=pin.reason, layer=layer)
+            self.pins.setdefault(pin.problem, pinned)
+
+    def failed(self) -> dict[_Key, FailedTrial]:
+        """Candidates that have not run well since they failed, whoever measured them before."""
+        return {k: f for k, f in self.failures.items() if f.created_at >= self.good.get(k, "")}
+
+
+def snapshot_of(own: Gathered, borrowed: Gathered, world_size: int, notes: Sequence[str] = ()) -> Snapshot:
+    """What is known of this hardware, and of other hardware what may stand in.
+
+    A borrowed row is a guess: it gives way to any row of this hardware for the same candidate and problem, and is not
+    kept for candidates that failed in the family, here or there.
+    """
+    failures = own.failed()
+    rows = {key: row for key, row in own.rows.items() if key not in failures}
+    doubtful = {_family(key) for key in (*failures, *borrowed.failed())}
+    lent = {k: row for k, row in borrowed.rows.items() if k not in own.rows and _family(k) not in doubtful}
+    return Snapshot(
+        environment=own.environment,
+        world_size=world_size,
+        rows=(*rows.values(), *lent.values()),
+        pins=tuple(own.pins.values()),
+        failures=_one_a_family(failures.values()),
+        notes=(*_drift_notes(own.environment, rows.values()), *_borrow_notes(lent.values()), *notes),
+    )
+
+
+def _family(key: _Key) -> _Key:
+    problem, candidate, source_hash = key
+    return (problem.family, candidate, source_hash)
+
+
+def _better(row: Row, known: Row) -> bool:
+    """True if `row` replaces `known`, of the same candidate: by tier, then the newest; never by row id."""
+    if row.tier != known.tier:
+        return row.tier < known.tier
+    return _age(row) > _age(known)
+
+
+def _age(row: Row) -> tuple[Any, ...]:
+    # Equal times are told apart by content, so that the order of storing never matters.
+    return (row.created_at, -row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
+
+
+def _one_a_family(trials: Iterable[FailedTrial]) -> tuple[Failure, ...]:
+    """The failure at the first problem of each family: one is enough to keep a candidate from being predicted."""
+    kept: dict[_Key, FailedTrial] = {}
+    for trial in sorted(trials, key=lambda t: (t.problem, t.created_at, t.status)):
+        kept.setdefault((trial.problem.family, trial.candidate, trial.source_hash), trial)
+    return tuple(
+        Failure(problem=t.problem, candidate=t.candidate, source_hash=t.source_hash, status=t.status)
+        for t in kept.values()
+    )
+
+
+def _drift_notes(here: Environment, rows: Iterable[Row]) -> tuple[str, ...]:
+    rows = list(rows)
+    drifted = [row for row in rows if row.drift]
+    if not drifted:
+        return ()
+    names = [n for n in SOFT_FIELDS if n != "tunedcomm"]
+    changes = sorted(
+        {
+            f"{name} {getattr(row.environment, name) or '(none)'} → {getattr(here, name) or '(none)'}"
+            for row in drifted
+            for name in names
+            if getattr(row.environment, name) != getattr(here, name)
+        }
+    )
+    return (
+        f"{len(drifted)} of {len(rows)} rows were measured under other software ({', '.join(changes)}); they are used "
+        "where there is nothing newer. `tunedcomm tune` measures them again",
+    )
+
+
+def _borrow_notes(rows: Iterable[Row]) -> tuple[str, ...]:
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[str(row.environment)] = counts.get(str(row.environment), 0) + 1
+    return tuple(
+        f"{count} rows are borrowed from {environment}; they serve where nothing was measured on this hardware. "
+        "`tunedcomm tune` measures here"
+        for environment, count in sorted(counts.items())
+    )
