@@ -13,8 +13,9 @@ rule's choice over that of the fastest of them all. `report` works from that CSV
 rule can be changed and compared without a GPU; a choice that was not timed beside the others counts with its recorded
 ratio to the library.
 
-Rules: `dispatch` is what the library does (log-log between neighbours that were measured in the finals); `all trials`
-the same over every trial, not the finals alone; `nearest`, `larger` and `smaller` take that measured size's winner.
+Rules: `dispatch` is what the library does, see tunedcomm/db/interpolate.py; `line` predicts by straight lines in
+log-log between the nearest sizes, from the finals or from every trial; `nearest`, `larger` and `smaller` take that
+measured size's winner in the finals, as a table of thresholds would.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.select import Snapshot, choose
 from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
-from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, format_shape, get_op, variants
+from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, variants
 from tunedcomm.tuner.recording import read_recording, write_recording
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +104,16 @@ class Known:
             message_bytes=get_op(problem.op).message_bytes,
         ).candidate
 
+    def latencies(self, numel: int, problem: Problem, *, finals: bool) -> dict[Candidate, float]:
+        """Latencies at a measured size, by their ratio to the library, of what can run `problem`."""
+        rows = [row for row in self.snapshot.rows if row.problem.shape == (numel,) and (row.final or not finals)]
+        baseline = statistics.median(row.baseline_p50_us for row in rows if row.baseline_p50_us)
+        return {
+            row.candidate: row.latency_p50_us / (row.baseline_p50_us or baseline) * baseline
+            for row in rows
+            if check_candidate(problem, row.candidate, self.limits) is None
+        }
+
     def measured_sizes(self) -> list[Problem]:
         return sorted({row.problem for row in self.snapshot.rows}, key=lambda problem: problem.shape)
 
@@ -131,9 +142,20 @@ def _dispatch(known: Known, problem: Problem) -> Candidate:
     return known.winner(problem)
 
 
-def _all_trials(known: Known, problem: Problem) -> Candidate:
-    rows = tuple(replace(row, final=False) for row in known.snapshot.rows)
-    return known.winner(problem, snapshot=replace(known.snapshot, rows=rows))
+def _line(*, finals: bool) -> Callable[[Known, Problem], Candidate]:
+    """Straight lines in log-log between the two nearest sizes, of candidates measured at both."""
+
+    def rule(known: Known, problem: Problem) -> Candidate:
+        here, sizes = problem.shape[0], [measured.shape[0] for measured in known.measured_sizes()]
+        below, above = [s for s in sizes if s < here], [s for s in sizes if s > here]
+        if not below or not above:
+            return known.winner(problem)
+        weight = math.log(here / below[-1]) / math.log(above[0] / below[-1])
+        low, high = (known.latencies(size, problem, finals=finals) for size in (below[-1], above[0]))
+        lines = {c: low[c] ** (1 - weight) * high[c] ** weight for c in low if c in high}
+        return min(lines, key=lambda c: (lines[c], str(c)), default=Candidate.of(problem.op, "library", {}))
+
+    return rule
 
 
 def _of_size(order: Callable[[int, int], float]) -> Callable[[Known, Problem], Candidate]:
@@ -147,7 +169,8 @@ def _of_size(order: Callable[[int, int], float]) -> Callable[[Known, Problem], C
 
 RULES: Mapping[str, Callable[[Known, Problem], Candidate]] = {
     "dispatch": _dispatch,
-    "all trials": _all_trials,
+    "line, finals": _line(finals=True),
+    "line, every trial": _line(finals=False),
     "nearest": _of_size(lambda there, here: abs(math.log(there / here))),
     "larger": _of_size(lambda there, here: there / here if there >= here else here / there + 1e9),
     "smaller": _of_size(lambda there, here: here / there if there <= here else there / here + 1e9),
@@ -236,7 +259,7 @@ def report(args: argparse.Namespace) -> None:
             timed.setdefault(int(line["shape"]), {})[line["config"]] = float(line["latency_p50_us"])
     table = []
     for name, rule in RULES.items():
-        found = [regret(known, records, rule, numel, times) for numel, times in sorted(timed.items())]
+        found = [regret(known, records, rule, numel, timed) for numel in sorted(timed)]
         table.append(
             {
                 "rule": name,
@@ -245,31 +268,31 @@ def report(args: argparse.Namespace) -> None:
                 "regret_worst": round(max(f.regret for f in found), 4),
                 "worst_at_elements": max(found, key=lambda f: f.regret).numel,
                 "library_over_choice_least": round(min(f.speedup for f in found), 4),
-                "not_timed": sum(not f.timed for f in found),
+                "not_interleaved": sum(f.source != "interleaved" for f in found),
             }
         )
         if args.verbose and name in args.verbose:
             for f in found:
-                print(f"{f.numel:>10} {f.regret:.3f} {f.speedup:.2f}x {f.choice}  best {f.best}")
+                print(f"{f.numel:>10} {f.regret:.3f} {f.speedup:.2f}x {f.choice} ({f.source})  best {f.best}")
     for entry in table:
         print("  ".join(f"{key} {value}" for key, value in entry.items()))
     if args.csv:
         with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, table[0])
+            writer = csv.DictWriter(file, table[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(table)
 
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """What a rule made of one size."""
+    """What a rule made of one size; `source` says where the choice's time is from."""
 
     numel: int
     choice: str
     best: str
     regret: float
     speedup: float
-    timed: bool
+    source: str
 
 
 def regret(
@@ -277,21 +300,29 @@ def regret(
     records: list[TrialRecord],
     rule: Callable[[Known, Problem], Candidate],
     numel: int,
-    times: Mapping[str, float],
+    timed: Mapping[int, Mapping[str, float]],
 ) -> Regret:
     """A rule's choice at one size against the fastest that was timed there."""
-    problem = replace(known.measured_sizes()[0], shape=(numel,))
+    problem, times = replace(known.measured_sizes()[0], shape=(numel,)), timed[numel]
     choice, library_us = rule(known, problem), times["library()"]
-    best = min(times, key=lambda name: times[name])
-    latency = times.get(str(choice))
+    latency, source = times.get(str(choice)), "interleaved"
     if latency is None:
-        mine = [t for t in records if t.problem == problem and candidate_of(t) == choice and t.status == "ok"]
-        if not mine:
-            raise SystemExit(f"{choice} was never measured at {format_shape(problem.shape)}; tune that size longer")
-        ratios = [t.latency_p50_us / t.baseline_p50_us for t in mine if t.latency_p50_us and t.baseline_p50_us]
-        latency = statistics.median(ratios) * library_us
-    speedup = library_us / latency
-    return Regret(numel, str(choice), best, latency / min(times.values()), speedup, str(choice) in times)
+        latency, source = recorded(records, problem, choice, library_us), "recorded"
+    if latency is None:
+        # More work takes longer: a bound from above.
+        larger = [size for size in sorted(timed) if size > numel and str(choice) in timed[size]]
+        if not larger:
+            raise SystemExit(f"{choice} was measured neither at {numel} elements nor above; tune that size longer")
+        latency, source = timed[larger[0]][str(choice)], f"at most, from {larger[0]}"
+    best = min(times, key=lambda name: times[name])
+    return Regret(numel, str(choice), best, max(1.0, latency / times[best]), library_us / latency, source)
+
+
+def recorded(records: list[TrialRecord], problem: Problem, choice: Candidate, library_us: float) -> float | None:
+    """What the choice took when its size was tuned, by its ratio to the library there; None if it was not tried."""
+    mine = [t for t in records if t.problem == problem and candidate_of(t) == choice and t.status == "ok"]
+    ratios = [t.latency_p50_us / t.baseline_p50_us for t in mine if t.latency_p50_us and t.baseline_p50_us]
+    return statistics.median(ratios) * library_us if ratios else None
 
 
 def record(args: argparse.Namespace) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -92,6 +95,37 @@ def test_the_bound_of_waits_costs_next_to_nothing() -> None:
     for row in rows("bound_cost_h200.csv"):
         name, _, build = row["contender"].partition(":")
         builds[row["run_id"], row["message_bytes"], name][build] = float(row["latency_p50_us"])
-    assert {(size, name) for _, size, name in builds} >= {("4096", "lamport"), ("4096", "one_shot"), ("4096", "two_shot")}
+    assert {(size, name) for _, size, name in builds} >= {
+        ("4096", "lamport"),
+        ("4096", "one_shot"),
+        ("4096", "two_shot"),
+    }
     for pair in builds.values():
         assert pair["bounded"] <= MOST_FOR_THE_BOUND * pair["unbounded"], pair
+
+
+def test_dispatch_loses_little_between_the_tuned_sizes() -> None:
+    with (RESULTS / "replay" / "regret_rules_h200.csv").open(newline="", encoding="utf-8") as file:
+        rules = {row["rule"]: row for row in csv.DictReader(file)}
+    ours = rules["dispatch"]
+    assert int(ours["sizes"]) == 40
+    assert float(ours["regret_mean"]) <= 1.03
+    assert float(ours["regret_worst"]) <= 1.12
+    assert float(ours["library_over_choice_least"]) >= 0.97
+    assert len(rules) >= 3
+    assert float(ours["regret_mean"]) == min(float(row["regret_mean"]) for row in rules.values())
+
+
+def test_the_table_of_rules_is_what_the_recording_gives(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "bench/regret.py", "report", "--csv", str(tmp_path / "rules.csv")],
+        cwd=RESULTS.parents[1],
+        env={**os.environ, "PYTHONPATH": str(RESULTS.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    committed = RESULTS / "replay" / "regret_rules_h200.csv"
+    assert (tmp_path / "rules.csv").read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from db_samples import H200, trial
 from tunedcomm import misses, settings
 from tunedcomm.cli import main
 from tunedcomm.cli._choice import read_layers
-from tunedcomm.db import layers as layers_module
 from tunedcomm.db import home, miss_log, once, sight
+from tunedcomm.db import layers as layers_module
 from tunedcomm.db.layers import Layer, layers, load_snapshot, site_databases, user_database, writable_database
 from tunedcomm.db.sight import Sight, differences
 from tunedcomm.db.store import Database
@@ -115,9 +115,7 @@ def test_a_site_database_in_a_home_that_is_not_known(
 
 
 @pytest.mark.parametrize("where", ["/nonexistent/home", "/dev/null"])
-def test_a_home_that_is_none(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
-) -> None:
+def test_a_home_that_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str) -> None:
     for name in ("XDG_DATA_HOME", "TUNEDCOMM_DB"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", where)

@@ -73,7 +73,10 @@ def test_a_table_that_says_nothing() -> None:
     [
         *((kind, True) for kind in ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "9p", "ceph", "wekafs")),
         *((kind, True) for kind in ("fuse.sshfs", "fuse.glusterfs", "fuse.juicefs", "fuse")),
-        *((kind, False) for kind in ("ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.gocryptfs", "")),
+        *(
+            (kind, False)
+            for kind in ("ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.gocryptfs", "")
+        ),
     ],
 )
 def test_what_counts_as_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, network: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -229,23 +230,49 @@ def test_a_pin_comes_before_measurements_but_not_before_policy_and_feasibility()
 # Between the sizes
 
 
-LIBRARY = {4096: 10.0, 16384: 20.0}
+LIBRARY = {4096: 10.0, 8192: 20.0, 16384: 20.0}
 
 
-def test_between_two_sizes_latencies_are_straight_lines_in_log_log() -> None:
+def test_between_two_sizes_the_larger_one_bounds_what_is_expected() -> None:
     rows = [
-        *curve("one_shot", {4096: 4.0, 16384: 16.0}, LIBRARY),
-        *curve("two_shot", {4096: 7.0, 16384: 7.5}, LIBRARY),
-        *curve("lamport", {4096: 1.0}, LIBRARY),
+        *curve("one_shot", {4096: 4.0, 8192: 16.0}, LIBRARY),
+        *curve("two_shot", {4096: 7.0, 8192: 7.5}, LIBRARY),
+        *curve("lamport", {8192: 12.0}, LIBRARY),
     ]
-    decision = decide(rows, problem(8192))
+    decision = decide(rows, problem(5000))
     assert (decision.candidate, decision.source) == (candidate("two_shot"), "interpolated")
-    assert decision.latency_us == pytest.approx((7.0 * 7.5) ** 0.5)
-    assert decision.runner_up_us == pytest.approx(8.0)
-    assert decision.library_us == pytest.approx(200**0.5)
-    assert decision.why.startswith("predicted between 4096 and 16384 bytes: two_shot(num_blocks=4) takes 7.25 µs")
-    assert decide(rows, problem(4098)).candidate == candidate("one_shot")
-    assert decide(rows, problem(16000)).candidate == candidate("two_shot")
+    library = 10.0 * 2 ** (math.log2(5000 / 4096))
+    assert decision.library_us == pytest.approx(library)
+    assert decision.latency_us == pytest.approx(7.0 * (7.5 / 7.0) ** math.log2(5000 / 4096)), (
+        "the line, where it is worse"
+    )
+    assert decision.runner_up == candidate("multimem")
+    assert decision.runner_up_us == pytest.approx(12.0 / 20.0 * library), (
+        "the ratio to the library, where that is worse"
+    )
+    assert decision.why.startswith("predicted between 4096 and 8192 bytes: two_shot(num_blocks=4) takes 7.14 µs")
+    assert decide(rows, problem(4098)).candidate == candidate("two_shot"), "one_shot is on the edge of a step here"
+    assert decide(rows[:2], problem(5000)).latency_us == pytest.approx(16.0 / 20.0 * 10.0 * 2**way), (
+        "the ratio is worse"
+    )
+
+
+def test_of_sizes_far_apart_twice_the_size_is_the_bound() -> None:
+    rows = [
+        *curve("one_shot", {4096: 4.0, 65536: 64.0}, {4096: 10.0, 65536: 40.0}),
+        *curve("two_shot", {4096: 7.0, 65536: 8.0}, {4096: 10.0, 65536: 40.0}),
+    ]
+    assert decide(rows, problem(4098)).candidate == candidate("one_shot"), "about 5.7 against 7.0 µs"
+    assert decide(rows, problem(16384)).candidate == candidate("two_shot")
+
+
+def test_the_least_is_chosen_between_sizes_and_no_tie_is_broken() -> None:
+    rows = [
+        *curve("one_shot", {4096: 5.00, 8192: 6.00}, LIBRARY),
+        *curve("two_shot", {4096: 4.00, 8192: 6.02}, LIBRARY),
+    ]
+    assert decide(rows, problem(5000)).candidate == candidate("two_shot"), "a line of less, and equal bounds"
+    assert decide(rows, problem(8190)).candidate == candidate("one_shot")
 
 
 def test_interpolated_challengers_must_beat_the_library_too() -> None:
@@ -254,12 +281,19 @@ def test_interpolated_challengers_must_beat_the_library_too() -> None:
     assert decision.latency_us == pytest.approx(200**0.5)
 
 
-def test_where_no_candidate_was_measured_at_both_sizes_the_nearest_size_serves() -> None:
+def test_a_candidate_measured_at_the_larger_size_alone_takes_part() -> None:
     rows = [row("one_shot", 4.0, 4096), row("two_shot", 5.0, 16384)]
-    below, above = decide(rows, problem(6000)), decide(rows, problem(12000))
-    assert (below.candidate, above.candidate) == (candidate("one_shot"), candidate("two_shot"))
-    assert below.latency_us is None
-    assert "as at the nearest measured size, 4096 bytes" in below.why
+    decision = decide(rows, problem(6000))
+    assert decision.candidate == candidate("two_shot")
+    assert "between 4096 and 16384 bytes" in decision.why
+
+
+def test_where_nothing_may_run_at_the_larger_size_the_nearest_size_serves() -> None:
+    rows = [row("one_shot", 4.0, 4096), row("two_shot", 5.0, 8192 * MAX_GAP)]
+    decision = decide(rows, problem(6000))
+    assert decision.candidate == candidate("one_shot")
+    assert decision.latency_us is None
+    assert "as at the nearest measured size, 4096 bytes" in decision.why
 
 
 def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
@@ -286,12 +320,17 @@ def test_sizes_whose_candidates_cannot_run_are_looked_past() -> None:
     assert "between 2048 and 16384" in decision.why
 
 
-def test_only_the_most_conclusive_rows_are_interpolated() -> None:
+def test_every_trial_is_interpolated_but_not_of_other_software() -> None:
     finals = curve("one_shot", {4096: 5.0, 16384: 6.0})
     mixed = [row("two_shot", 1.0, 4096), row("two_shot", 1.0, 16384, final=False)]
-    decision = decide(finals + mixed, problem(8192))
+    assert decide(finals + mixed, problem(8192)).candidate == candidate("two_shot")
+    assert decide(finals + mixed, problem(16384)).candidate == candidate("one_shot"), (
+        "at its own size the finals decide"
+    )
+    drifted = [row("two_shot", 1.0, 4096, drift=True), row("two_shot", 1.0, 16384, final=False)]
+    decision = decide(finals + drifted, problem(8192))
     assert decision.candidate == candidate("one_shot")
-    assert reasons(decision)["two_shot(num_blocks=4)"] == "not measured in the finals"
+    assert reasons(decision)["two_shot(num_blocks=4)"] == "measured only under other software"
 
 
 def test_candidates_that_failed_in_the_family_are_not_interpolated() -> None:

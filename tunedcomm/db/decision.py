@@ -149,7 +149,7 @@ def settle(
     *,
     source: Source,
     text: str,
-    near: Callable[[], Sequence[Pool]],
+    near: Callable[[], Sequence[Pool]] | None,
 ) -> Decision:
     """Choose among the challengers of a pool and the library.
 
@@ -159,7 +159,7 @@ def settle(
         rows: the rows behind the pool, the library's among them.
         source: the rule that found the pool.
         text: how the numbers were found, the beginning of the sentence that explains.
-        near: the pools of the neighbouring sizes; asked only to break a tie.
+        near: the pools of the neighbouring sizes, asked only to break a tie; None lets the least score win.
     """
     for row, reason in found.outranked:
         call.pass_over(row.candidate, reason)
@@ -167,8 +167,8 @@ def settle(
     if not beating:
         return _library_wins(call, found, rows, source, text)
     best = beating[0]
-    tied = [s for s in beating if s.score <= best.score * (1 + max(best.noise, s.noise))]
-    winner = min(tied, key=_preference(near())) if len(tied) > 1 else best
+    tied = [s for s in beating if near and s.score <= best.score * (1 + max(best.noise, s.noise))]
+    winner = min(tied, key=_preference(near())) if near and len(tied) > 1 else best
     for other in beating:
         tie = "a tie within the noise, decided by the neighbouring sizes and the name: " if other in tied else ""
         call.pass_over(

@@ -81,10 +81,19 @@ def _score(row: Row, baseline_us: float | None) -> float:
     return row.latency_p50_us / row.baseline_p50_us * baseline_us
 
 
+def _tier(row: Row) -> tuple[bool | int, ...]:
+    return row.tier
+
+
+def _standing(row: Row) -> tuple[bool | int, ...]:
+    """The tier, whether or not the row is of the finals."""
+    return (row.borrowed, row.drift, row.layer_rank)
+
+
 def _why_outranked(row: Row, best: Row) -> str:
     if row.borrowed != best.borrowed:
         return f"measured only on {row.environment.gpu}, which is borrowed"
-    if row.final != best.final:
+    if row.final < best.final:
         return "not measured in the finals"
     if row.drift != best.drift:
         return "measured only under other software"
@@ -95,66 +104,82 @@ def _sorted(scored: Iterable[Scored]) -> tuple[Scored, ...]:
     return tuple(sorted(scored, key=lambda s: (s.score, str(s.candidate))))
 
 
-def pool(rows: Sequence[Row], usable: Mapping[Candidate, str | None]) -> Pool:
+def pool(rows: Sequence[Row], usable: Mapping[Candidate, str | None], *, every_trial: bool = False) -> Pool:
     """What the rows of one size say.
 
     Args:
         rows: every row of that size, the library's among them.
         usable: challenger to the reason why it may not run, or None; rows of others are left out.
+        every_trial: not the finals alone where there are finals.
     """
     challengers = [row for row in rows if not row.is_library and usable.get(row.candidate, "") is None]
     if not challengers:
         return Pool((), _baseline(row for row in rows if row.is_library))
-    best = min(challengers, key=lambda row: row.tier)
-    kept = [row for row in challengers if row.tier == best.tier]
-    outranked = tuple((row, _why_outranked(row, best)) for row in challengers if row.tier != best.tier)
+    tier = _standing if every_trial else _tier
+    best = min(challengers, key=tier)
+    kept = [row for row in challengers if tier(row) == tier(best)]
+    outranked = tuple((row, _why_outranked(row, best)) for row in challengers if tier(row) != tier(best))
     # The library's rows of the same tier stand in the same runs; others only help where no baseline is known.
-    baseline_us = _baseline([*kept, *(row for row in rows if row.is_library and row.tier == best.tier)])
+    baseline_us = _baseline([*kept, *(row for row in rows if row.is_library and tier(row) == tier(best))])
     if baseline_us is None:
         baseline_us = _baseline(row for row in rows if row.is_library)
     scored = _sorted(Scored(row, _score(row, baseline_us), noise(row)) for row in kept)
     return Pool(scored, baseline_us, outranked)
 
 
-def between(low: Sequence[Row], high: Sequence[Row], weight: float, usable: Mapping[Candidate, str | None]) -> Pool:
-    """Predict from two measured sizes the latencies at a size between them, by a straight line in log-log.
+def between(
+    low: Sequence[Row], high: Sequence[Row], weight: float, doubled: float, usable: Mapping[Candidate, str | None]
+) -> Pool:
+    """Expect from two measured sizes the latencies at a size between them; see `interpolate` for the reasons.
 
-    Only challengers measured at both sizes take part; of these, only the most conclusive tier.
+    Challengers measured at the larger size take part; of these, only those of the most conclusive rows.
 
     Args:
         low: rows of the smaller size.
         high: rows of the larger size.
         weight: 0 at the smaller size, 1 at the larger, linear in the logarithm of the bytes.
+        doubled: the same for twice the size, at most 1.
         usable: as for `pool`.
     """
-    at_low = {row.candidate: row for row in low if not row.is_library and usable.get(row.candidate, "") is None}
-    at_high = {row.candidate: row for row in high if row.candidate in at_low}
-    both = [(at_low[candidate], row) for candidate, row in at_high.items()]
-    if not both:
+    at_low = {row.candidate: row for row in low}
+    challengers = [row for row in high if not row.is_library and usable.get(row.candidate, "") is None]
+    pairs = [(at_low.get(row.candidate), row) for row in challengers]
+    if not pairs:
         return Pool((), None)
-    tiers = [max(one.tier, other.tier) for one, other in both]
-    best = min(tiers)
-    kept = [pair for pair, tier in zip(both, tiers, strict=True) if tier == best]
-    reference = min((max(pair, key=lambda row: row.tier) for pair in kept), key=lambda row: row.tier)
+    standing = {row.candidate: max(_standing(one or row), _standing(row)) for one, row in pairs}
+    best = min(standing.values())
+    kept = [(one, row) for one, row in pairs if standing[row.candidate] == best]
+    reference = next(row if one is None or _standing(row) == best else one for one, row in kept)
     outranked = tuple(
-        (row, _why_outranked(row, reference))
-        for pair, tier in zip(both, tiers, strict=True)
-        if tier != best
-        for row in [max(pair, key=lambda row: row.tier)]
+        (worse, _why_outranked(worse, reference))
+        for one, row in pairs
+        if standing[row.candidate] != best
+        for worse in [max((one or row, row), key=_standing)]
     )
-    base_low = _baseline([pair[0] for pair in kept]) or _baseline(row for row in low if row.is_library)
-    base_high = _baseline([pair[1] for pair in kept]) or _baseline(row for row in high if row.is_library)
-    scored = _sorted(
-        Scored(
-            row=one if weight < 0.5 else other,
-            score=_line(_score(one, base_low), _score(other, base_high), weight),
-            noise=max(noise(one), noise(other)),
-        )
-        for one, other in kept
-    )
-    library_us = None if base_low is None or base_high is None else _line(base_low, base_high, weight)
-    return Pool(scored, library_us, outranked)
+    base_low = _baseline(one for one, _ in kept if one) or _baseline(low)
+    base_high = _baseline(row for _, row in kept) or _baseline(high)
+    library = _Line(base_low, base_high)
+    here, there = library.at(weight), library.at(doubled)
+    shrunk = here / there if here is not None and there is not None else 1.0
+    scored = []
+    for one, row in kept:
+        at_high = _score(row, base_high)
+        own = _Line(None if one is None else _score(one, base_low), at_high)
+        bound = (own.at(doubled) or at_high) * shrunk
+        near = one if one is not None and weight < 0.5 else row
+        expected = max(own.at(weight) or bound, bound)
+        scored.append(Scored(row=near, score=expected, noise=max(noise(one or row), noise(row))))
+    return Pool(_sorted(scored), here, outranked)
 
 
-def _line(low: float, high: float, weight: float) -> float:
-    return math.exp((1 - weight) * math.log(low) + weight * math.log(high))
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A straight line in log-log between two sizes; None where it is not known."""
+
+    low: float | None
+    high: float | None
+
+    def at(self, weight: float) -> float | None:
+        if self.low is None or self.high is None:
+            return None
+        return math.exp((1 - weight) * math.log(self.low) + weight * math.log(self.high))

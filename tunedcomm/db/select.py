@@ -6,10 +6,10 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   or whose source has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
 - *Exact*: the rows of that very problem, the most conclusive tier of them (`Row.tier`), compared as `score` says.
 - *Interpolated*: rows of the same family at other sizes (`message_bytes`; of shapes with several extents all but the
-  first must agree). Between two measured sizes at most `MAX_GAP` times apart, the challengers measured at both are
-  predicted by a straight line in log-log. Elsewhere, and where none was measured at both, the winner of the nearest
-  size serves within a factor of `MAX_REACH`; beyond that nothing is extrapolated. Candidates that were ever incorrect,
-  crashed or hung in the family, and have not been good there since, are not interpolated.
+  first must agree). Between two measured sizes at most `MAX_GAP` times apart every challenger with a trial at the
+  larger one takes part, as `interpolate` says. Elsewhere the winner of the nearest size serves within a factor of
+  `MAX_REACH`; beyond that nothing is extrapolated. Candidates that were ever incorrect, crashed or hung in the family,
+  and have not been good there since, are not interpolated.
 - Where a family gives no answer its relatives are asked, in this order: `avg` answered by `sum`; in place by out of
   place and the other way round; symmetric input by plain input (what reads a plain input reads a symmetric one, not the
   other way round); combinations of these; then the same with bfloat16 for float16 or the other way round. Mode, world
@@ -26,24 +26,18 @@ Imports only leaves and the pure modules beside it.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 from tunedcomm.db.decision import Call, Decision, Source, settle
-from tunedcomm.db.score import Pool, between, pool
+from tunedcomm.db.interpolate import MAX_GAP, MAX_REACH, interpolated, near_pools, sizes_of
+from tunedcomm.db.score import pool
 from tunedcomm.db.snapshot import Failure, Pinned, Row, Snapshot
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate, Numerics, NumericsPolicy, Problem, admits
 
 __all__ = ["MAX_GAP", "MAX_REACH", "Decision", "Failure", "Pinned", "Row", "Snapshot", "Source", "choose"]
-
-# A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
-MAX_GAP = 16
-MAX_REACH = 2
-_SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
 
 def choose(
@@ -82,11 +76,11 @@ def choose(
     call = Call(snapshot, problem, feasible, source_hash, numerics_of, policy, message_bytes)
     if forced is not None:
         return _forced(call, forced)
-    decision = _pinned(call) or _exact(call) or _interpolated(call, MAX_REACH) or _borrowed(call, MAX_REACH)
+    decision = _pinned(call) or _exact(call) or interpolated(call, MAX_REACH) or _borrowed(call, MAX_REACH)
     decision = decision or _heuristic(call, heuristic)
     if decision is None and not call.library_admitted:
         # Nothing slower than the library is to be feared here, for the library may not run at all.
-        decision = _interpolated(call, None) or _borrowed(call, None)
+        decision = interpolated(call, None) or _borrowed(call, None)
     decision = decision or _library(call, hopeless)
     for row in snapshot.family_rows(problem, borrowed=True) if decision.source != "borrowed" else ():
         if row.problem == problem and not row.is_library:
@@ -146,92 +140,15 @@ def _exact(call: Call) -> Decision | None:
     found = pool(call.fresh(rows), usable)
     if not found.scored:
         return None
-    sizes = _sizes(call, call.problem)
-    near = _near(call, sizes, call.size(call.problem))
+    sizes = sizes_of(call, call.problem)
+    near = near_pools(call, sizes, call.size(call.problem))
     return settle(call, found, rows, source="exact", text="", near=near)
-
-
-def _sizes(call: Call, like: Problem) -> dict[int, list[Row]]:
-    """Rows of the family of `like` by message bytes, where some challenger may be used; smallest first."""
-    tail = like.shape[1:]
-    rows = [r for r in call.rows(like) if r.problem.shape[1:] == tail]
-    usable = call.usable(rows, predicted=True)
-    by_size: dict[int, list[Row]] = {}
-    for row in call.fresh(rows):
-        by_size.setdefault(call.size(row.problem), []).append(row)
-    return {size: by_size[size] for size in sorted(by_size) if pool(by_size[size], usable).scored}
-
-
-def _near(call: Call, sizes: dict[int, list[Row]], size: int) -> Callable[[], list[Pool]]:
-    """The pools of the nearest two sizes below and above, made only if a tie asks for them."""
-
-    def pools() -> list[Pool]:
-        below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
-        return [pool(sizes[s], call.usable(sizes[s], predicted=False)) for s in (*below[-2:], *above[:2])]
-
-    return pools
-
-
-def _relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
-    """Problems that may answer for `problem`, nearest first, each with what was relaxed."""
-    dtypes = [problem.dtype, *([_SIXTEEN_BIT[problem.dtype]] if problem.dtype in _SIXTEEN_BIT else [])]
-    kinds: list[Literal["plain", "symmetric"]] = [problem.input_kind]
-    if problem.input_kind == "symmetric":
-        kinds.append("plain")
-    reductions = [problem.reduction, *(["sum"] if problem.reduction == "avg" else [])]
-    places = [problem.in_place, not problem.in_place]
-    for dtype, kind, place, reduction in itertools.product(dtypes, kinds, places, reductions):
-        like = replace(problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction)
-        changed = [
-            n for n in ("reduction", "in_place", "input_kind", "dtype") if getattr(like, n) != getattr(problem, n)
-        ]
-        yield like, ", ".join(f"{n}={getattr(like, n)}" for n in changed)
-
-
-def _interpolated(call: Call, reach: int | None) -> Decision | None:
-    """Ask the family, then its relatives; `reach` None lifts the bound on extrapolation."""
-    for like, relaxed in _relatives(call.problem):
-        sizes = _sizes(call, like)
-        if sizes and (decision := _between_sizes(call, sizes, reach, f" with {relaxed}" if relaxed else "")):
-            return decision
-    return None
-
-
-def _between_sizes(call: Call, sizes: dict[int, list[Row]], reach: int | None, relaxed: str) -> Decision | None:
-    size = call.size(call.problem)
-    near = _near(call, sizes, size)
-
-    def at(measured: int, text: str, *, exact: bool) -> Decision:
-        rows = sizes[measured]
-        usable = call.usable(rows, predicted=True)
-        call.report(rows, usable)
-        decision = settle(call, pool(rows, usable), rows, source="interpolated", text=text, near=near)
-        # The winner is known to be right for its size; its time at this one is not.
-        return decision if exact else replace(decision, latency_us=None, library_us=None, runner_up_us=None)
-
-    if size in sizes:
-        return at(size, f"measured at {size} bytes{relaxed}: ", exact=True)
-    below = max((s for s in sizes if s < size), default=None)
-    above = min((s for s in sizes if s > size), default=None)
-    if below is not None and above is not None and above <= MAX_GAP * below:
-        rows = [*sizes[below], *sizes[above]]
-        usable = call.usable(rows, predicted=True)
-        found = between(sizes[below], sizes[above], math.log(size / below) / math.log(above / below), usable)
-        if found.scored:
-            call.report(rows, usable)
-            text = f"predicted between {below} and {above} bytes{relaxed}: "
-            return settle(call, found, rows, source="interpolated", text=text, near=near)
-    ends = [s for s in (below, above) if s is not None]
-    nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
-    if reach is None or max(nearest, size) <= reach * min(nearest, size):
-        return at(nearest, f"as at the nearest measured size, {nearest} bytes{relaxed}: ", exact=False)
-    return None
 
 
 def _borrowed(call: Call, reach: int | None) -> Decision | None:
     """What the rows of other hardware say where those of this one say nothing."""
     lent = replace(call, borrowed=True)
-    decision = _exact(lent) or _interpolated(lent, reach)
+    decision = _exact(lent) or interpolated(lent, reach)
     if decision is None or decision.environment is None:
         return None
     why = f"borrowed from {decision.environment}, where {decision.why}"

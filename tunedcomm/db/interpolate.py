@@ -1,0 +1,112 @@
+"""Selection between and outside the measured sizes of a family of problems, and from its relatives. Pure.
+
+What a candidate takes at twice a size bounds what it takes there, for there it has less to do. A straight line between
+two measured sizes is no such bound: kernels go round their loops a whole number of times, so their latency is a
+staircase, and a grid that fits one size to the packet goes round once more just above it. Nor are the finals enough:
+each of them has been fitted to some measured size, and few can run at any size between. So every challenger with a
+trial at the next larger measured size takes part, and is expected to take
+
+- what the straight line in log-log between both measured sizes says, or
+- as many times less than the library as at twice the size (at the larger measured size, if that is nearer),
+
+whichever is worse. A challenger that was not measured at the smaller size has the second, from the larger one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal
+
+from tunedcomm.db.decision import Call, Decision, settle
+from tunedcomm.db.score import Pool, between, pool
+from tunedcomm.db.snapshot import Row
+from tunedcomm.spec import Problem
+
+__all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "near_pools", "sizes_of"]
+
+# A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
+MAX_GAP = 16
+MAX_REACH = 2
+_SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
+
+
+def sizes_of(call: Call, like: Problem) -> dict[int, list[Row]]:
+    """Rows of the family of `like` by message bytes, where some challenger may be used; smallest first."""
+    tail = like.shape[1:]
+    rows = [r for r in call.rows(like) if r.problem.shape[1:] == tail]
+    usable = call.usable(rows, predicted=True)
+    by_size: dict[int, list[Row]] = {}
+    for row in call.fresh(rows):
+        by_size.setdefault(call.size(row.problem), []).append(row)
+    return {size: by_size[size] for size in sorted(by_size) if pool(by_size[size], usable).scored}
+
+
+def near_pools(call: Call, sizes: dict[int, list[Row]], size: int) -> Callable[[], list[Pool]]:
+    """The pools of the nearest two sizes below and above, made only if a tie asks for them."""
+
+    def pools() -> list[Pool]:
+        below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
+        chosen = [sizes[s] for s in (*below[-2:], *above[:2])]
+        return [pool(rows, call.usable(rows, predicted=False)) for rows in chosen]
+
+    return pools
+
+
+def _relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
+    """Problems that may answer for `problem`, nearest first, each with what was relaxed."""
+    dtypes = [problem.dtype, *([_SIXTEEN_BIT[problem.dtype]] if problem.dtype in _SIXTEEN_BIT else [])]
+    kinds: list[Literal["plain", "symmetric"]] = [problem.input_kind]
+    if problem.input_kind == "symmetric":
+        kinds.append("plain")
+    reductions = [problem.reduction, *(["sum"] if problem.reduction == "avg" else [])]
+    places = [problem.in_place, not problem.in_place]
+    for dtype, kind, place, reduction in itertools.product(dtypes, kinds, places, reductions):
+        like = replace(problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction)
+        changed = [
+            n for n in ("reduction", "in_place", "input_kind", "dtype") if getattr(like, n) != getattr(problem, n)
+        ]
+        yield like, ", ".join(f"{n}={getattr(like, n)}" for n in changed)
+
+
+def interpolated(call: Call, reach: int | None) -> Decision | None:
+    """Ask the family, then its relatives; `reach` None lifts the bound on extrapolation."""
+    for like, relaxed in _relatives(call.problem):
+        sizes = sizes_of(call, like)
+        if sizes and (decision := _betweensizes_of(call, sizes, reach, f" with {relaxed}" if relaxed else "")):
+            return decision
+    return None
+
+
+def _betweensizes_of(call: Call, sizes: dict[int, list[Row]], reach: int | None, relaxed: str) -> Decision | None:
+    size = call.size(call.problem)
+
+    def at(measured: int, text: str, *, exact: bool) -> Decision:
+        rows, near = sizes[measured], near_pools(call, sizes, size) if exact else None
+        usable = call.usable(rows, predicted=True)
+        call.report(rows, usable)
+        found = pool(rows, usable, every_trial=not exact)
+        decision = settle(call, found, rows, source="interpolated", text=text, near=near)
+        # The winner is known to be right for its size; its time at this one is not.
+        return decision if exact else replace(decision, latency_us=None, library_us=None, runner_up_us=None)
+
+    if size in sizes:
+        return at(size, f"measured at {size} bytes{relaxed}: ", exact=True)
+    below = max((s for s in sizes if s < size), default=None)
+    above = min((s for s in sizes if s > size), default=None)
+    if below is not None and above is not None and above <= MAX_GAP * below:
+        rows = [*sizes[below], *sizes[above]]
+        usable = call.usable(rows, predicted=True)
+        weight, doubled = (math.log(at / below) / math.log(above / below) for at in (size, min(2 * size, above)))
+        found = between(sizes[below], sizes[above], weight, doubled, usable)
+        if found.scored:
+            call.report(rows, usable)
+            text = f"predicted between {below} and {above} bytes{relaxed}: "
+            return settle(call, found, rows, source="interpolated", text=text, near=None)
+    ends = [s for s in (below, above) if s is not None]
+    nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
+    if reach is None or max(nearest, size) <= reach * min(nearest, size):
+        return at(nearest, f"as at the nearest measured size, {nearest} bytes{relaxed}: ", exact=False)
+    return None
