@@ -11,6 +11,7 @@ from tunedcomm.cli import _checks, _db_checks, main
 from tunedcomm.cli._checks import Check
 from tunedcomm.db.netfs import own_file
 
+
 def by_name(checks: list[Check], name: str) -> Check:
     return next(check for check in checks if check.name == name)
 

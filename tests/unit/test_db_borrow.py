@@ -174,7 +174,9 @@ def test_borrowed_rows_rank_candidates_and_predict_nothing() -> None:
     found = decide([lent("lamport", 3.0), lent("two_shot", 4.0), lent("library", 10.0)])
     assert found.candidate == candidate("lamport")
     assert (found.source, found.environment) == ("borrowed", H100)
-    assert found.why.startswith("borrowed from NVIDIA H100 80GB HBM3, 132 SMs, nvswitch-18, where lamport(num_blocks=4)")
+    assert found.why.startswith(
+        "borrowed from NVIDIA H100 80GB HBM3, 132 SMs, nvswitch-18, where lamport(num_blocks=4)"
+    )
     assert (found.latency_us, found.library_us, found.runner_up_us) == (None, None, None)
     assert found.runner_up == candidate("two_shot")
     assert "borrowed" in MISSES, "it is worth tuning"

@@ -1,5 +1,7 @@
 """Fabric classes: from NVML's answers to the word that is stored, and from there to plain ones."""
 
+# ruff: noqa: N802 - the fake has NVML's names
+
 from __future__ import annotations
 
 import sys
@@ -96,9 +98,13 @@ class FakeNvml:
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
         end = self._links[handle][link]
-        return SimpleNamespace(domain=1, bus=99, device=0) if end == CPU else SimpleNamespace(
-            domain=0, bus=end, device=0
-        ) if self._remote else self._refuse()
+        return (
+            SimpleNamespace(domain=1, bus=99, device=0)
+            if end == CPU
+            else SimpleNamespace(domain=0, bus=end, device=0)
+            if self._remote
+            else self._refuse()
+        )
 
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:
         return self._refuse() if self._p2p is None else int(not self._p2p(one, other))
@@ -210,7 +216,18 @@ def test_a_class_in_words_and_back(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "generation"),
-    [(60, " 1"), (70, " 2"), (75, " 2"), (80, " 3"), (86, " 3"), (90, " 4"), (100, " 5"), (103, " 5"), (120, ""), (0, "")],
+    [
+        (60, " 1"),
+        (70, " 2"),
+        (75, " 2"),
+        (80, " 3"),
+        (86, " 3"),
+        (90, " 4"),
+        (100, " 5"),
+        (103, " 5"),
+        (120, ""),
+        (0, ""),
+    ],
 )
 def test_generation_of_nvlink(capability: int, generation: str) -> None:
     assert describe("nvswitch-18", capability) == f"NVLink{generation}, 18 links through NVSwitch"
