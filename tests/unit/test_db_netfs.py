@@ -24,8 +24,8 @@ MOUNTS = """\
 30 21 0:40 / /data rw,relatime shared:9 - nfs4 server:/export rw,vers=4.2,addr=10.0.0.1
 31 30 0:41 / /data/fast rw,relatime - tmpfs tmpfs rw
 32 21 0:42 / /mnt/with\\040space rw - cifs //box/share rw
-33 21 0:43 / /home rw - autofs /etc/auto.home rw,fd=6
-34 33 0:44 / /home/ann rw - lustre mgs@tcp:/home rw
+33 21 0:43 / /users rw - autofs /etc/auto.users rw,fd=6
+34 33 0:44 / /users/ann rw - lustre mgs@tcp:/users rw
 35 21 0:45 / /covered/deep rw - nfs server:/old rw
 36 21 8:2 / /covered rw - xfs /dev/sdb1 rw
 37 21 0:46 / /twice rw - ext4 /dev/sdc1 rw
@@ -47,8 +47,8 @@ broken
         ("/data/fast/tuned.db", "tmpfs"),
         ("/data/fastest/tuned.db", "nfs4"),
         ("/mnt/with space/tuned.db", "cifs"),
-        ("/home/ann/.local/share/tunedcomm/tuned.db", "lustre"),
-        ("/home/bob/tuned.db", "autofs"),
+        ("/users/ann/.local/share/tunedcomm/tuned.db", "lustre"),
+        ("/users/bob/tuned.db", "autofs"),
         ("/covered/deep/tuned.db", "xfs"),
         ("/twice/tuned.db", "fuse.sshfs"),
     ],
