@@ -118,7 +118,7 @@ def hardware_that_differs(rank: int) -> None:
 def databases_that_cannot_be_loaded(rank: int) -> None:
     """Whatever goes wrong on rank 0, the others do not wait for its snapshot."""
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError("planted: no file handles left")
 
     tunedcomm.release_communicators()

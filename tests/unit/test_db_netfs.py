@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import sqlite3
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from tunedcomm.db import netfs
 from tunedcomm.db.layers import Layer, layers, load_snapshot, named_layers, user_layers, writable_database
 from tunedcomm.db.netfs import file_system, host_name, network_of, own_file
 from tunedcomm.db.store import Database
-from tunedcomm.errors import SettingError
+from tunedcomm.errors import DatabaseCorruptError, SettingError
 
 MOUNTS = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -22,8 +24,8 @@ MOUNTS = """\
 30 21 0:40 / /data rw,relatime shared:9 - nfs4 server:/export rw,vers=4.2,addr=10.0.0.1
 31 30 0:41 / /data/fast rw,relatime - tmpfs tmpfs rw
 32 21 0:42 / /mnt/with\\040space rw - cifs //box/share rw
-33 21 0:43 / /home rw - autofs /etc/auto.home rw,fd=6
-34 33 0:44 / /home/ann rw - lustre mgs@tcp:/home rw
+33 21 0:43 / /users rw - autofs /etc/auto.users rw,fd=6
+34 33 0:44 / /users/ann rw - lustre mgs@tcp:/users rw
 35 21 0:45 / /covered/deep rw - nfs server:/old rw
 36 21 8:2 / /covered rw - xfs /dev/sdb1 rw
 37 21 0:46 / /twice rw - ext4 /dev/sdc1 rw
@@ -45,8 +47,8 @@ broken
         ("/data/fast/tuned.db", "tmpfs"),
         ("/data/fastest/tuned.db", "nfs4"),
         ("/mnt/with space/tuned.db", "cifs"),
-        ("/home/ann/.local/share/tunedcomm/tuned.db", "lustre"),
-        ("/home/bob/tuned.db", "autofs"),
+        ("/users/ann/.local/share/tunedcomm/tuned.db", "lustre"),
+        ("/users/bob/tuned.db", "autofs"),
         ("/covered/deep/tuned.db", "xfs"),
         ("/twice/tuned.db", "fuse.sshfs"),
     ],
@@ -210,6 +212,33 @@ def test_no_write_ahead_log_on_a_network(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(netfs, "file_system", lambda path, mountinfo: "ext4")
     _store(str(path), trial("lamport"))
     assert _journal_mode(path) == "wal"
+
+
+def _write_many(path: str, number: int) -> None:
+    with Database.open(path, create=True) as database:
+        for i in range(20):
+            database.record([trial("one_shot", config={"num_blocks": 100 * number + i})])
+
+
+def test_processes_of_one_host_share_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers ask for no lock there, and see whole transactions all the same."""
+    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")
+    path = writable_database()
+    spawn = multiprocessing.get_context("spawn")
+    writers = [spawn.Process(target=_write_many, args=(path, number)) for number in range(3)]
+    for writer in writers:
+        writer.start()
+    sizes = []
+    while any(writer.is_alive() for writer in writers):
+        if Path(path).exists():
+            with contextlib.suppress(DatabaseCorruptError):  # the tables are still to be made
+                sizes.append(len(load_snapshot(H200, 4, layers=[Layer("user", path)], strict=True).rows))
+        writers[0].join(0.01)
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert len(sizes) > 2
+    with Database.open(path, readonly=True) as database:
+        assert len(database.trials()) == 60
+    assert _journal_mode(Path(path)) == "delete"
 
 
 def test_the_name_of_an_own_file() -> None:

@@ -112,7 +112,7 @@ def test_a_log_that_a_killed_writer_left(media: Path, how: str, without_shm: boo
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_journal_that_a_killed_writer_left(media: Path, closed: bool) -> None:
-    """As immutable the file would be half way between two transactions; where it may be written, readers still may not."""
+    """As immutable the file would be half way between two transactions; and a reader may not repair it anywhere."""
     path = _make(media, "delete", killed="torn")
     before = {entry.name: entry.read_bytes() for entry in media.iterdir()}
     if closed:

@@ -1,5 +1,7 @@
 """Fabric classes: from NVML's answers to the word that is stored, and from there to plain ones."""
 
+# ruff: noqa: N802 - the fake has NVML's names
+
 from __future__ import annotations
 
 import sys

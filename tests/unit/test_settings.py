@@ -29,7 +29,9 @@ def test_table_is_sorted_and_complete() -> None:
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TUNEDCOMM_DB", raising=False)
+    assert settings.borrow() == ()
     assert settings.db_url() is None
+    assert settings.db_network() == "auto"
     assert settings.db_path() == []
     assert settings.db_patience_s() == 600.0
     assert settings.forced("all_reduce") is None
@@ -42,6 +44,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB", " /data/tuned.db ")
     monkeypatch.setenv("TUNEDCOMM_DB_PATIENCE_S", "0")
+    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "Per-Host")
+    monkeypatch.setenv("TUNEDCOMM_BORROW", " H100 ,, NVIDIA H100* ")
     monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
     monkeypatch.setenv("TUNEDCOMM_LOG", "DEBUG")
     monkeypatch.setenv("TUNEDCOMM_MODE", "off")
@@ -49,6 +53,8 @@ def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "128")
     assert settings.db_url() == "/data/tuned.db"
     assert settings.db_patience_s() == 0.0
+    assert settings.db_network() == "per-host"
+    assert settings.borrow() == ("H100", "NVIDIA H100*")
     assert settings.forced("all_reduce") == "lamport"
     assert settings.forced("all_gather") is None
     assert settings.log_level() == "debug"
@@ -83,6 +89,8 @@ def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: li
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
+        ("TUNEDCOMM_CHAOS_DB", "/a.db,", settings.db_url),
+        ("TUNEDCOMM_DB_NETWORK", "nfs", settings.db_network),
         ("TUNEDCOMM_DB_PATIENCE_S", "-1", settings.db_patience_s),
         ("TUNEDCOMM_DB_PATIENCE_S", "ages", settings.db_patience_s),
         ("TUNEDCOMM_MODE", "fast", settings.mode),

@@ -83,7 +83,8 @@ def prepare_file(path: Path, *, create: bool) -> None:
     except FileNotFoundError:
         if not create:
             raise DatabaseAccessError(
-                f"database {path} does not exist; `tunedcomm tune` makes one, or correct TUNEDCOMM_DB, TUNEDCOMM_DB_PATH or --db"
+                f"database {path} does not exist; `tunedcomm tune` makes one, or correct TUNEDCOMM_DB, "
+                "TUNEDCOMM_DB_PATH or --db"
             ) from None
         _make_parent(path)
         return
