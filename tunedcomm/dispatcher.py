@@ -33,6 +33,7 @@ from tunedcomm.spec import (
 __all__ = [
     "MISSES",
     "Plan",
+    "check_max_sms",
     "check_policy",
     "decide",
     "explain",
@@ -154,6 +155,7 @@ def decide(
     *,
     policy: NumericsPolicy = "default",
     forced: Candidate | None = None,
+    max_sms: int | None = None,
 ) -> Decision:
     """What a group with this snapshot runs for `problem`, and why. Pure: no clock, no files, no communication."""
     kernels.discover()
@@ -166,10 +168,15 @@ def decide(
         numerics_of=_numerics_of,
         policy=policy,
         message_bytes=spec.message_bytes,
-        heuristic=None,
         forced=forced,
+        max_sms=max_sms,
+        sms_of=lambda candidate: _sms_of(problem, candidate),
         hopeless=lambda: unservable(problem, limits, policy),
     )
+
+
+def _sms_of(problem: Problem, candidate: Candidate) -> int:
+    return get_variant(candidate.op, candidate.variant).num_blocks(problem, candidate.config_dict)
 
 
 def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str | None:
@@ -188,7 +195,9 @@ def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str 
     return found or f"{problem.op} has no such variant"
 
 
-def explain(communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default") -> Decision:
+def explain(
+    communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default", max_sms: int | None = None
+) -> Decision:
     """The decision for `problem` on a communicator, with every reason; binds and launches nothing.
 
     Raises:
@@ -196,10 +205,17 @@ def explain(communicator: Communicator, problem: Problem, *, policy: NumericsPol
         InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
     """
     check_policy(policy)
+    check_max_sms(max_sms)
     forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
     if forced is None and communicator.settings.mode == "off":
         forced = Candidate.of(problem.op, "library", {})
-    return decide(problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced)
+    return decide(problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms)
+
+
+def check_max_sms(max_sms: int | None) -> None:
+    """Raise UnsupportedInputError for what is no number of SMs."""
+    if max_sms is not None and (not isinstance(max_sms, int) or isinstance(max_sms, bool) or max_sms < 0):
+        raise UnsupportedInputError(f"max_sms={max_sms!r} is no number of SMs; pass an integer from 0 on, or None")
 
 
 def check_policy(policy: NumericsPolicy) -> None:
@@ -208,13 +224,13 @@ def check_policy(policy: NumericsPolicy) -> None:
         raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(POLICIES)}")
 
 
-def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy) -> Plan:
+def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
     """Decide and bind; a choice that turns out not to fit on the GPU gives way to the library, on every rank alike.
 
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
-    decision = explain(communicator, problem, policy=policy)
+    decision = explain(communicator, problem, policy=policy, max_sms=max_sms)
     if communicator.settings.mode == "force" and decision.source == "library":
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "

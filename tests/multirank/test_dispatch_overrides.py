@@ -10,7 +10,9 @@ import pytest
 import torch
 from cases import logged, report, same_bits, settings
 from dispatch_table import (
+    MIDDLE,
     SMALL,
+    TUNED,
     WORLD_SIZE,
     check_tuned,
     inputs_of,
@@ -19,6 +21,7 @@ from dispatch_table import (
     ran,
     run_on_table,
     run_with_table,
+    tuned_config,
 )
 
 import tunedcomm
@@ -102,7 +105,7 @@ def a_plan_that_cannot_be_bound(rank: int) -> None:
         assert name == "library"
         assert len(warnings) == 1
         assert "do not fit on 1 SM" in warnings[0]
-        plan = communicator.plans[SMALL, torch.float32, "sum", False, "default", False, False]
+        plan = communicator.plans[SMALL, torch.float32, "sum", False, "default", None, False, False]
         assert plan.decision.candidate.variant == "library"
         assert "do not fit on 1 SM" in plan.decision.why
         for policy, context in (("ordered", None), ("default", "lamport")):
@@ -113,6 +116,19 @@ def a_plan_that_cannot_be_bound(rank: int) -> None:
         register_variant(real)
         tunedcomm.release_communicators()
     check_tuned(rank, SMALL, "lamport", "exact")
+
+
+def few_sms(rank: int) -> None:
+    x, expected = inputs_of(rank, MIDDLE)
+    blocks = {name: int(tuned_config(name, MIDDLE)["num_blocks"]) for name in TUNED[MIDDLE]}
+    most = max(blocks.values())
+    for _ in range(2):  # the second time from the cache, in turn with calls of other limits
+        for limit in (None, 512, most, 1, 0):
+            name, out = ran(lambda limit=limit: tunedcomm.all_reduce(x, max_sms=limit))  # type: ignore[misc]
+            fitting = [v for v in blocks if limit is None or blocks[v] <= limit]
+            assert (name in fitting) if fitting else name == "library"
+            assert name == "library" or same_bits(out, expected)
+    assert "max_sms=0" in str(tunedcomm.explain(get_communicator(), problem(MIDDLE), max_sms=0).passed_over)
 
 
 def mode_off(rank: int) -> None:
@@ -171,6 +187,7 @@ CASES = {
     "force in vain": forced_in_vain,
     "a plan that cannot be bound": a_plan_that_cannot_be_bound,
     "TUNEDCOMM_MODE=off": mode_off,
+    "max_sms": few_sms,
     "TUNEDCOMM_MODE=force": mode_force,
     "TUNEDCOMM_FORCE_ALL_REDUCE": forced_by_setting,
     "replace_snapshot": replaced_snapshot,

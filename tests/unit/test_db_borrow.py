@@ -241,9 +241,9 @@ def test_a_policy_without_the_library_is_served_from_afar() -> None:
 
 
 def test_a_heuristic_is_less_than_a_borrowed_measurement() -> None:
-    found = decide([lent("lamport", 2.0)], heuristic=lambda p: candidate("two_shot"))
-    assert found.source == "borrowed"
-    assert decide([], heuristic=lambda p: candidate("two_shot")).source == "heuristic"
+    eager, graphs = {"mode": "eager"}, row("two_shot", 3.0)
+    assert decide([graphs], problem(mode="eager")).source == "heuristic"
+    assert decide([graphs, lent("lamport", 2.0, like=eager)], problem(mode="eager")).source == "borrowed"
 
 
 def test_tiers() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from db_samples import NUMERICS, candidate, decide, problem, row, snapshot
 
-from tunedcomm.db.select import Decision, Failure
+from tunedcomm.db.select import Decision, Pinned
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate
 
@@ -72,19 +73,74 @@ def test_relatives_are_asked_in_order_and_checked_for_feasibility() -> None:
 # Heuristic, library, and the whole
 
 
-def test_the_heuristic_comes_before_the_library_if_it_may_run() -> None:
-    def rule(asked: object) -> Candidate:
-        return candidate("two_shot")
+def test_eager_calls_that_were_not_tuned_run_as_in_graphs() -> None:
+    graphs = [row("one_shot", 4.0, 4096), row("one_shot", 6.0, 16384)]
+    for asked in (
+        problem(4096, mode="eager"),
+        problem(8192, mode="eager"),
+        problem(8192, mode="eager", dtype="float16"),
+    ):
+        decision = decide(graphs, asked)
+        assert (decision.candidate, decision.source) == (candidate("one_shot"), "heuristic")
+        assert decision.why.startswith("not tuned outside of graphs; in graphs: ")
+        assert (decision.latency_us, decision.library_us) == (None, None), "times in graphs are none of eager calls"
+    own = [*graphs, row("two_shot", 9.0, 4096, like={"mode": "eager"})]
+    assert decide(own, problem(4096, mode="eager")).candidate == candidate("two_shot")
+    assert decide(own, problem(4096, mode="eager")).source == "exact"
+    refused = decide(graphs, problem(4096, mode="eager"), feasible=lambda which: "no")
+    assert (refused.source, reasons(refused)) == ("library", {"one_shot(num_blocks=4)": "no"})
+    eager = [row("one_shot", 4.0, 4096, like={"mode": "eager"})]
+    assert decide(eager, problem(4096)).source == "library", "graphs never run as eager calls do"
 
-    assert decide([], heuristic=rule).source == "heuristic"
-    assert decide([row("one_shot", 4.0)], heuristic=rule).source == "exact"
-    decision = decide([], heuristic=rule, feasible=lambda which: "no")
-    assert (decision.source, reasons(decision)) == ("library", {"two_shot(num_blocks=4)": "no"})
-    failure = Failure(problem=problem(64), candidate=candidate("two_shot"), source_hash="current", status="hung")
-    assert decide(snapshot([], failures=(failure,)), heuristic=rule).source == "library"
-    assert decide([], heuristic=lambda asked: candidate("atomic")).source == "library"
-    assert decide([], heuristic=lambda asked: None).source == "library"
-    assert decide([], heuristic=lambda asked: candidate("library")).candidate == candidate("library")
+
+# Few SMs
+
+
+def sms(which: Candidate) -> int:
+    return {"library": -1, "two_shot": 0}.get(which.variant, int(which.config_dict.get("num_blocks", -1)))
+
+
+def test_max_sms_leaves_out_what_takes_more() -> None:
+    rows = [
+        row("one_shot", 3.0, num_blocks=64),
+        row("one_shot", 4.0, num_blocks=8, final=False),
+        row("lamport", 5.0, num_blocks=2, final=False),
+        row("two_shot", 30.0, final=False),
+    ]
+    assert decide(rows, sms_of=sms).candidate == candidate("one_shot", 64)
+    for limit, chosen in (
+        (64, candidate("one_shot", 64)), (63, candidate("one_shot", 8)), (8, candidate("one_shot", 8)),
+        (7, candidate("lamport", 2)), (1, candidate("two_shot")), (0, candidate("two_shot")),
+    ):  # fmt: skip
+        decision = decide(rows, sms_of=sms, max_sms=limit)
+        assert decision.candidate == chosen, limit
+        assert decision.source == "exact"
+    passed = reasons(decide(rows, sms_of=sms, max_sms=7))
+    assert passed["one_shot(num_blocks=64)"] == "takes 64 SMs, with max_sms=7"
+
+
+def test_what_fits_need_not_beat_the_library_which_serves_where_nothing_does() -> None:
+    slow = [row("lamport", 50.0, num_blocks=2)]
+    assert decide(slow, sms_of=sms).candidate == candidate("library")
+    assert decide(slow, sms_of=sms, max_sms=2).candidate == candidate("lamport", 2)
+    decision = decide(slow, sms_of=sms, max_sms=1)
+    assert (decision.candidate, decision.source) == (candidate("library"), "library")
+    unknown = decide(slow, max_sms=132)
+    assert unknown.candidate == candidate("library")
+    assert reasons(unknown)["lamport(num_blocks=2)"] == "takes nobody knows how many SMs, with max_sms=132"
+
+
+def test_max_sms_holds_between_sizes_and_for_pins_but_not_for_the_forced() -> None:
+    rows = [
+        row("one_shot", 3.0, 4096, num_blocks=64), row("one_shot", 4.0, 8192, num_blocks=64),
+        row("one_shot", 5.0, 4096, num_blocks=8), row("one_shot", 6.0, 8192, num_blocks=8),
+    ]  # fmt: skip
+    assert decide(rows, problem(6000), sms_of=sms, max_sms=16).candidate == candidate("one_shot", 8)
+    pin = Pinned(problem=problem(), candidate=candidate("one_shot", 64), reason="test")
+    assert decide(snapshot(rows, pins=(pin,)), sms_of=sms).source == "pin"
+    assert decide(snapshot(rows, pins=(pin,)), sms_of=sms, max_sms=16).source == "exact"
+    forced = decide(rows, sms_of=sms, max_sms=16, forced=candidate("one_shot", 64))
+    assert forced.candidate == candidate("one_shot", 64)
 
 
 def test_an_empty_snapshot_gives_the_library() -> None:

@@ -85,7 +85,9 @@ def choose(
     forced = dispatcher.forced_candidate(problem, limits)
     if forced is None and settings.mode() == "off":
         forced = Candidate.of(problem.op, "library", {})
-    decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy, forced=forced)
+    decision = dispatcher.decide(
+        problem, snapshot, limits, policy=options.policy, forced=forced, max_sms=options.max_sms
+    )
     stored = _stored_reasons(problem, environment, layers)
     left_out = _left_out(problem, decision, limits, options.policy, stored)
     nearest = None if snapshot.rows else nearest_stored(environment, stored_environments(layers, is_quiet=True))

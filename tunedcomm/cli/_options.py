@@ -25,6 +25,7 @@ __all__ = [
     "HardwareOption",
     "JsonOption",
     "Kind",
+    "MaxSmsOption",
     "OpOption",
     "Policy",
     "ProblemOptions",
@@ -130,6 +131,10 @@ BorrowOption: TypeAlias = Annotated[
         help="Other hardware whose measurements may serve where there are none: part of the GPU's name, a pattern, or "
         "the first digits of the environment's digest. By default what TUNEDCOMM_BORROW names.",
     ),
+]
+MaxSmsOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=0, help="SMs at most that the kernel may take.", show_default=False),
 ]
 DatabaseOption: TypeAlias = Annotated[
     str | None,
@@ -261,6 +266,7 @@ class ProblemOptions:
     reduction: str | None = None
     input_kind: Kind = Kind.plain
     numerics: Policy = Policy.default
+    max_sms: int | None = None
 
     @property
     def policy(self) -> NumericsPolicy:

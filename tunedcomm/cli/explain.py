@@ -15,6 +15,7 @@ from tunedcomm.cli._options import (
     HardwareOption,
     JsonOption,
     Kind,
+    MaxSmsOption,
     OpOption,
     Policy,
     ProblemOptions,
@@ -73,6 +74,7 @@ def explain(
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,
+    max_sms: MaxSmsOption = None,
     hardware: HardwareOption = None,
     borrow: BorrowOption = None,
     db: DatabaseOption = None,
@@ -91,6 +93,7 @@ def explain(
         reduction=reduction,
         input_kind=input_kind,
         numerics=numerics,
+        max_sms=max_sms,
     )
     choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow))
     if as_json:

@@ -71,6 +71,8 @@ class Call:
     numerics_of: Callable[[str, str], Numerics | None]
     policy: NumericsPolicy
     message_bytes: Callable[[Problem], int]
+    max_sms: int | None = None
+    sms_of: Callable[[Candidate], int] = lambda candidate: -1
     passed: dict[Candidate, str] = field(default_factory=dict)
     objections: dict[Candidate, str | None] = field(default_factory=dict)
     borrowed: bool = False
@@ -102,8 +104,14 @@ class Call:
             elif not admits(self.policy, numerics):
                 self.objections[candidate] = f"numerics class {numerics!r} is not admitted by policy {self.policy!r}"
             else:
-                self.objections[candidate] = self.feasible(candidate)
+                self.objections[candidate] = self.feasible(candidate) or self._too_large(candidate)
         return self.objections[candidate]
+
+    def _too_large(self, candidate: Candidate) -> str | None:
+        if self.max_sms is None or 0 <= (sms := self.sms_of(candidate)) <= self.max_sms:
+            return None
+        taken = f"takes {sms} SMs" if sms >= 0 else "takes nobody knows how many SMs"
+        return f"{taken}, with max_sms={self.max_sms}"
 
     def stale(self, candidate: Candidate, source_hash: str) -> str | None:
         current = self.source_hash(candidate.op, candidate.variant)
@@ -191,7 +199,7 @@ def settle(
 
 
 def _beats_library(call: Call, found: Pool, scored: Scored) -> bool:
-    if not call.library_admitted:
+    if not call.library_admitted or call.max_sms is not None:
         return True
     if found.library_us is None:
         call.pass_over(scored.candidate, "was never compared with the library")

@@ -16,6 +16,9 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   size and op never relax.
 - *Borrowed*: the same two rules over rows of other hardware that the user lets stand in, where rows of this hardware
   give no answer. Their times rank candidates and predict nothing.
+- *Heuristic*: eager calls that nothing above answers run as in graphs; the other way round is never done.
+- `max_sms` leaves out what takes more SMs. The library takes as many as it likes, so challengers need not beat it then,
+  and it serves where nothing fits.
 - A challenger must beat the library by more than its noise (skipped where the policy excludes the library).
 - Near ties, within noise of the fastest, go to the one that is within noise of the best at more of the nearest two
   sizes below and above, then to the one that loses fewer whole per cent there, then by name: re-tuning does not flip
@@ -49,8 +52,9 @@ def choose(
     numerics_of: Callable[[str, str], Numerics | None],
     message_bytes: Callable[[Problem], int],
     policy: NumericsPolicy = "default",
-    heuristic: Callable[[Problem], Candidate | None] | None = None,
     forced: Candidate | None = None,
+    max_sms: int | None = None,
+    sms_of: Callable[[Candidate], int] = lambda candidate: -1,
     hopeless: Callable[[], str | None] = lambda: None,
 ) -> Decision:
     """Resolve `problem`; see the module's text for the rules.
@@ -64,8 +68,10 @@ def choose(
         numerics_of: op and variant to the numerics class, None for an unknown variant.
         message_bytes: the size by which problems of one family are compared.
         policy: numerics classes that the caller accepts.
-        heuristic: the op's rule for what was never measured.
-        forced: a candidate asked for by name: overrides everything but feasibility, the policy included.
+        forced: a candidate asked for by name: overrides everything but feasibility, policy and `max_sms` included.
+        max_sms: SMs that the caller leaves to the call. What takes more is not considered, and the library, which takes
+            as many as it likes, only where nothing else fits.
+        sms_of: candidate to the SMs that it takes at most; -1 where that is not known.
         hopeless: why no variant that the policy admits can ever run `problem` here, or None; asked where nothing that
             it admits is known, for tuning is no way out then.
 
@@ -73,11 +79,11 @@ def choose(
         InfeasibleError: the forced candidate cannot run, or the policy excludes the library and nothing that it admits
             is known.
     """
-    call = Call(snapshot, problem, feasible, source_hash, numerics_of, policy, message_bytes)
+    call = Call(snapshot, problem, feasible, source_hash, numerics_of, policy, message_bytes, max_sms, sms_of)
     if forced is not None:
         return _forced(call, forced)
     decision = _pinned(call) or _exact(call) or interpolated(call, MAX_REACH) or _borrowed(call, MAX_REACH)
-    decision = decision or _heuristic(call, heuristic)
+    decision = decision or _heuristic(call)
     if decision is None and not call.library_admitted:
         # Nothing slower than the library is to be feared here, for the library may not run at all.
         decision = interpolated(call, None) or _borrowed(call, None)
@@ -137,7 +143,8 @@ def _exact(call: Call) -> Decision | None:
     rows = [row for row in call.rows(call.problem) if row.problem == call.problem]
     usable = call.usable(rows, predicted=False)
     call.report(rows, usable)
-    found = pool(call.fresh(rows), usable)
+    # The finals were fought for all SMs; who is the best on a few of them is seldom there.
+    found = pool(call.fresh(rows), usable, every_trial=call.max_sms is not None)
     if not found.scored:
         return None
     sizes = sizes_of(call, call.problem)
@@ -155,23 +162,16 @@ def _borrowed(call: Call, reach: int | None) -> Decision | None:
     return replace(decision, source="borrowed", why=why, latency_us=None, library_us=None, runner_up_us=None)
 
 
-def _heuristic(call: Call, heuristic: Callable[[Problem], Candidate | None] | None) -> Decision | None:
-    candidate = heuristic(call.problem) if heuristic is not None else None
-    if candidate is None:
+def _heuristic(call: Call) -> Decision | None:
+    """An eager call as in graphs: the GPU does the same in both, and what the host adds favours no kernel."""
+    if call.problem.mode != "eager":
         return None
-    if candidate == call.library and call.library_admitted:
-        return _measured(
-            call, candidate, "heuristic", f"nothing near is measured; the op's rule of thumb is {candidate}"
-        )
-    reason = call.objection(candidate)
-    for failure in call.snapshot.failures:
-        current = call.stale(failure.candidate, failure.source_hash) is None
-        if failure.candidate == candidate and failure.problem.family == call.problem.family and current:
-            reason = reason or f"was {failure.status} at {failure.problem}"
-    if reason is not None:
-        call.pass_over(candidate, reason)
+    in_graphs = replace(call, problem=replace(call.problem, mode="graph"))
+    decision = _exact(in_graphs) or interpolated(in_graphs, MAX_REACH)
+    if decision is None:
         return None
-    return _measured(call, candidate, "heuristic", f"nothing near is measured; the op's rule of thumb is {candidate}")
+    why = f"not tuned outside of graphs; in graphs: {decision.why}"
+    return replace(decision, source="heuristic", why=why, latency_us=None, library_us=None, runner_up_us=None)
 
 
 def _library(call: Call, hopeless: Callable[[], str | None]) -> Decision:

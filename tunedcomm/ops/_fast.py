@@ -52,7 +52,7 @@ class FastCall:
     """All that one kind of call needs.
 
     Attributes:
-        op, in_place, numerics, capturing: what was asked.
+        op, in_place, numerics, max_sms, capturing: what was asked.
         looks_like: True for tensors in which nothing but the address differs from the one that was served.
         by_address: the plan's launch.
         shape, stride, dtype: of the output.
@@ -63,6 +63,7 @@ class FastCall:
     op: str
     in_place: bool
     numerics: NumericsPolicy
+    max_sms: int | None
     capturing: bool
     looks_like: Callable[[object], bool]
     by_address: Callable[..., None]
@@ -89,24 +90,27 @@ def remember(
     op: str,
     in_place: bool,
     numerics: NumericsPolicy,
+    max_sms: int | None,
     capturing: bool,
 ) -> None:
     """Make the next call like this one fast. The caller has found that kernels can take `x` as it is."""
     if not isinstance(plan.launch, AddressLaunch):
         return
-    key = (x.shape, x.dtype, op, in_place, numerics, capturing)
+    key = (x.shape, x.dtype, op, in_place, numerics, max_sms, capturing)
     before = communicator.fast_calls.get(key)
     guards = before.guards + 1 if before is not None else 1
     looks_like = _guard(x) if guards <= _MAX_GUARDS else None
     if looks_like is not None:
         shape, stride, launch = tuple(x.shape), x.stride(), plan.launch.by_address
-        asked = (op, in_place, numerics, capturing)
+        asked = (op, in_place, numerics, max_sms, capturing)
         communicator.last_call = communicator.fast_calls[key] = FastCall(
             *asked, looks_like, launch, shape, stride, x.dtype, x.nbytes, guards
         )
 
 
-def fast_call(communicator: Communicator, x: Any, op: str, out: Any, numerics: NumericsPolicy) -> torch.Tensor | None:
+def fast_call(
+    communicator: Communicator, x: Any, op: str, out: Any, numerics: NumericsPolicy, max_sms: int | None
+) -> torch.Tensor | None:
     """Launch and return the result, or None if this call does not look like one that was served before."""
     stream = raw_stream(communicator.device_index)
     capturing = stream != 0 and is_capturing()  # the default stream cannot be captured
@@ -118,11 +122,12 @@ def fast_call(communicator: Communicator, x: Any, op: str, out: Any, numerics: N
         or call.op is not op
         or call.in_place is not in_place
         or call.numerics is not numerics
+        or call.max_sms is not max_sms
         or call.capturing is not capturing
     ):
         try:
-            call = communicator.fast_calls.get((x.shape, x.dtype, op, in_place, numerics, capturing))
-        except (AttributeError, TypeError):  # no tensor: the longer way says so
+            call = communicator.fast_calls.get((x.shape, x.dtype, op, in_place, numerics, max_sms, capturing))
+        except (AttributeError, TypeError):  # no tensor, or no option: the longer way says so
             return None
         if call is None or not call.looks_like(x):
             return None

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.communicator import Communicator, get_communicator, on_release
-from tunedcomm.dispatcher import Plan, check_policy, library_plan, plan_for
+from tunedcomm.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops._fast import (
     MISALIGNED,
@@ -49,6 +49,7 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
     numerics: NumericsPolicy = "default",
+    max_sms: int | None = None,
 ) -> torch.Tensor:
     """Reduce `x` elementwise over all ranks of `group`; every rank gets the result.
 
@@ -60,6 +61,8 @@ def all_reduce(
         out: where to write, same shape, dtype and device as `x`; any strides; may be `x`.
         numerics: `default` allows variants whose results are the same bits on every rank; `ordered` only those that sum
             in fp32 in rank order with one rounding at the end, whose bits do not depend on tuning; `any` allows all.
+        max_sms: SMs at most that the kernel may take, the same on every rank, for callers that compute beside it; the
+            best candidate that takes no more is run, and the library, which chooses for itself, where there is none.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
@@ -77,7 +80,7 @@ def all_reduce(
         group = dist.GroupMember.WORLD  # looked up anew: groups may be destroyed and made again
     recent = _recent.get(group)
     if recent is not None:
-        result = fast_call(recent, x, op, out, numerics)
+        result = fast_call(recent, x, op, out, numerics, max_sms)
         if result is not None:
             return result
     try:
@@ -87,9 +90,9 @@ def all_reduce(
     if communicator is None:
         communicator = _first_call(x, group)
     capturing = is_capturing()
-    result = _prepared_call(communicator, x, op, out, numerics, capturing)
+    result = _prepared_call(communicator, x, op, out, numerics, max_sms, capturing)
     if result is None:
-        return _slow_path(communicator, x, op, out, numerics, capturing)
+        return _slow_path(communicator, x, op, out, numerics, max_sms, capturing)
     _recent[group] = communicator
     return result
 
@@ -100,9 +103,10 @@ def all_reduce_(
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
     numerics: NumericsPolicy = "default",
+    max_sms: int | None = None,
 ) -> torch.Tensor:
     """`all_reduce` in place: `x` holds the result and is returned."""
-    return all_reduce(x, op=op, group=group, out=x, numerics=numerics)
+    return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms)
 
 
 def _prepared_call(
@@ -111,12 +115,13 @@ def _prepared_call(
     op: str,
     out: torch.Tensor | None,
     numerics: NumericsPolicy,
+    max_sms: int | None,
     capturing: bool,
 ) -> torch.Tensor | None:
     """A call that has a plan and that kernels can take as it is; None where the slow path must see to it."""
     in_place = out is x
     symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
-    plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, symmetric, capturing))
+    plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, max_sms, symmetric, capturing))
     if plan is None or x.requires_grad or x.layout is not torch.strided or not x.is_contiguous():
         return None
     # Lazily negated memory holds the opposite.
@@ -149,7 +154,7 @@ def _prepared_call(
         communicator.order_streams(capturing, stream)
     plan.launch((x,), (out,), stream)
     if not symmetric:
-        remember(communicator, plan, x, op, in_place, numerics, capturing)
+        remember(communicator, plan, x, op, in_place, numerics, max_sms, capturing)
     return out
 
 
@@ -191,7 +196,7 @@ def _check_out(x: torch.Tensor, out: torch.Tensor) -> None:
         raise UnsupportedInputError("out overlaps x without being x; pass out=x, or a tensor with memory of its own")
 
 
-def _check(x: torch.Tensor, op: str, out: torch.Tensor | None, numerics: NumericsPolicy) -> None:
+def _check(x: torch.Tensor, op: str, out: torch.Tensor | None, numerics: NumericsPolicy, max_sms: int | None) -> None:
     """Refuse what no variant takes, with the way out."""
     if x.layout is not torch.strided:
         raise UnsupportedInputError(f"all_reduce wants a dense tensor, got layout {x.layout}; call .to_dense() first")
@@ -203,6 +208,7 @@ def _check(x: torch.Tensor, op: str, out: torch.Tensor | None, numerics: Numeric
         allowed = ", ".join(sorted(_DTYPES.values()))
         raise UnsupportedInputError(f"all_reduce does not take {x.dtype}; allowed: {allowed}")
     check_policy(numerics)
+    check_max_sms(max_sms)
     if op not in _REDUCTIONS:
         raise UnsupportedInputError(f"op={op!r} is no reduction; allowed: {', '.join(_REDUCTIONS)}")
     if op == "avg" and not x.is_floating_point():
@@ -226,6 +232,7 @@ def _slow_path(
     op: str,
     out: torch.Tensor | None,
     numerics: NumericsPolicy,
+    max_sms: int | None,
     capturing: bool,
 ) -> torch.Tensor:
     """First calls, and everything unusual: checks, plans, and copies into a form that kernels take.
@@ -233,10 +240,10 @@ def _slow_path(
     The problem depends on what every rank passes alike, never on this rank's strides or alignment: those are dealt
     with by copies that the other ranks do not see.
     """
-    _check(x, op, out, numerics)
+    _check(x, op, out, numerics, max_sms)
     if x.is_cuda and x.get_device() != current_device():
         with torch.cuda.device(x.device):
-            return all_reduce(x, op=op, group=communicator.group, out=out, numerics=numerics)
+            return all_reduce(x, op=op, group=communicator.group, out=out, numerics=numerics, max_sms=max_sms)
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if x.numel() == 0:
         return result
@@ -250,7 +257,7 @@ def _slow_path(
             "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes, for peers address it "
             "too; pass such a view of it, or x.clone() on every rank"
         )
-    plan = _plan(communicator, x, op, in_place, numerics, symmetric, capturing)
+    plan = _plan(communicator, x, op, in_place, numerics, max_sms, symmetric, capturing)
     communicator.check_peers()
     stream = raw_stream(communicator.device_index) if x.is_cuda else 0
     communicator.order_streams(capturing, stream)
@@ -270,11 +277,12 @@ def _plan(
     op: str,
     in_place: bool,
     numerics: NumericsPolicy,
+    max_sms: int | None,
     symmetric: bool,
     capturing: bool,
 ) -> Plan:
     """The plan from the cache, or made now for both modes; inside a capture a new problem cannot be bound."""
-    key = (x.numel(), x.dtype, op, in_place, numerics, symmetric)
+    key = (x.numel(), x.dtype, op, in_place, numerics, max_sms, symmetric)
     plan: Plan | None = communicator.plans.get((*key, capturing))
     if plan is not None:
         return plan
@@ -282,13 +290,13 @@ def _plan(
         return library_plan(communicator, _problem(communicator, key, "graph"))
     modes: tuple[Mode, ...] = ("eager", "graph") if x.is_cuda else ("eager",)
     for mode in modes:
-        plan = plan_for(communicator, _problem(communicator, key, mode), numerics)
+        plan = plan_for(communicator, _problem(communicator, key, mode), numerics, max_sms)
         communicator.plans[(*key, mode == "graph")] = plan
     return communicator.plans[(*key, False)]  # type: ignore[no-any-return]
 
 
 def _problem(communicator: Communicator, key: tuple[Any, ...], mode: Mode) -> Problem:
-    numel, dtype, op, in_place, _, symmetric = key
+    numel, dtype, op, in_place, _, _, symmetric = key
     return Problem(
         op="all_reduce",
         shape=(numel,),
