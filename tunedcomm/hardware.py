@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -87,7 +87,8 @@ class Environment:
 
     def mismatches(self, other: Environment) -> list[str]:
         """Hard fields in which `other` differs, each with what to do; empty if its rows may be used here."""
-        return [f"{text}: {advice(name, self)}" for name, text in self.differences(other).items()]
+        found = self.differences(other)
+        return [f"{text}: {advice(name, self, found)}" for name, text in found.items()]
 
     def differences(self, other: Environment) -> dict[str, str]:
         """Each hard field in which `other` differs, to the difference in words."""
@@ -118,10 +119,13 @@ class Environment:
         return f"{self.gpu}, {self.num_sms} SMs, {self.fabric}{', multicast' if self.multicast else ''}"
 
 
-def advice(name: str, here: Environment) -> str:
-    """What to do where rows of an environment with another `name` are all there is."""
+def advice(name: str, here: Environment, different: Collection[str]) -> str:
+    """What to do about the field `name` where all that is stored differs in the fields `different`."""
+    if here.is_host:
+        return "tune here; times of GPUs say nothing about the host backend"
     if name == "gpu":
-        return "tune here, or let its rows stand in (--borrow or TUNEDCOMM_BORROW)"
+        is_lent = {"compute_capability", "multicast", "nodes"}.isdisjoint(different)
+        return "tune here" + (", or let its rows stand in (--borrow or TUNEDCOMM_BORROW)" if is_lent else "")
     if name == "num_sms":
         return "another model of the GPU or a slice of it, whose grids may not fit; tune here"
     if name == "compute_capability":

@@ -262,6 +262,16 @@ def test_a_mismatch_says_what_and_what_to_do(name: str) -> None:
     assert H200.differences(replace(H200, **{name: OTHERS[name]})).keys() == {name}
 
 
+def test_what_cannot_be_borrowed_is_not_recommended() -> None:
+    assert "--borrow" in H200.mismatches(replace(H200, gpu="NVIDIA H100", fabric="nvswitch-8"))[0]
+    for name in ("compute_capability", "multicast", "nodes"):
+        said = H200.mismatches(replace(H200, gpu="NVIDIA H100", **{name: OTHERS[name]}))
+        assert len(said) == 2
+        assert not any("--borrow" in text for text in said)
+    host = hardware.detect()
+    assert all("say nothing about the host backend" in text for text in host.mismatches(H200))
+
+
 def test_multicast_that_is_here_need_not_be_unset() -> None:
     (said,) = replace(H200, multicast=True).mismatches(H200)
     assert "unset" not in said

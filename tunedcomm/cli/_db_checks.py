@@ -79,8 +79,9 @@ def check_this_machine() -> Iterator[Check]:
         yield Check("this machine", "warn", f"no database holds anything, so {here} runs the library", _NONE_HERE)
         return
     yield Check("this machine", "warn", f"no database holds anything for {here}; the nearest is {found}", _NONE_HERE)
-    for name, difference in here.differences(found).items():
-        yield Check("this machine", "warn", difference, advice(name, here))
+    different = here.differences(found)
+    for name, difference in different.items():
+        yield Check("this machine", "warn", difference, advice(name, here, different))
 
 
 def check_borrowing(names: Sequence[str]) -> Iterator[Check]:

@@ -31,8 +31,8 @@ from sqlalchemy import (
 
 from tunedcomm.db.engine import Target, file_uri, translated
 from tunedcomm.db.query import table
-from tunedcomm.db.readonly import cannot_change
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.store import cannot_change
 from tunedcomm.errors import DatabaseCorruptError
 
 __all__ = ["Absorbed", "absorb"]

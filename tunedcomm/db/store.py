@@ -18,7 +18,7 @@ from tunedcomm.db.engine import IMMEDIATE, Target, make_engine, parse_target, pr
 from tunedcomm.db.intern import environment_ids, problem_ids
 from tunedcomm.db.migrate import ensure_schema
 from tunedcomm.db.patience import Patience
-from tunedcomm.db.readonly import Reading
+from tunedcomm.db.readonly import Reading, cannot_change
 from tunedcomm.db.records import (
     STATUSES,
     PinRecord,
@@ -35,7 +35,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.version import VERSION
 
-__all__ = ["BUSY_TIMEOUT_S", "Database"]
+__all__ = ["BUSY_TIMEOUT_S", "Database", "cannot_change"]
 
 BUSY_TIMEOUT_S = 30.0
 _INT64 = 2**63
