@@ -177,7 +177,7 @@ def options(rank: int) -> None:
             tunedcomm.all_reduce(torch.ones(shape), op="mean")
         with refused("numerics='exact' is not a policy; allowed: default, ordered, any"):
             tunedcomm.all_reduce(torch.ones(shape), numerics="exact")
-        for wrong in (-1, True, 2.0, "4", [1]):
+        for wrong in (-1, True, 2.0, "4", {}):
             with refused(f"max_sms={wrong!r} is no number of SMs; pass an integer from 0 on, or None"):
                 tunedcomm.all_reduce(torch.ones(shape), max_sms=wrong)
     problem = tunedcomm.Problem("all_reduce", (4,), "float32", 2)

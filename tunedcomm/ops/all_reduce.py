@@ -121,7 +121,10 @@ def _prepared_call(
     """A call that has a plan and that kernels can take as it is; None where the slow path must see to it."""
     in_place = out is x
     symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
-    plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, max_sms, symmetric, capturing))
+    try:
+        plan = communicator.plans.get((x.numel(), x.dtype, op, in_place, numerics, max_sms, symmetric, capturing))
+    except TypeError:  # an option that cannot even be a key: the slow path says so
+        return None
     if plan is None or x.requires_grad or x.layout is not torch.strided or not x.is_contiguous():
         return None
     # Lazily negated memory holds the opposite.
