@@ -282,10 +282,11 @@ def test_gangs_reach_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_summary_says_how_long_the_compiler_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = replace(outcome(), compiled_ahead=100, num_compiled=7, bind_share=0.0625)
-    assert "7 trials had to wait for the compiler; 6.2% of the time" in start(Sweep(compiled), monkeypatch).stdout
+    compiled = replace(outcome(), compiled_ahead=100, num_compiled=7, bind_share=0.0625, compile_share=0.031)
+    said = "7 trials had to wait for the compiler, 3.1% of the time; 6.2% of it went into binding in all"
+    assert said in start(Sweep(compiled), monkeypatch).stdout
     summary = json.loads(start(Sweep(compiled), monkeypatch, "--json").stdout)
-    assert (summary["num_compiled"], summary["bind_share"]) == (7, 0.0625)
+    assert (summary["num_compiled"], summary["bind_share"], summary["compile_share"]) == (7, 0.0625, 0.031)
     assert "compiler" not in start(Sweep(outcome()), monkeypatch).stdout
 
 

@@ -43,8 +43,10 @@ def test_the_readme_names_the_file(path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_every_size_of_the_sweep_is_answered_by_a_final(path: Path, mode: Mode, dtype: str) -> None:
+def test_every_size_of_the_sweep_is_answered(path: Path, mode: Mode, dtype: str) -> None:
+    """By a final of its own, or, where the file has none (see its README), by the same kernel in bf16 and graphs."""
     kernels.discover()
+    has_finals = "x4" in path.name or (mode, dtype) == ("graph", "bfloat16")
     world_size = 4 if "x4" in path.name else 2
     with Database.open(path, readonly=True, immutable=True) as database:
         (environment,) = database.environments()
@@ -53,9 +55,12 @@ def test_every_size_of_the_sweep_is_answered_by_a_final(path: Path, mode: Mode, 
     for shape in get_op("all_reduce").default_shapes("cuda", 2):
         problem = Problem("all_reduce", shape, dtype, world_size, mode=mode)
         decision = decide(problem, snapshot, limits)
-        assert decision.source == "exact", problem
-        assert decision.library_us is not None
-        assert decision.latency_us is not None
-        assert decision.latency_us <= decision.library_us
+        if has_finals:
+            assert decision.source == "exact", problem
+            assert decision.library_us is not None
+            assert decision.latency_us is not None
+            assert decision.latency_us <= decision.library_us
+        else:
+            assert decision.source == ("heuristic" if mode == "eager" else "interpolated"), problem
         if problem.nbytes <= 64 << 20:
             assert decision.candidate.variant != "library", problem

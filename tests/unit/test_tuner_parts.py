@@ -251,7 +251,7 @@ def test_tally_measures_binding_once_the_sweep_is_warm() -> None:
         tally.pass_time(second, 2)
     tally.bound(outcome_of(bind_s=3.0, compiled=1), 40.0)
     tally.bound(outcome_of(bind_s=1.0), 41.0)
-    assert (tally.num_compiled, tally.bind_share) == (2, 4.0 / 40.0)
+    assert (tally.num_compiled, tally.bind_share, tally.compile_share) == (2, 4.0 / 40.0, 3.0 / 40.0)
 
 
 def test_tally_estimates_from_the_problems_that_were_searched() -> None:

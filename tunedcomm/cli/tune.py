@@ -237,8 +237,9 @@ def report(outcome: SweepOutcome, url: str, *, as_json: bool) -> None:
     end = "out of time" if outcome.reason == "budget" else "done"
     emit(f"{end}: {outcome.num_trials} trials in {outcome.seconds:.0f} s, stored in {url} (run {outcome.run_id})")
     if outcome.compiled_ahead or outcome.num_compiled:
-        share = "" if outcome.bind_share is None else f"; {outcome.bind_share:.1%} of the time went into binding"
-        emit(f"{outcome.num_compiled} trials had to wait for the compiler{share}")
+        waited = "" if outcome.compile_share is None else f", {outcome.compile_share:.1%} of the time"
+        share = "" if outcome.bind_share is None else f"; {outcome.bind_share:.1%} of it went into binding in all"
+        emit(f"{outcome.num_compiled} trials had to wait for the compiler{waited}{share}")
     if outcome.dropped:
         note(f"left alone after they had cost several gangs: {', '.join(outcome.dropped)}")
 
@@ -275,6 +276,7 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
         "start_s": outcome.start_s,
         "num_compiled": outcome.num_compiled,
         "bind_share": outcome.bind_share,
+        "compile_share": outcome.compile_share,
         "seconds": outcome.seconds,
         "problems": [
             {

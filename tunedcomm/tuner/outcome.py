@@ -113,6 +113,7 @@ class SweepOutcome:
         num_compiled: trials for which a rank still had to compile.
         bind_share: share of the gangs' time that went into binding, by the slowest rank, after the first 30 s of the
             sweep; None if it was over by then.
+        compile_share: the part of it in which a rank waited for the compiler.
     """
 
     run_id: int
@@ -128,6 +129,7 @@ class SweepOutcome:
     compiled_ahead: int
     num_compiled: int = 0
     bind_share: float | None = None
+    compile_share: float | None = None
 
     @property
     def unsolved(self) -> tuple[Problem, ...]:

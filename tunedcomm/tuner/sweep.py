@@ -145,6 +145,7 @@ class _Sweep:
             compiled_ahead=self._compiled_ahead,
             num_compiled=self._tally.num_compiled,
             bind_share=self._tally.bind_share,
+            compile_share=self._tally.compile_share,
         )
 
     @property

@@ -30,7 +30,7 @@ class Tally:
         self.failures: Counter[str] = Counter()
         self._by_problem: Counter[Problem] = Counter()
         self._first_s: float | None = None
-        self._gang_s = self._bind_s = 0.0
+        self._gang_s = self._bind_s = self._compile_s = 0.0
         self._seen_s = _WARM_UP_S
 
     def add(self, row: Row, now: float) -> None:
@@ -50,6 +50,7 @@ class Tally:
         self.num_compiled += outcome.compiled > 0
         if now > _WARM_UP_S:
             self._bind_s += outcome.bind_s
+            self._compile_s += outcome.bind_s if outcome.compiled else 0.0
 
     def pass_time(self, now: float, num_gangs: int) -> None:
         """So many gangs were up until now."""
@@ -61,6 +62,11 @@ class Tally:
     def bind_share(self) -> float | None:
         """Share of the gangs' time that went into binding, once they are warmed up."""
         return min(1.0, self._bind_s / self._gang_s) if self._gang_s > 0 else None
+
+    @property
+    def compile_share(self) -> float | None:
+        """The part of `bind_share` in which a rank waited for the compiler."""
+        return min(1.0, self._compile_s / self._gang_s) if self._gang_s > 0 else None
 
     def estimate_s(self, searched: Collection[Problem], planned: int, unopened: int, now: float) -> float | None:
         """Seconds that the rest may take: so many trials planned, and problems that will be like those before."""
