@@ -11,7 +11,21 @@ from typing import NoReturn
 import typer
 
 from tunedcomm import errors
-from tunedcomm.cli import bench, db_export, db_list, db_show, demo, doctor, explain, lookup, tune
+from tunedcomm.cli import (
+    bench,
+    db_check,
+    db_export,
+    db_list,
+    db_prune,
+    db_show,
+    db_stats,
+    db_upgrade,
+    demo,
+    doctor,
+    explain,
+    lookup,
+    tune,
+)
 from tunedcomm.cli._output import note
 
 __all__ = ["app", "run"]
@@ -42,6 +56,10 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 db_app.command("list")(db_list.db_list)
 db_app.command("show")(db_show.db_show)
+db_app.command("stats")(db_stats.db_stats)
+db_app.command("check")(db_check.db_check)
+db_app.command("prune")(db_prune.db_prune)
+db_app.command("upgrade")(db_upgrade.db_upgrade)
 db_app.command("export")(db_export.db_export)
 app.add_typer(db_app, name="db")
 
