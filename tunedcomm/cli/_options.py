@@ -244,6 +244,7 @@ class ProblemOptions:
     mode: CallMode = CallMode.graph
     reduction: str | None = None
     input_kind: Kind = Kind.plain
+    in_place: bool = False
     numerics: Policy = Policy.default
 
     @property
@@ -268,5 +269,6 @@ class ProblemOptions:
             world_size=self.world_size,
             reduction=check_reduction(self.reduction, spec),
             input_kind=input_kind,
+            in_place=self.in_place,
             mode=mode,
         )

@@ -57,8 +57,8 @@ def db_prune(
 ) -> None:
     """Count the trials that all of the options given apply to, and with --yes remove them.
 
-    With them goes what nothing refers to any more, and the file is compacted. Pins stay. A later `tunedcomm tune` of the
-    same problems tries again what was removed.
+    With them goes what nothing refers to any more, and the file is compacted. Pins stay. A later `tunedcomm tune` of
+    the same problems tries again what was removed.
 
     Example: tunedcomm db prune --superseded --older-than 30d --yes
     """
@@ -102,8 +102,8 @@ def _report(done: Pruned) -> None:
     if done.groups:
         cells = [(g.environment[:8], g.gpu, g.op, g.variant, g.status, g.trials, g.finals) for g in done.groups]
         table(COLUMNS, cells)
-    unused = "".join(f", {count} {name}s" for name, count in done.unused.items())
-    what = f"{done.trials} of {done.held} trials{unused and f', and nothing refers any more to{unused[1:]}'}"
+    unused = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in done.unused.items())
+    what = f"{done.trials} of {done.held} trials" + (f", with {unused} that nothing else refers to" if unused else "")
     if done.dry_run:
         emit(f"would be removed from {done.target}: {what}")
         if done.trials or done.unused:

@@ -16,10 +16,13 @@ from tunedcomm.cli import (
     db_check,
     db_export,
     db_list,
+    db_pin,
     db_prune,
     db_show,
     db_stats,
+    db_unpin,
     db_upgrade,
+    db_verify,
     demo,
     doctor,
     explain,
@@ -46,7 +49,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-db_app = typer.Typer(help="Look into tuning databases and ship them.", no_args_is_help=True, rich_markup_mode=None)
+db_app = typer.Typer(
+    help="Look into tuning databases, keep them in order and ship them.", no_args_is_help=True, rich_markup_mode=None
+)
 
 app.command("tune")(tune.tune)
 app.command("lookup")(lookup.lookup)
@@ -57,7 +62,10 @@ app.command("demo")(demo.demo)
 db_app.command("list")(db_list.db_list)
 db_app.command("show")(db_show.db_show)
 db_app.command("stats")(db_stats.db_stats)
+db_app.command("pin")(db_pin.db_pin)
+db_app.command("unpin")(db_unpin.db_unpin)
 db_app.command("check")(db_check.db_check)
+db_app.command("verify")(db_verify.db_verify)
 db_app.command("prune")(db_prune.db_prune)
 db_app.command("upgrade")(db_upgrade.db_upgrade)
 db_app.command("export")(db_export.db_export)

@@ -34,7 +34,9 @@ def back_up(target: Target, suffix: str) -> Path:
     try:
         with (
             translated(target),
-            closing(sqlite3.connect(file_uri(path, readonly=True, immutable=False), uri=True, timeout=_TIMEOUT_S)) as of,
+            closing(
+                sqlite3.connect(file_uri(path, readonly=True, immutable=False), uri=True, timeout=_TIMEOUT_S)
+            ) as of,
             closing(sqlite3.connect(partial)) as to,
         ):
             of.backup(to)

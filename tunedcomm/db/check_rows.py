@@ -239,7 +239,7 @@ class _Check:
         self._report("sources", found, f"{current} trials, all of kernels as they are now")
 
     def _check_unused(self) -> None:
-        sizes = {"environment": len(self._environments), "problem": len(self._problems), "variant": len(self._variants)}
+        sizes = {"environment": len(self._environments), "problem": len(self._problems)}
         unused = {name: size - len(self._used[name] - {None} - self._invalid[name]) for name, size in sizes.items()}
         told = ", ".join(f"{count} {name}s" for name, count in unused.items() if count > 0)
         mend = "nothing: they do no harm, and `tunedcomm db prune` removes them on its way"

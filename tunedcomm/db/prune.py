@@ -191,9 +191,7 @@ def _selected(
             table.drop(connection)
 
 
-def _conditions(
-    connection: Connection, selection: Selection, source_hash: SourceHash
-) -> Iterator[ColumnElement[bool]]:
+def _conditions(connection: Connection, selection: Selection, source_hash: SourceHash) -> Iterator[ColumnElement[bool]]:
     if selection.stale:
         stored = query.load_variants(connection, Reader())
         yield TrialRow.variant_id.in_([key for key, v in stored.items() if is_current(v, source_hash) is False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunedcomm.db import migrate
+from tunedcomm.db import migrate, schema
 from tunedcomm.db.engine import Target, make_engine, parse_target, prepare_file, translated
 from tunedcomm.db.store import cannot_change
 
@@ -56,15 +56,15 @@ def upgrade_database(target: str | Path, *, check: bool = False) -> Upgrade:
         prepare_file(where.path, create=False)
     # Looked at without writing: opening to write would change a file that is up to date.
     before = _revision(where)
-    if check or before == migrate.HEAD:
-        return Upgrade(target=str(where), before=before, after=migrate.HEAD)
+    if check or before == schema.HEAD:
+        return Upgrade(target=str(where), before=before, after=schema.HEAD)
     engine = make_engine(where, readonly=False, immutable=False, busy_timeout_s=_TIMEOUT_S)
     try:
         with translated(where):
             done = migrate.migrate(engine, where)
     finally:
         engine.dispose()
-    return Upgrade(target=str(where), before=done.before or before, after=migrate.HEAD, copy=done.copy)
+    return Upgrade(target=str(where), before=done.before or before, after=schema.HEAD, copy=done.copy)
 
 
 def _revision(where: Target) -> str:
