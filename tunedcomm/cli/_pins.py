@@ -27,8 +27,8 @@ WrittenOption: TypeAlias = Annotated[
 ]
 
 
-def environment_for(hardware: str | None) -> Environment:
-    """This machine's environment, or the one kind of stored hardware that `--hardware` means.
+def environment_for(hardware: str | None, database: str | None) -> Environment:
+    """This machine's environment, or the one kind of hardware stored there or in a layer that `--hardware` means.
 
     Raises:
         UnknownNameError: nothing stored matches, or several kinds of hardware do.
@@ -38,7 +38,7 @@ def environment_for(hardware: str | None) -> Environment:
         if here.is_host:
             note("no GPU here: this is about the host backend; use --hardware for stored GPU environments")
         return here
-    stored = stored_environments(read_layers(None))
+    stored = stored_environments([*([] if database is None else read_layers(database)), *read_layers(None)])
     matching = match_environments(hardware, stored)
     if not matching:
         known = ", ".join(sorted({f"{e.gpu} ({e.digest[:8]})" for e in stored})) or "none"

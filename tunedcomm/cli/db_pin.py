@@ -72,7 +72,7 @@ def db_pin(
     from tunedcomm.db.layers import user_database
     from tunedcomm.db.store import Database
 
-    environment = environment_for(hardware)
+    environment = environment_for(hardware, db)
     candidate = _candidate(problem, chosen, split(config), limits_for(environment, world_size))
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")

@@ -54,7 +54,7 @@ def db_unpin(
     from tunedcomm.db.layers import user_database
     from tunedcomm.db.store import Database
 
-    environment = environment_for(hardware)
+    environment = environment_for(hardware, db)
     with Database.open(db or user_database()) as opened:
         removed = opened.unpin(problem, environment=environment)
         where = str(opened.path or opened.url)

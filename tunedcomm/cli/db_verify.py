@@ -34,8 +34,8 @@ COLUMNS = (
     "speed-up",
     "now us",
     "library us",
-    "speed-up now",
-    "",
+    "now",
+    "verdict",
 )
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*(%?)")
 

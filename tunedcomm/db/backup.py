@@ -31,15 +31,15 @@ def back_up(target: Target, suffix: str) -> Path:
     assert path is not None
     copy = _free_name(path, suffix)
     partial = path.with_name(f".{copy.name}.{os.getpid()}")
+    uri = file_uri(path, readonly=True, immutable=False)
     try:
         with (
             translated(target),
-            closing(
-                sqlite3.connect(file_uri(path, readonly=True, immutable=False), uri=True, timeout=_TIMEOUT_S)
-            ) as of,
+            closing(sqlite3.connect(uri, uri=True, timeout=_TIMEOUT_S)) as of,
             closing(sqlite3.connect(partial)) as to,
         ):
             of.backup(to)
+            to.execute("PRAGMA journal_mode=DELETE")  # one file, whatever the other one keeps beside it
         shutil.copymode(path, partial)
         with partial.open("rb") as written:
             os.fsync(written.fileno())

@@ -85,14 +85,14 @@ def _side_files(path: Path) -> list[Finding]:
         if not size:
             continue
         text = f"{side.name} holds {size} bytes: a process has the database open, or one was killed"
-        mend = f"nothing while one has; never copy or move {path.name} without it, the next command that writes folds it in"
+        mend = f"nothing while one has; the next command that writes folds it in. Never move {path.name} without it"
         found.append(Finding("side files", "warn", text, mend))
     return found or [Finding("side files", "ok", "none")]
 
 
 def _permissions(path: Path) -> list[Finding]:
     found = []
-    writable, folder = os.access(path, os.W_OK), os.access(path.parent, os.W_OK)
+    writable, folder = _may_write(path), _may_write(path.parent)
     if writable and not folder:
         text = f"{path} may be written and its directory may not, so that SQLite cannot write it either"
         found.append(Finding("permissions", "warn", text, "make the directory writable, or the file read-only"))
@@ -103,6 +103,10 @@ def _permissions(path: Path) -> list[Finding]:
             found.append(Finding("permissions", "warn", text, f"chmod o-w {place}"))
     rights = "it can be read and written" if writable and folder else "it can be read, not written"
     return found or [Finding("permissions", "ok", rights)]
+
+
+def _may_write(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _damage(where: Target) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What dispatch answers on this machine at every measured problem, and what to measure to see whether it still holds."""
+"""What dispatch answers on a machine at every measured problem, and what to measure to see whether it still holds."""
 
 from __future__ import annotations
 
