@@ -22,7 +22,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatcher import decide, source_hash_of
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Problem, check_candidate
+from tunedcomm.spec import Candidate, Problem, candidates, check_candidate
 from tunedcomm.tuner.outcome import Progress
 from tunedcomm.tuner.recording import read_recording, write_recording
 from tunedcomm.tuner.verdict import Verified, judge
@@ -81,8 +81,10 @@ def winners(tuned: Path) -> dict[int, Candidate]:
 def run(
     path: Path, tmp_path: Path, changes: Mapping[tuple[int, Candidate], Change] | None = None, **options: Any
 ) -> VerifyOutcome:
-    """Verify against a machine that answers as recorded but for `changes`; `store=False` keeps nothing."""
-    answers = [(changes or {}).get((r.problem.shape[0], r.candidate), lambda record: record)(r) for r in recorded()]
+    """Verify against a machine that answers as recorded but for `changes` and `extra`; `store=False` keeps nothing."""
+    planted = changes or {}
+    answers = [*options.pop("extra", [])]
+    answers += [planted.get((r.problem.shape[0], r.candidate), lambda record: record)(r) for r in recorded()]
     recording = tmp_path / "machine.jsonl"
     environment = options.pop("environment", here())
     write_recording(recording, [replace(r, environment=environment) for r in answers])
@@ -155,7 +157,6 @@ def test_new_timings_are_stored_as_finals(path: Path, tmp_path: Path, winners: d
         assert "library" in there
     latest = load_snapshot(here(), 4, layers=[Layer("user", str(path))], strict=True)
     (row,) = [r for r in latest.rows if r.problem == problem_of(SIZES[0]) and r.candidate == winners[SIZES[0]]]
-    assert row.created_at == max(t.created_at for t in mine if t.candidate == row.candidate).isoformat() or row.final
     assert row.latency_p50_us == next(
         t.latency_p50_us for t in mine if (t.problem, t.candidate) == (row.problem, row.candidate)
     )
@@ -204,25 +205,37 @@ def test_runner_up_that_is_faster_now_is_said(path: Path, tmp_path: Path, winner
     assert not outcome.wrong
 
 
-def test_what_hangs_costs_a_gang_and_is_not_tried_at_other_sizes(path: Path, tmp_path: Path) -> None:
-    """All sizes from 16384 to 65536 are won by one candidate here."""
-    common = known(path)[problem_of(SIZES[0])].winners[0].candidate
+def all_won_by(candidate: Candidate, sizes: tuple[int, ...], path: Path) -> None:
     now = datetime.now(timezone.utc)
     with Database.open(path) as database:
-        fastest = [{**at(common, size), "status": "ok", "final": True, "created_at": now} for size in SIZES[:3]]
+        fastest = [{**at(candidate, size), "status": "ok", "final": True, "created_at": now} for size in sizes]
         database.record([replace(recorded()[0], **fields) for fields in fastest])
-    assert {s.winners[0].candidate for p, s in known(path).items() if p.shape[0] in SIZES[:3]} == {common}
-    hang = failing("hung", "no sign of life for 30 s")
-    changes = {(size, common): hang for size in SIZES}
-    answers = [r for r in recorded() if (r.problem.shape[0], r.candidate) in changes]
-    assert answers
-    outcome = run(path, tmp_path, changes, ops=("all_reduce",))
+    assert {known(path)[problem_of(size)].winners[0].candidate for size in sizes} == {candidate}
+
+
+def test_winner_that_hangs_is_found_out_at_every_size_that_it_wins(path: Path, tmp_path: Path) -> None:
+    """A failure at one size takes nothing from what is stored of another: dispatch would go on launching it there."""
+    common, won = known(path)[problem_of(SIZES[0])].winners[0].candidate, SIZES[:2]
+    all_won_by(common, won, path)
+    outcome = run(path, tmp_path, {(size, common): failing("hung", "no sign of life for 30 s") for size in SIZES})
     found = by_size(outcome)
-    verdicts = sorted(found[size].verdict for size in SIZES[:3])
-    assert verdicts == ["failed", "unmeasured", "unmeasured"]
-    assert "it hung at all_reduce 16384" in " ".join(found[size].why for size in SIZES[:3])
-    assert found[SIZES[3]].verdict == found[SIZES[4]].verdict == "ok"
-    assert outcome.num_gangs == 2
+    assert [found[size].verdict for size in SIZES] == ["failed", "failed", "ok", "ok", "ok"]
+    assert outcome.num_gangs == 3  # it is a neighbour's winner too, and not tried there
+    snapshot = load_snapshot(here(), 4, layers=[Layer("user", str(path))], strict=True)
+    for size in won:
+        assert decide(problem_of(size), snapshot, limits_for(here(), 4)).candidate != common
+
+
+def test_variant_that_cost_too_many_gangs_is_left_alone_and_that_is_said(path: Path, tmp_path: Path) -> None:
+    limits, won = limits_for(here(), 4), SIZES[:4]
+    possible = [set(candidates(problem_of(size), limits)) for size in SIZES]
+    common = min((c for c in set.intersection(*possible) if c.variant == "two_shot"), key=str)
+    all_won_by(common, won, path)
+    crash = failing("crashed", "planted")
+    crashes = [crash(replace(recorded()[0], **at(common, size))) for size in SIZES]
+    found = by_size(run(path, tmp_path, extra=crashes))
+    assert [found[size].verdict for size in won] == ["failed", "failed", "failed", "unmeasured"]
+    assert f"had cost 3 gangs: crashed at {problem_of(won[0])}" in found[won[3]].why
 
 
 def at(candidate: Candidate, size: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Finals:
         knowledge: of the sweep, with every search of the family over.
         limits: of the gangs.
         chosen: what to measure of each problem besides the library; None measures every winner of the family.
+        must: what is measured of a problem even if it took a gang along at another size.
 
     Attributes:
         elsewhere: what other supervisors run.
@@ -32,8 +33,10 @@ class Finals:
         knowledge: Knowledge,
         limits: Limits,
         chosen: Mapping[Problem, Sequence[Candidate]] | None = None,
+        must: Collection[tuple[Problem, Candidate]] = (),
     ) -> None:
         self._knowledge = knowledge
+        self._must = frozenset(must)
         self._left: dict[Problem, list[Candidate]] = {}
         self.elsewhere: list[tuple[Problem, Candidate]] = []
         finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE) if chosen is None else []
@@ -65,13 +68,17 @@ class Finals:
             queue = self._left[problem]
             while queue:
                 candidate = queue.pop(0)
-                if candidate.variant in dropped or not self._knowledge.wants_final(problem, candidate):
+                if candidate.variant in dropped or not self._wants(problem, candidate):
                     continue
                 if claim(problem, candidate):
                     return problem, candidate
-                if self._knowledge.wants_final(problem, candidate):
+                if self._wants(problem, candidate):
                     self.elsewhere.append((problem, candidate))
         return None
+
+    def _wants(self, problem: Problem, candidate: Candidate) -> bool:
+        must = (problem, candidate) in self._must
+        return self._knowledge.wants_final(problem, candidate, whatever_elsewhere=must)
 
     def recheck(self, problem: Problem, in_flight: Collection[Candidate]) -> None:
         """Take over what others had claimed and do not run any more."""

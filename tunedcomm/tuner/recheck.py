@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem
@@ -12,20 +13,34 @@ from tunedcomm.tuner.finals import Finals
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.study import families
 
-__all__ = ["Recheck"]
+__all__ = ["Recheck", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be measured.
+
+    Attributes:
+        candidates: of each problem, besides the library.
+        must: those of a problem that are tried even if they took a gang along at another size: nobody else finds out
+            what they do there.
+    """
+
+    candidates: Mapping[Problem, Sequence[Candidate]] = field(default_factory=dict)
+    must: frozenset[tuple[Problem, Candidate]] = frozenset()
 
 
 class Recheck(Coordinator):
     """A coordinator whose work is known once the first gang has said where it runs.
 
     Nothing that is stored counts as measured: every candidate is checked in full and timed again, beside the library.
-    What crashes or hangs costs a gang, as in a sweep, and is not tried at another size of its family.
+    What crashes or hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
 
     Args:
         settings: of the gangs.
         source_hash: see `Coordinator`.
         on_row: see `Coordinator`.
-        choose: the environment and limits of the gangs to what is measured of each problem besides the library.
+        choose: the environment and limits of the gangs to what there is to do.
     """
 
     def __init__(
@@ -34,7 +49,7 @@ class Recheck(Coordinator):
         *,
         source_hash: Callable[[str, str], str],
         on_row: Callable[[Row], None],
-        choose: Callable[[Environment, Limits], Mapping[Problem, Sequence[Candidate]]],
+        choose: Callable[[Environment, Limits], Work],
     ) -> None:
         super().__init__((), settings, source_hash=source_hash, on_row=on_row)
         self._choose = choose
@@ -42,13 +57,13 @@ class Recheck(Coordinator):
     def gang_ready(self, gang: int, environment: Environment, limits: Limits) -> None:
         """Take a gang in, see `Coordinator`; the first one decides what there is to do."""
         is_first = self.environment is None
-        chosen = self._choose(environment, limits) if is_first else {}
+        work = self._choose(environment, limits) if is_first else Work()
         if is_first:
-            self._families = families(chosen)
-            self._searches = dict.fromkeys(chosen)
+            self._families = families(work.candidates)
+            self._searches = dict.fromkeys(work.candidates)
         super().gang_ready(gang, environment, limits)
         for family in self._families if is_first else ():
-            self._finals[family[0]] = Finals(family, self._knowledge, limits, chosen)
+            self._finals[family[0]] = Finals(family, self._knowledge, limits, work.candidates, work.must)
 
     def planned(self, problem: Problem) -> int:
         """Trials of a problem still to be given out at most."""

@@ -110,13 +110,11 @@ def _compare(winner: Winner, ratio: float, now: float, tolerance: float) -> tupl
 
 
 def _why_unmeasured(winner: Winner, records: list[TrialRecord]) -> str:
-    family = winner.problem.family
-    for record in records:
-        if record.candidate == winner.candidate and record.status in LOST and record.problem.family == family:
-            return f"not tried, for it {record.status} at {record.problem}"
-    if any(record.variant == winner.candidate.variant and record.status in LOST for record in records):
-        return f"not tried, for {winner.candidate.variant} had cost several gangs"
-    return "not tried: the command was stopped, or it cannot run here"
+    lost = [r for r in records if r.variant == winner.candidate.variant and r.status in LOST]
+    if lost:
+        where = "; ".join(f"{record.status} at {record.problem}" for record in lost)
+        return f"not tried, for {winner.candidate.variant} had cost {len(lost)} gangs: {where}"
+    return "not tried: the command was stopped"
 
 
 def _faster(

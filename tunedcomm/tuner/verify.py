@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +15,12 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Limits, Mode, Problem, get_variant, variants
+from tunedcomm.spec import Limits, Mode, Problem, get_variant, variants
 from tunedcomm.tuner.commands import Outcome, Row
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.outcome import GangProgress, Progress
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve_machine
-from tunedcomm.tuner.recheck import Recheck
+from tunedcomm.tuner.recheck import Recheck, Work
 from tunedcomm.tuner.supervisor import GangState, Supervisor
 from tunedcomm.tuner.tally import Tally
 from tunedcomm.tuner.verdict import Verified, judge
@@ -222,7 +222,7 @@ class _Verify:
 
     # What coordinator and supervisor call
 
-    def _choose(self, environment: Environment, limits: Limits) -> Mapping[Problem, Sequence[Candidate]]:
+    def _choose(self, environment: Environment, limits: Limits) -> Work:
         spec = self._spec
         snapshot = load_snapshot(
             environment, self._settings.world_size, layers=spec.layers, strict=spec.layers is not None
@@ -237,7 +237,8 @@ class _Verify:
                 budget=f"winners of {len(self._stored)} problems",
                 host=socket.gethostname(),
             )
-        return candidates_to_measure(self._stored)
+        winners = [winner for stored in self._stored.values() for winner in stored.winners]
+        return Work(candidates_to_measure(self._stored), frozenset((w.problem, w.candidate) for w in winners))
 
     def _add(self, row: Row) -> None:
         environment = self._recheck.environment
