@@ -113,7 +113,8 @@ def _why_unmeasured(winner: Winner, records: list[TrialRecord]) -> str:
     lost = [r for r in records if r.variant == winner.candidate.variant and r.status in LOST]
     if lost:
         where = "; ".join(f"{record.status} at {record.problem}" for record in lost)
-        return f"not tried, for {winner.candidate.variant} had cost {len(lost)} gangs: {where}"
+        name = winner.candidate.variant
+        return f"not tried, for {name} had cost {len(lost)} gangs: {where}. Tune it again, or pin another one"
     return "not tried: the command was stopped"
 
 
