@@ -21,7 +21,8 @@ __all__ = ["check_database", "invalid_rows"]
 _TIMEOUT_S = 30.0
 _MAX_FAULTS = 20
 _RESTORE = (
-    "restore a copy; or save what can be read: sqlite3 FILE .recover | sqlite3 NEW, then `tunedcomm db check --db NEW`"
+    "move it away and restore a copy or an exported file; the `.recover` of the program sqlite3 may save what it held, "
+    "else tune again"
 )
 
 

@@ -176,19 +176,17 @@ def prune(database: Database, selection: Selection, source_hash: SourceHash, *, 
 def _selected(
     connection: Connection, selection: Selection, source_hash: SourceHash, invalid: Collection[int]
 ) -> Iterator[None]:
-    """The ids of the selected trials in a table of this connection."""
+    """The ids of the selected trials in a table of this connection; an error rolls it back with all the rest."""
     made = [_SELECTED, _INVALID]
     for table in made:
         table.create(connection)
-    try:
-        if invalid:
-            connection.execute(insert(_INVALID), [{"id": id_} for id_ in invalid])
-        where = list(_conditions(connection, selection, source_hash))
-        connection.execute(insert(_SELECTED).from_select(["id"], select(TrialRow.id).where(*where)))
-        yield
-    finally:
-        for table in made:
-            table.drop(connection)
+    if invalid:
+        connection.execute(insert(_INVALID), [{"id": id_} for id_ in invalid])
+    where = list(_conditions(connection, selection, source_hash))
+    connection.execute(insert(_SELECTED).from_select(["id"], select(TrialRow.id).where(*where)))
+    yield
+    for table in made:
+        table.drop(connection)
 
 
 def _conditions(connection: Connection, selection: Selection, source_hash: SourceHash) -> Iterator[ColumnElement[bool]]:
