@@ -22,7 +22,9 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatcher import decide, source_hash_of
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Problem, candidates, check_candidate
+from tunedcomm.spec import Candidate, Problem, candidates, check_candidate, get_variant
+from tunedcomm.tuner.compile_ahead import compile_ahead
+from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.outcome import Progress
 from tunedcomm.tuner.recording import read_recording, write_recording
 from tunedcomm.tuner.verdict import Verified, judge
@@ -439,6 +441,31 @@ def test_neighbours_winners_are_measured_too(path: Path) -> None:
         wanted = {w.candidate for n in near for w in found[problem_of(n)].winners if not w.is_library}
         assert wanted <= set(chosen[problem_of(size)])
     assert all(c.variant != "library" for members in chosen.values() for c in members)
+
+
+def test_what_is_measured_is_compiled_ahead(path: Path) -> None:
+    """A new Triton finds an empty cache: nothing but what is measured, at the shapes that the check launches too."""
+    chosen = candidates_to_measure(known(path))
+    submitted: list[Any] = []
+
+    class Pool:
+        def submit(self, requests: list[Any], compute_capability: int) -> int:
+            assert compute_capability == 90
+            submitted.extend(requests)
+            return len(requests)
+
+    settings, limits = Settings(backend="cuda", world_size=4, trials=1), limits_for(here(), 4)
+    steps = list(compile_ahead(Pool(), chosen, settings, limits, 90, chosen))  # type: ignore[arg-type]
+    assert len(steps) == len(SIZES)
+    wanted = {
+        request
+        for problem, members in chosen.items()
+        for candidate in members
+        for request in get_variant("all_reduce", candidate.variant).compile_requests(problem, candidate.config_dict)
+    }
+    assert wanted <= set(submitted)
+    everything: list[Any] = list(compile_ahead(Pool(), chosen, settings, limits, 90))  # type: ignore[arg-type]
+    assert sum(everything) > sum(steps) > 0
 
 
 def test_changed_kernels_leave_no_winner(path: Path) -> None:

@@ -145,6 +145,8 @@ def run_verify(
             opened = Database.open(database or user_database(), create=database is None, patience_s=db_patience_s())
             stack.enter_context(opened)
         url = None if opened is None else str(opened.path or opened.url)
+        if spec.backend == "host":
+            say("verifying the host backend, whose timings say nothing about GPUs")
         say("timing the stored winners again" + ("" if url is None else f", storing in {url}"))
         try:
             with shown(as_json=as_json) as progress:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,8 @@ from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Limits, Mode, Problem, get_variant, variants
 from tunedcomm.tuner.commands import Outcome, Row
+from tunedcomm.tuner.compile_ahead import compile_ahead
+from tunedcomm.tuner.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.outcome import GangProgress, Progress
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve_machine
@@ -149,11 +152,8 @@ def verify(
             importlib.import_module(plugin)
         except ImportError as error:
             raise TuningError(f"plugin module {plugin!r} cannot be imported: {error}") from error
-    running = _Verify(spec, resolve_machine(spec.machine), database, progress)
-    try:
+    with _Verify(spec, resolve_machine(spec.machine), database, progress) as running:
         return running.run()
-    finally:
-        running.close()
 
 
 def _source_hash(op: str, variant: str) -> str | None:
@@ -189,6 +189,21 @@ class _Verify:
         self._supervisor = Supervisor(
             self._recheck, settings, gang_devices(settings), on_outcome=self._bound, on_turn=self._turn
         )
+        self._stack = ExitStack()
+        self._pool: CompilePool | None = None
+        self._ahead: Iterator[int] = iter(())
+
+    def __enter__(self) -> _Verify:
+        if self._settings.backend == "cuda" and self._settings.replay is None:
+            self._pool = self._stack.enter_context(CompilePool(num_workers()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Store what was measured, and that the run is over."""
+        self._stack.close()
+        self._flush()
+        if self._database is not None and self._run_id is not None:
+            self._database.finish_run(self._run_id)
 
     def run(self) -> VerifyOutcome:
         """Run to the end and judge."""
@@ -209,12 +224,6 @@ class _Verify:
             num_gangs=self._supervisor.num_gangs,
             seconds=self._elapsed_s,
         )
-
-    def close(self) -> None:
-        """Store what was measured, and that the run is over."""
-        self._flush()
-        if self._database is not None and self._run_id is not None:
-            self._database.finish_run(self._run_id)
 
     @property
     def _elapsed_s(self) -> float:
@@ -238,7 +247,11 @@ class _Verify:
                 host=socket.gethostname(),
             )
         winners = [winner for stored in self._stored.values() for winner in stored.winners]
-        return Work(candidates_to_measure(self._stored), frozenset((w.problem, w.candidate) for w in winners))
+        chosen = candidates_to_measure(self._stored)
+        if self._pool is not None:
+            compute_capability = environment.compute_capability
+            self._ahead = compile_ahead(self._pool, chosen, self._settings, limits, compute_capability, chosen)
+        return Work(chosen, frozenset((winner.problem, winner.candidate) for winner in winners))
 
     def _add(self, row: Row) -> None:
         environment = self._recheck.environment
@@ -252,6 +265,7 @@ class _Verify:
 
     def _turn(self) -> None:
         self._flush()
+        next(self._ahead, None)  # a problem at a time, as gangs have come up
         up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
         self._tally.pass_time(self._elapsed_s, up)
         if self._elapsed_s - self._told_s >= _PROGRESS_S:
