@@ -103,10 +103,14 @@ def stored_winners(
 def _stored(
     snapshot: Snapshot, problem: Problem, limits: Limits, source_hash: Callable[[str, str], str | None]
 ) -> Stored | None:
-    rows = {row.candidate: row for row in snapshot.family_rows(problem) if row.problem == problem and row.is_library}
-    for row in snapshot.family_rows(problem):
-        if row.problem == problem and source_hash(problem.op, row.candidate.variant) == row.source_hash:
-            rows[row.candidate] = row
+    here = snapshot.environment.hard_key
+    rows = {
+        row.candidate: row
+        for row in snapshot.family_rows(problem)
+        if row.problem == problem
+        and row.environment.hard_key == here
+        and (row.is_library or source_hash(problem.op, row.candidate.variant) == row.source_hash)
+    }
     decisions: dict[Candidate, Decision] = {}
     policies: dict[Candidate, list[NumericsPolicy]] = {}
     for policy in _POLICIES:
