@@ -19,6 +19,13 @@ VERBS = (
     ("demo",),
     ("db", "list"),
     ("db", "show"),
+    ("db", "stats"),
+    ("db", "check"),
+    ("db", "verify"),
+    ("db", "pin"),
+    ("db", "unpin"),
+    ("db", "prune"),
+    ("db", "upgrade"),
     ("db", "export"),
 )
 HELP_BUDGET_S = 2.0

@@ -265,6 +265,7 @@ class ProblemOptions:
     mode: CallMode = CallMode.graph
     reduction: str | None = None
     input_kind: Kind = Kind.plain
+    in_place: bool = False
     numerics: Policy = Policy.default
     max_sms: int | None = None
 
@@ -290,5 +291,6 @@ class ProblemOptions:
             world_size=self.world_size,
             reduction=check_reduction(self.reduction, spec),
             input_kind=input_kind,
+            in_place=self.in_place,
             mode=mode,
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunedcomm.cli._options import DatabaseOption, HardwareOption, JsonOption
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, table
+from tunedcomm.cli._pins import pin_to_dict, print_pins, read_pins
 from tunedcomm.cli._stored import Contest, contests, library_us, read_trials, winner
 from tunedcomm.spec import format_shape
+
+if TYPE_CHECKING:
+    from tunedcomm.db.records import PinRecord
 
 __all__ = ["db_list"]
 
@@ -23,17 +27,18 @@ def db_list(
     db: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List stored problems by environment with the fastest trial of each.
+    """List stored problems by environment with the fastest trial of each, then the pins.
 
     Example: tunedcomm db list --op all_reduce --hardware H200
     """
     found: list[Contest] = []
     for layer, trials in read_trials(db, op=op, hardware=hardware):
         found += contests(layer, trials)
+    pins = read_pins(db, op=op, hardware=hardware)
     if as_json:
-        emit_json([_to_dict(contest) for contest in found])
+        emit_json([*(_to_dict(contest, pins) for contest in found), *_only_pinned(found, pins)])
         return
-    if not found:
+    if not found and not pins:
         emit("no trials stored; `tunedcomm tune --op all_reduce` makes some")
         return
     headings: dict[tuple[str, str, str], list[Contest]] = {}
@@ -42,6 +47,18 @@ def db_list(
     for (layer, digest, name), members in headings.items():
         title = f"{name} on {members[0].environment} [{digest[:8]}] in the {layer} database"
         table(COLUMNS, [_cells(contest) for contest in members], title=title)
+    print_pins(pins)
+
+
+def _is_about(contest: Contest, layer: str, pin: PinRecord) -> bool:
+    same_hardware = pin.environment.hard_key == contest.environment.hard_key
+    return layer == contest.layer and pin.problem == contest.problem and same_hardware
+
+
+def _only_pinned(found: list[Contest], pins: list[tuple[str, PinRecord]]) -> list[dict[str, Any]]:
+    """Entries for pins of problems without a trial."""
+    alone = [(name, pin) for name, pin in pins if not any(_is_about(contest, name, pin) for contest in found)]
+    return [_to_dict(Contest(name, pin.environment, pin.problem, ()), pins) for name, pin in alone]
 
 
 def _cells(contest: Contest) -> list[str]:
@@ -62,8 +79,9 @@ def _cells(contest: Contest) -> list[str]:
     ]
 
 
-def _to_dict(contest: Contest) -> dict[str, Any]:
+def _to_dict(contest: Contest, pins: list[tuple[str, PinRecord]]) -> dict[str, Any]:
     best = winner(contest.trials)
+    pinned = [pin_to_dict(pin) for name, pin in pins if _is_about(contest, name, pin)]
     return {
         "layer": contest.layer,
         "environment": {"digest": contest.environment.digest, **contest.environment.to_dict()},
@@ -78,4 +96,5 @@ def _to_dict(contest: Contest) -> dict[str, Any]:
             "library_us": library_us(best),
             "trial_id": best.id,
         },
+        "pin": pinned[0] if pinned else None,
     }

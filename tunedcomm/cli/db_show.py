@@ -21,6 +21,7 @@ from tunedcomm.cli._options import (
     WorldSizeOption,
 )
 from tunedcomm.cli._output import emit_json, format_ratio, format_us, note, table
+from tunedcomm.cli._pins import print_pins, read_pins
 from tunedcomm.cli._stored import Contest, contests, read_trials
 from tunedcomm.spec import format_shape
 
@@ -47,7 +48,7 @@ def db_show(
     db: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every stored trial of one problem, fastest first; exit code 1 if there is none.
+    """Print every stored trial of one problem, fastest first, and its pins; exit code 1 if there is no trial.
 
     Example: tunedcomm db show --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """
@@ -72,6 +73,8 @@ def db_show(
         table(COLUMNS, [_cells(trial) for trial in _by_speed(contest)[:limit]], title=title)
         if len(contest.trials) > limit:
             note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
+    if not as_json:
+        print_pins((name, pin) for name, pin in read_pins(db, op=op, hardware=hardware) if pin.problem == problem)
     if not found:
         near = nearest_shapes(problem, others)
         hint = f"; the nearest shapes stored are {', '.join(near)}" if near else ""

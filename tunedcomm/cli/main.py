@@ -11,7 +11,24 @@ from typing import NoReturn
 import typer
 
 from tunedcomm import errors
-from tunedcomm.cli import bench, db_export, db_list, db_show, demo, doctor, explain, lookup, tune
+from tunedcomm.cli import (
+    bench,
+    db_check,
+    db_export,
+    db_list,
+    db_pin,
+    db_prune,
+    db_show,
+    db_stats,
+    db_unpin,
+    db_upgrade,
+    db_verify,
+    demo,
+    doctor,
+    explain,
+    lookup,
+    tune,
+)
 from tunedcomm.cli._output import note
 
 __all__ = ["app", "run"]
@@ -32,7 +49,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-db_app = typer.Typer(help="Look into tuning databases and ship them.", no_args_is_help=True, rich_markup_mode=None)
+db_app = typer.Typer(
+    help="Look into tuning databases, keep them in order and ship them.", no_args_is_help=True, rich_markup_mode=None
+)
 
 app.command("tune")(tune.tune)
 app.command("lookup")(lookup.lookup)
@@ -42,6 +61,13 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 db_app.command("list")(db_list.db_list)
 db_app.command("show")(db_show.db_show)
+db_app.command("stats")(db_stats.db_stats)
+db_app.command("pin")(db_pin.db_pin)
+db_app.command("unpin")(db_unpin.db_unpin)
+db_app.command("check")(db_check.db_check)
+db_app.command("verify")(db_verify.db_verify)
+db_app.command("prune")(db_prune.db_prune)
+db_app.command("upgrade")(db_upgrade.db_upgrade)
 db_app.command("export")(db_export.db_export)
 app.add_typer(db_app, name="db")
 

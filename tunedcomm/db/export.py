@@ -44,7 +44,7 @@ from tunedcomm.db.schema import EnvironmentRow, PinRow, ProblemRow, RunRow, Tria
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 
-__all__ = ["Export", "export_database"]
+__all__ = ["Export", "export_database", "needed_trials"]
 
 _TIMEOUT_S = 30.0
 _KEPT_STATUSES = (*FAILED, "compile_error", "infeasible")
@@ -216,9 +216,14 @@ def _order_variants(connection: Connection) -> None:
             connection.execute(update(TrialRow).where(TrialRow.variant_id == before).values(variant_id=after))
 
 
-def _prune(connection: Connection) -> None:
+def needed_trials() -> Select[Any]:
+    """Ids of the trials that dispatch or `explain` needs."""
     kept = union_all(_conclusive(), _best_searched(), _good_again(), _last_words()).subquery()
-    connection.execute(delete(TrialRow).where(TrialRow.id.not_in(select(kept.c.id))))
+    return select(kept.c.id)
+
+
+def _prune(connection: Connection) -> None:
+    connection.execute(delete(TrialRow).where(TrialRow.id.not_in(needed_trials())))
     newest = select(func.max(VariantRow.id)).group_by(VariantRow.op, VariantRow.name)
     variants = union_all(select(TrialRow.variant_id), newest)
     environments = union_all(select(TrialRow.environment_id), select(PinRow.environment_id))

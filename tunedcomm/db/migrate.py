@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, String, column, inspect, select, table
 
+from tunedcomm.db.backup import back_up
 from tunedcomm.db.engine import IMMEDIATE, Target, exclusive
 from tunedcomm.db.schema import HEAD, REVISIONS, VERSION_TABLE
 from tunedcomm.errors import DatabaseCorruptError, DatabaseVersionError
 
-__all__ = ["ensure_schema", "schema_version"]
+__all__ = ["Migrated", "ensure_schema", "known", "migrate", "schema_version"]
 
+MIGRATIONS = Path(__file__).parent / "migrations"
+_log = logging.getLogger("tunedcomm")
 # Alembic keeps its context in module globals.
 _alembic_lock = threading.Lock()
 
@@ -37,22 +42,60 @@ def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: boo
     if version == HEAD:
         return HEAD
     if readonly:
-        _refuse_unknown(target, version)
         raise DatabaseVersionError(
-            f"{target} has schema {version} and this tunedcomm reads {HEAD}; run `tunedcomm db upgrade` on a copy that "
-            "can be written"
+            f"{target} has schema {known(target, version)} and this tunedcomm reads {HEAD}; run `tunedcomm db upgrade "
+            f"--db {target}`, on a copy of it if it cannot be written"
         )
+    done = migrate(engine, target, create=create)
+    if done.copy is not None:
+        _log.warning("%s was upgraded from schema %s to %s; %s is as it was", target, done.before, HEAD, done.copy)
+    return HEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """What `migrate` did.
+
+    Attributes:
+        before: the revision that it found; None where there were no tables.
+        copy: of the file as it was; None for servers, and where nothing had to be done.
+    """
+
+    before: str | None
+    copy: Path | None = None
+
+
+def migrate(engine: Engine, target: Target, *, create: bool = False) -> Migrated:
+    """Bring the tables to `HEAD` in one transaction; of a SQLite file that has older ones a copy is kept.
+
+    Args:
+        engine: may write.
+        target: what it is an engine of.
+        create: make the tables in a database that has none.
+
+    Raises:
+        DatabaseCorruptError: no tunedcomm database, and not to be made one.
+        DatabaseVersionError: newer than this tunedcomm.
+    """
     with engine.connect().execution_options(**{IMMEDIATE: True}) as connection, connection.begin():
         # Looked at again under the lock: another process may have made the tables meanwhile.
         exclusive(connection, "migrate")
         version = schema_version(connection)
         if version is None and create and not _tables(connection, target):
             _upgrade(connection)
-        else:
-            _refuse_unknown(target, version)
-            if version != HEAD:
-                _upgrade(connection)
-    return HEAD
+            return Migrated(None)
+        version = known(target, version)
+        if version == HEAD:
+            return Migrated(version)
+        # Under the lock, so that no other process adds a trial that the copy lacks.
+        copy = back_up(target, f"bak-{version}") if target.path is not None else None
+        try:
+            _upgrade(connection)
+        except BaseException:
+            if copy is not None:  # The file stays as it was.
+                copy.unlink()
+            raise
+        return Migrated(version, copy)
 
 
 def _tables(connection: Connection, target: Target) -> list[str]:
@@ -60,7 +103,13 @@ def _tables(connection: Connection, target: Target) -> list[str]:
     return inspect(connection).get_table_names() if target.is_sqlite else []
 
 
-def _refuse_unknown(target: Target, version: str | None) -> None:
+def known(target: Target, version: str | None) -> str:
+    """The revision, where this tunedcomm knows it.
+
+    Raises:
+        DatabaseCorruptError: there is none.
+        DatabaseVersionError: it is a later one.
+    """
     if version is None:
         raise DatabaseCorruptError(
             f"{target} holds no tunedcomm tables: it is empty or belongs to another program; give another path, or "
@@ -71,6 +120,7 @@ def _refuse_unknown(target: Target, version: str | None) -> None:
             f"{target} was written by a newer tunedcomm (schema {version!r}; this one knows up to {HEAD!r}): upgrade "
             "tunedcomm, or set TUNEDCOMM_DB to another file. It was left untouched"
         )
+    return version
 
 
 def _upgrade(connection: Connection) -> None:
@@ -80,6 +130,6 @@ def _upgrade(connection: Connection) -> None:
 
     config = Config(attributes={"connection": connection})
     # The option passes through ConfigParser, where a per cent sign starts an interpolation.
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     with _alembic_lock:
         command.upgrade(config, "head")

@@ -158,7 +158,7 @@ class RunRow(Base):
 
 
 class TrialRow(Base):
-    """One candidate tried on one problem in one environment. Rows are only ever added."""
+    """One candidate tried on one problem in one environment. Tuners only ever add rows; `db.prune` alone removes."""
 
     __tablename__ = "trial"
     __table_args__ = (

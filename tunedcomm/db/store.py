@@ -186,6 +186,10 @@ class Database:
 
         return self._patience.run(attempt)
 
+    def change(self, change: Callable[[Connection], T]) -> T:
+        """Run `change` in one transaction that writes, all or nothing; it may be run again after a failure."""
+        return self._write(lambda connection, _: change(connection))
+
     def _read(self, query_: Callable[[Connection], T]) -> T:
         """One read transaction, tried again while the database is away."""
 

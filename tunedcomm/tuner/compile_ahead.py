@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tunedcomm.spec import Limits, Problem, get_op, get_variant
+from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant
 from tunedcomm.tuner.check import odd_problems
 from tunedcomm.tuner.compile_pool import CompilePool
 from tunedcomm.tuner.job import Settings
@@ -18,12 +18,20 @@ _MAX_BINARIES = 4000
 
 
 def compile_ahead(
-    pool: CompilePool, problems: Iterable[Problem], settings: Settings, limits: Limits, compute_capability: int
+    pool: CompilePool,
+    problems: Iterable[Problem],
+    settings: Settings,
+    limits: Limits,
+    compute_capability: int,
+    chosen: Mapping[Problem, Sequence[Candidate]] | None = None,
 ) -> Iterator[int]:
-    """Hand over the binaries of one problem at each step; yields how many of them were new."""
+    """Hand over the binaries of one problem at each step; yields how many of them were new.
+
+    Without `chosen`, those of all candidates that a search may try.
+    """
     handed = 0
     for problem in problems:
-        allowed = search_space(problem, limits, settings)
+        allowed = search_space(problem, limits, settings) if chosen is None else chosen[problem]
         first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
         odd = odd_problems(get_op(problem.op), problem)  # checks launch these too
         requests: dict[Any, None] = {}

@@ -1,8 +1,8 @@
-"""One family's finals: every winner on every shape, shared out to gangs."""
+"""One family's finals: every winner on every shape, or what else was chosen for each, shared out to gangs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.knowledge import Knowledge
@@ -20,24 +20,34 @@ class Finals:
         family: problems in the order in which they are measured.
         knowledge: of the sweep, with every search of the family over.
         limits: of the gangs.
+        chosen: what to measure of each problem besides the library; None measures every winner of the family.
+        must: what is measured of a problem even if it took a gang along at another size.
 
     Attributes:
         elsewhere: what other supervisors run.
     """
 
-    def __init__(self, family: Sequence[Problem], knowledge: Knowledge, limits: Limits) -> None:
+    def __init__(
+        self,
+        family: Sequence[Problem],
+        knowledge: Knowledge,
+        limits: Limits,
+        chosen: Mapping[Problem, Sequence[Candidate]] | None = None,
+        must: Collection[tuple[Problem, Candidate]] = (),
+    ) -> None:
         self._knowledge = knowledge
+        self._must = frozenset(must)
         self._left: dict[Problem, list[Candidate]] = {}
         self.elsewhere: list[tuple[Problem, Candidate]] = []
-        finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE)
+        finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE) if chosen is None else []
         for problem in family:
             library = default_candidates(problem, limits)[:1]
-            self._left[problem] = knowledge.feasible(problem, [*library, *finalists])
+            wanted = finalists if chosen is None else chosen[problem]
+            self._left[problem] = knowledge.feasible(problem, [*library, *wanted])
 
-    @property
-    def planned(self) -> int:
-        """Trials still to be given out at most."""
-        return sum(map(len, self._left.values()))
+    def planned(self, problem: Problem) -> int:
+        """Trials of a problem still to be given out at most."""
+        return len(self._left[problem])
 
     def ask(
         self,
@@ -58,13 +68,17 @@ class Finals:
             queue = self._left[problem]
             while queue:
                 candidate = queue.pop(0)
-                if candidate.variant in dropped or not self._knowledge.wants_final(problem, candidate):
+                if candidate.variant in dropped or not self._wants(problem, candidate):
                     continue
                 if claim(problem, candidate):
                     return problem, candidate
-                if self._knowledge.wants_final(problem, candidate):
+                if self._wants(problem, candidate):
                     self.elsewhere.append((problem, candidate))
         return None
+
+    def _wants(self, problem: Problem, candidate: Candidate) -> bool:
+        must = (problem, candidate) in self._must
+        return self._knowledge.wants_final(problem, candidate, whatever_elsewhere=must)
 
     def recheck(self, problem: Problem, in_flight: Collection[Candidate]) -> None:
         """Take over what others had claimed and do not run any more."""

@@ -171,9 +171,14 @@ class Knowledge:
         ranked = sorted(wins, key=lambda candidate: (candidate not in best, -wins[candidate], str(candidate)))
         return ranked[: max(_MAX_FINALISTS, len(best))]
 
-    def wants_final(self, problem: Problem, candidate: Candidate) -> bool:
-        """True if the candidate has no final here yet and did not fail here."""
-        if candidate in self._finals.get(problem, {}) or self.quarantined(problem, candidate):
+    def wants_final(self, problem: Problem, candidate: Candidate, *, whatever_elsewhere: bool = False) -> bool:
+        """True if the candidate has no final here yet and did not fail here.
+
+        Nor took a gang along at another size of the family, unless that is not to matter.
+        """
+        if candidate in self._finals.get(problem, {}):
+            return False
+        if self.quarantined(problem, candidate) and not whatever_elsewhere:
             return False
         return self.status(problem, candidate) not in FAILED
 

@@ -12,7 +12,7 @@ from tunedcomm.errors import TuningError
 from tunedcomm.spec import ITEMSIZE, InputKind, Mode, NumericsPolicy, Problem, get_op, get_variant
 from tunedcomm.tuner.job import Settings
 
-__all__ = ["SweepSpec", "gang_devices", "resolve"]
+__all__ = ["SweepSpec", "gang_devices", "resolve", "resolve_machine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,25 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
         UnknownNameError: no such op or variant.
         ValueError: an option that the op does not have.
     """
+    settings = resolve_machine(spec)
+    problems = spec.problems or _expand(spec, settings.backend, settings.world_size)
+    for name in spec.variants:
+        get_variant(spec.op, name)
+    if strangers := [problem for problem in problems if problem.world_size != settings.world_size]:
+        raise TuningError(
+            f"a sweep has one world size, {settings.world_size}; {strangers[0]} has another. Tune it by itself"
+        )
+    return problems, settings
+
+
+def resolve_machine(spec: SweepSpec) -> Settings:
+    """The part of `resolve` that asks for no op.
+
+    Raises:
+        TuningError: the machine has too few GPUs for the world size, or for so many gangs of it.
+    """
     if spec.replay is not None:
-        return _resolve_replay(spec)
+        return _replay_settings(spec, spec.replay)
     gpus = _count_gpus() if spec.backend != "host" else 0
     backend: Literal["cuda", "host"] = spec.backend or ("cuda" if gpus >= 2 else "host")
     world_size = spec.world_size or (spec.problems[0].world_size if spec.problems else 0)
@@ -100,32 +117,24 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
             f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
             "at least 2 ranks; pass --world-size with a smaller number, or --backend host for CPU ranks"
         )
-    problems = spec.problems or _expand(spec, backend, world_size)
-    for name in spec.variants:
-        get_variant(spec.op, name)
-    if strangers := [problem for problem in problems if problem.world_size != world_size]:
-        raise TuningError(f"a sweep has one world size, {world_size}; {strangers[0]} has another. Tune it by itself")
     gangs = _count_gangs(spec.gangs, gpus // world_size if backend == "cuda" else None, gpus, world_size)
-    return problems, replace(_settings(spec, backend, world_size), gangs=gangs)
+    return replace(_settings(spec, backend, world_size), gangs=gangs)
 
 
-def _resolve_replay(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
+def _replay_settings(spec: SweepSpec, recording: str) -> Settings:
     """The recording decides what this machine decides otherwise."""
     from tunedcomm.communicator import limits_for
     from tunedcomm.tuner.recording import read_recording
 
-    assert spec.replay is not None
-    records = read_recording(Path(spec.replay))
+    records = read_recording(Path(recording))
     environment, world_size = records[0].environment, records[0].problem.world_size
-    problems = spec.problems or _expand(spec, "cuda", world_size)
-    settings = replace(
+    return replace(
         _settings(spec, "cuda", world_size),
         gangs=spec.gangs or 1,
-        replay=spec.replay,
+        replay=recording,
         replay_trial_s=spec.replay_trial_s,
         replay_limits=limits_for(environment, world_size),
     )
-    return problems, settings
 
 
 def _count_gangs(asked: int | None, fitting: int | None, gpus: int, world_size: int) -> int:

@@ -1,0 +1,313 @@
+"""What `db prune` removes, and that nothing else goes with it, whoever reads and writes meanwhile."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from db_samples import H200, OLDER, START, candidate, decide, problem, trial
+from typer.testing import CliRunner
+
+from tunedcomm import kernels
+from tunedcomm.cli import main
+from tunedcomm.cli.db_prune import parse_age
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.prune import FAILURES, Pruned, Selection, prune
+from tunedcomm.db.records import STATUSES, TrialRecord
+from tunedcomm.db.select import Snapshot
+from tunedcomm.db.store import Database
+
+SIZES = tuple(1 << exponent for exponent in range(10, 20, 2))
+VARIANTS = ("library", "one_shot", "two_shot", "lamport", "atomic")
+
+
+def hash_of(op: str, variant: str) -> str | None:
+    return "current" if variant in VARIANTS else None
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    kernels.discover()
+
+
+def random_trial(source: random.Random) -> TrialRecord:
+    variant = source.choice(VARIANTS)
+    status = source.choices(STATUSES, weights=[20, 1, 1, 2, 2, 2, 3])[0]
+    values: dict[str, Any] = {
+        "problem": problem(source.choice(SIZES), world_size=source.choice([4, 4, 4, 2])),
+        "environment": source.choice([H200, H200, H200, OLDER]),
+        "source_hash": source.choice(["current", "current", "earlier"]),
+        "status": status,
+        "final": status == "ok" and source.random() < 0.3,
+        "after": source.randrange(40),
+    }
+    if variant != "library":
+        values["config"] = {"num_blocks": source.choice([1, 2, 4, 8])}
+    latency_us = round(source.uniform(2, 12), 3) if status in ("ok", "pruned") else None
+    return trial(variant, latency_us, **values)
+
+
+def make(path: Path, seed: int, count: int = 400) -> Path:
+    source = random.Random(seed)
+    with Database.open(path, create=True) as database:
+        run = database.start_run(command="tunedcomm tune", seed=seed, budget="", host="node")
+        database.record([replace(random_trial(source), run_id=run) for _ in range(count)])
+        database.pin(problem(SIZES[1]), candidate("two_shot", 8), environment=H200, reason="known good")
+        database.finish_run(run)
+    return path
+
+
+def pruned(path: Path | str, *, dry_run: bool = False, **selected: Any) -> Pruned:
+    with Database.open(path, readonly=dry_run) as database:
+        return prune(database, Selection(**selected), hash_of, dry_run=dry_run)
+
+
+def snapshots(path: Path) -> list[Snapshot]:
+    layers = [Layer("user", str(path))]
+    return [load_snapshot(e, w, layers=layers, strict=True) for e in (H200, OLDER) for w in (2, 4)]
+
+
+def trials_of(path: Path | str) -> list[TrialRecord]:
+    with Database.open(path, readonly=True) as database:
+        return database.trials()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_superseded_changes_no_decision(tmp_path: Path, seed: int) -> None:
+    path = make(tmp_path / "tuned.db", seed)
+    before, kept = snapshots(path), {t.id for t in trials_of(path)}
+    done = pruned(path, superseded=True)
+    assert 0 < done.trials < done.held == 400
+    after = snapshots(path)
+    assert [s.digest for s in after] == [s.digest for s in before]
+    asked = [problem(size * factor // 8 // 2 * 2) for size in SIZES for factor in (5, 8, 12)]
+    decisions = [[decide(s, p, policy="any") for p in asked] for s in (before[1], after[1])]
+    assert decisions[0] == decisions[1]
+    assert {t.id for t in trials_of(path)} < kept
+    # Once is enough.
+    assert pruned(path, superseded=True).trials == 0
+
+
+def selected_by(record: TrialRecord, **selected: Any) -> bool:
+    """The selectors again, in the plainest words."""
+    checks = {
+        "stale": record.variant != "library" and record.source_hash != "current",
+        "failed": record.status in FAILURES,
+        "environments": record.environment.digest in selected.get("environments", ()),
+        "before": record.created_at < selected.get("before", START),
+    }
+    return all(checks[name] for name in selected)
+
+
+@pytest.mark.parametrize(
+    "selected",
+    [
+        {"stale": True},
+        {"failed": True},
+        {"environments": (OLDER.digest,)},
+        {"before": START + timedelta(seconds=20)},
+        {"stale": True, "failed": True},
+        {"stale": True, "environments": (H200.digest,), "before": START + timedelta(seconds=30)},
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("dry_run", [True, False], ids=["dry", "wet"])
+def test_selectors(tmp_path: Path, selected: dict[str, Any], dry_run: bool) -> None:
+    path = make(tmp_path / "tuned.db", 1)
+    before = trials_of(path)
+    gone = {t.id for t in before if selected_by(t, **selected)}
+    done = pruned(path, dry_run=dry_run, **selected)
+    assert done.trials == len(gone) > 0
+    assert sum(group.finals for group in done.groups) == sum(t.final for t in before if t.id in gone)
+    left = {t.id for t in before} - (set() if dry_run else gone)
+    assert {t.id for t in trials_of(path)} == left
+    assert (done.dry_run, done.compacted) == (dry_run, not dry_run)
+    with Database.open(path, readonly=True) as database:
+        assert len(database.pins()) == len(database.runs()) == 1
+
+
+def test_nothing_selected_is_nothing_asked_for() -> None:
+    with pytest.raises(ValueError, match="remove every trial"):
+        Selection()
+
+
+def test_variant_of_another_version_is_not_stale(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.db"
+    with Database.open(path, create=True) as database:
+        database.record([trial("warp_drive", source_hash="old"), trial("library", source_hash="old")])
+        assert prune(database, Selection(stale=True), hash_of).trials == 0
+
+
+def test_what_nothing_refers_to_goes_too(tmp_path: Path) -> None:
+    path = make(tmp_path / "tuned.db", 2)
+    with Database.open(path) as database:
+        running = database.start_run(command="still running", seed=None, budget="", host="node")
+        ended = database.start_run(command="ended", seed=None, budget="", host="node")
+        database.finish_run(ended)
+    dry = pruned(path, dry_run=True, environments=(H200.digest, OLDER.digest))
+    done = pruned(path, environments=(H200.digest, OLDER.digest))
+    assert done.trials == done.held == 400
+    assert dry.unused == done.unused
+    # The pin keeps its problem and environment; of each variant the newest source stays.
+    assert done.unused == {"environment": 1, "problem": 2 * len(SIZES) - 1, "variant": len(VARIANTS), "run": 2}
+    with Database.open(path) as database:
+        assert [run.id for run in database.runs()] == [running]
+        assert [pin.reason for pin in database.pins()] == ["known good"]
+        assert len(database.record([replace(random_trial(random.Random(1)), run_id=running)])) == 1
+
+
+def test_file_gets_smaller(tmp_path: Path) -> None:
+    path = make(tmp_path / "tuned.db", 3, count=3000)
+    done = pruned(path, before=START + timedelta(seconds=38))
+    assert done.bytes_before is not None
+    assert done.bytes_after == path.stat().st_size < done.bytes_before / 3
+    with closing(sqlite3.connect(path)) as plain:
+        assert plain.execute("PRAGMA freelist_count").fetchone() == (0,)
+        assert plain.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert plain.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+def test_dry_run_needs_no_right_to_write(tmp_path: Path) -> None:
+    path = make(tmp_path / "tuned.db", 4)
+    with closing(sqlite3.connect(path)) as plain:
+        plain.execute("PRAGMA journal_mode=DELETE")
+    before = path.read_bytes()
+    with Database.open(path, immutable=True) as database:
+        assert prune(database, Selection(superseded=True), hash_of).trials > 0
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["tuned.db"]
+
+
+def test_reader_keeps_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that reads the file cannot be compacted, which is said; the next time it is."""
+    monkeypatch.setattr("tunedcomm.db.prune._TIMEOUT_S", 0.2)
+    path = make(tmp_path / "tuned.db", 5)
+    with Database.open(path, readonly=True) as reader, reader.reading() as connection:
+        count = connection.exec_driver_sql("SELECT count(*) FROM trial")
+        assert count.scalar() == 400
+        done = pruned(path, superseded=True)
+        assert connection.exec_driver_sql("SELECT count(*) FROM trial").scalar() == 400
+        assert not done.compacted
+    again = pruned(path, superseded=True)
+    assert again.compacted
+    assert again.trials == 0
+    assert len(trials_of(path)) == 400 - done.trials
+
+
+def test_server(postgres_url: str) -> None:
+    source = random.Random(6)
+    with Database.open(postgres_url, create=True) as database:
+        database.record([random_trial(source) for _ in range(300)])
+        rows = database.stats()
+        gone = sum(selected_by(t, stale=True) for t in database.trials())
+        assert prune(database, Selection(stale=True), hash_of).trials == gone
+        done = prune(database, Selection(stale=True), hash_of, dry_run=False)
+        assert (done.trials, done.unused, done.bytes_after, done.compacted) == (gone, {}, None, False)
+        after = database.stats()
+        assert after["trials"] == 300 - gone
+        # Other hosts may be about to refer to them.
+        assert [after[name] for name in ("problems", "variants", "environments")] == [
+            rows[name] for name in ("problems", "variants", "environments")
+        ]
+        superseded = prune(database, Selection(superseded=True), hash_of, dry_run=False)
+        assert superseded.trials > 0
+
+
+def _write(path: Path, number: int, seconds: float, counted: Any) -> None:
+    source = random.Random(number)
+    stored = 0
+    end = time.monotonic() + seconds
+    with Database.open(path) as database:
+        run = database.start_run(command=f"writer {number}", seed=None, budget="", host="node")
+        while time.monotonic() < end:
+            made = replace(random_trial(source), run_id=run, source_hash="current", environment=H200)
+            stored += len(database.record([made]))
+    counted.put(stored)
+
+
+def _read(path: Path, seconds: float, counted: Any) -> None:
+    reads = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True)
+        reads += 1
+    counted.put(reads)
+
+
+def test_writers_and_readers_go_on(tmp_path: Path) -> None:
+    """Nothing that was not selected is lost, and nobody sees an error."""
+    path = make(tmp_path / "tuned.db", 7, count=2000)
+    context = multiprocessing.get_context("spawn")
+    counted, seconds = context.Queue(), 4.0
+    writers = [context.Process(target=_write, args=(path, number, seconds, counted)) for number in range(2)]
+    readers = [context.Process(target=_read, args=(path, seconds, counted))]
+    for process in (*writers, *readers):
+        process.start()
+    first = pruned(path, stale=True)
+    assert first.trials > 0
+    rounds = 0
+    while any(process.is_alive() for process in (*writers, *readers)):
+        assert pruned(path, environments=(OLDER.digest,)).trials == 0 or rounds == 0
+        rounds += 1
+        time.sleep(0.1)
+    for process in (*writers, *readers):
+        process.join()
+        assert process.exitcode == 0
+    numbers = [counted.get(timeout=10) for _ in range(3)]
+    assert rounds > 3
+    assert min(numbers) > 0
+    with closing(sqlite3.connect(path)) as plain:
+        written = plain.execute("SELECT count(*) FROM trial JOIN run ON run.id = run_id WHERE command LIKE 'writer%'")
+        assert written.fetchone()[0] in (sum(numbers[:2]), sum(numbers[1:]), numbers[0] + numbers[2])
+        assert plain.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert plain.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    shown = CliRunner().invoke(main.app, ["db", "prune", *arguments])
+    return shown.exit_code, shown.stdout, shown.stderr
+
+
+def test_verb(tmp_path: Path) -> None:
+    path = make(tmp_path / "tuned.db", 8)
+    named = ("--db", str(path))
+    code, text, errors = invoke(*named, "--failed", "--environment", "h200", "--older-than", "1d")
+    assert code == 0
+    assert "would be removed" in text
+    assert "--yes" in errors
+    assert len(trials_of(path)) == 400
+    code, text, _ = invoke(*named, "--failed", "--yes", "--json")
+    assert code == 0
+    answer = json.loads(text)
+    assert answer["trials"] == 400 - len(trials_of(path)) > 0
+    assert {group["status"] for group in answer["groups"]} == set(FAILURES)
+    code, text, _ = invoke(*named, "--superseded", "--yes")
+    assert code == 0
+    assert "KiB before" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--yes",), ("--older-than", "soon"), ("--older-than", "-3d"), ("--environment", "A100")],
+    ids=" ".join,
+)
+def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    path = make(tmp_path / "tuned.db", 9, count=20)
+    with pytest.raises(SystemExit) as caught:
+        main.run(["db", "prune", "--db", str(path), *arguments])
+    assert caught.value.code == 2
+    assert len(trials_of(path)) == 20
+
+
+def test_ages() -> None:
+    ages = {"36h": timedelta(hours=36), "90d": timedelta(days=90), " 2W ": timedelta(weeks=2)}
+    assert {text: parse_age(text) for text in ages} == ages

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from db_samples import H200, OLDER, START, problem, trial
+from typer.testing import CliRunner
+
+from tunedcomm import kernels
+from tunedcomm.cli import main
+from tunedcomm.cli.db_stats import format_age
+from tunedcomm.communicator import limits_for
+from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.schema import HEAD
+from tunedcomm.db.stats import DatabaseStats, GroupStats, collect_stats
+from tunedcomm.db.store import Database
+from tunedcomm.dispatcher import decide, source_hash_of
+from tunedcomm.spec import Problem
+
+CURRENT = {"library": "v1", "one_shot": "current", "two_shot": "current", "lamport": "current"}
+
+
+def hash_of(op: str, variant: str) -> str | None:
+    return CURRENT.get(variant)
+
+
+def finals(size: int, **latencies: float) -> list[TrialRecord]:
+    """Finals of one size, the library's at 10 µs."""
+    here: dict[str, Any] = {"problem": problem(size), "final": True}
+    return [trial("library", 10.0, **here), *(trial(name, us, **here) for name, us in latencies.items())]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    kernels.discover()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Three problems in one group, and others elsewhere."""
+    path = tmp_path / "tuned.db"
+    with Database.open(path, create=True) as database:
+        database.record(
+            [
+                *finals(1024, one_shot=5.0, two_shot=8.0),
+                *finals(4096, one_shot=6.0, two_shot=2.5),
+                *finals(1 << 20, one_shot=9.99, two_shot=20.0),  # within the noise of the library
+                trial("lamport", 1.0, final=True, source_hash="earlier", after=5),
+                trial("warp_drive", 0.1, final=True),
+                trial("one_shot", None, status="hung", after=7),
+                trial("one_shot", None, status="infeasible"),
+                trial("one_shot", 3.0, problem=problem(1024, mode="eager")),
+                trial("one_shot", 4.0, problem=problem(1024, world_size=2)),
+                trial("two_shot", 4.0, environment=OLDER),
+            ]
+        )
+    return path
+
+
+def stats_of(path: Path | str, source_hash: Any = hash_of) -> DatabaseStats:
+    with Database.open(path, readonly=True) as database:
+        return collect_stats(database, source_hash)
+
+
+def group_of(stats: DatabaseStats, **wanted: Any) -> GroupStats:
+    (found,) = [g for g in stats.groups if all(getattr(g, name) == value for name, value in wanted.items())]
+    return found
+
+
+def test_group(path: Path) -> None:
+    stats = stats_of(path)
+    assert len(stats.groups) == 4
+    group = group_of(stats, environment=H200, world_size=4, mode="graph")
+    assert (group.op, group.dtype, group.problems) == ("all_reduce", "bfloat16", 3)
+    assert group.trials == {"ok": 11, "hung": 1, "infeasible": 1}
+    assert group.finals == 11
+    assert group.winners == {"one_shot": 1, "two_shot": 1, "library": 1}
+    assert group.library_share == pytest.approx(1 / 3)
+    assert group.speedup == pytest.approx((10 / 5 * 10 / 2.5 * 1.0) ** (1 / 3))
+    assert (group.stale, group.unknown) == (1, 1)
+    assert (group.oldest, group.newest) == (START, START + timedelta(seconds=7))
+
+
+def test_groups_by_everything_that_matters(path: Path) -> None:
+    stats = stats_of(path)
+    assert group_of(stats, mode="eager").winners == {"one_shot": 1}
+    assert group_of(stats, world_size=2).problems == 1
+    assert group_of(stats, environment=OLDER).trials == {"ok": 1}
+
+
+def test_file(path: Path) -> None:
+    stats = stats_of(path)
+    assert (stats.target, stats.schema) == (str(path), HEAD)
+    assert stats.num_bytes == path.stat().st_size
+    assert stats.rows["trials"] == 16
+
+
+def test_server(postgres_url: str) -> None:
+    with Database.open(postgres_url, create=True) as database:
+        database.record([*finals(1024, one_shot=5.0), trial("one_shot", None, status="crashed", after=3)])
+    stats = stats_of(postgres_url)
+    (group,) = stats.groups
+    assert (group.trials, group.finals, group.winners) == ({"ok": 2, "crashed": 1}, 2, {"one_shot": 1})
+    assert group.newest == START + timedelta(seconds=3)
+    assert stats.num_bytes is None
+
+
+@pytest.mark.parametrize("shipped", packaged_databases(), ids=lambda path: path.name)
+def test_winners_are_what_dispatch_runs(shipped: Path) -> None:
+    """Near ties aside: dispatch looks at the neighbouring sizes there."""
+    stats = stats_of(shipped, source_hash_of)
+    for world_size in {group.world_size for group in stats.groups}:
+        environment = stats.groups[0].environment
+        snapshot = load_snapshot(environment, world_size, layers=[Layer("packaged", str(shipped))], strict=True)
+        limits = limits_for(environment, world_size)
+        asked: set[Problem] = {row.problem for row in snapshot.rows}
+        libraries = sum(decide(p, snapshot, limits).candidate.variant == "library" for p in asked)
+        assert sum(group.winners.get("library", 0) for group in stats.groups) == libraries
+        assert sum(sum(group.winners.values()) for group in stats.groups) == len(asked)
+
+
+def test_damaged_rows_are_left_out(path: Path) -> None:
+    with Database.open(path) as database, database._writing() as connection:
+        connection.exec_driver_sql("UPDATE trial SET created_at = 'noon' WHERE id = 1")
+        connection.exec_driver_sql("UPDATE problem SET world_size = 'four' WHERE mode = 'eager'")
+    stats = stats_of(path)
+    assert len(stats.groups) == 3
+    assert group_of(stats, environment=H200, world_size=4).oldest == START
+
+
+def test_age() -> None:
+    now = datetime.now(timezone.utc)
+    ages = {"now": 5, "2 min ago": 130, "3 h ago": 3 * 3600 + 5, "40 d ago": 40 * 86400 + 9}
+    for text, seconds in ages.items():
+        assert format_age(now - timedelta(seconds=seconds)) == text
+    assert format_age(None) == "-"
+    assert format_age(now + timedelta(hours=1)) == "now"
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    shown = CliRunner().invoke(main.app, ["db", "stats", *arguments])
+    return shown.exit_code, shown.stdout
+
+
+def test_verb(path: Path) -> None:
+    code, text = invoke("--db", str(path))
+    assert code == 0
+    for part in ("schema 0001", "16 trials", "NVIDIA H200", "torch 2.9.0", "1 hung, 1 infeasible", "KiB"):
+        assert part in text
+    code, text = invoke("--db", str(path), "--json", "--hardware", H200.digest[:8])
+    assert code == 0
+    (entry,) = json.loads(text)
+    assert entry["num_bytes"] == path.stat().st_size
+    assert len(entry["groups"]) == 3
+    # The samples' sources are none of this version's.
+    assert entry["groups"][1]["stale"] + entry["groups"][1]["unknown"] > 0
+    assert invoke("--db", str(path), "--op", "all_gather", "--json")[1].count('"op"') == 0
+
+
+def test_verb_without_any_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
+    code, text = invoke()
+    assert code == 0
+    assert "tunedcomm tune" in text
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(tmp_path / "none.db"))
+    shown = CliRunner().invoke(main.app, ["db", "stats"])
+    assert "skipped the site database" in shown.stderr
+
+
+def test_what_is_stale_wins_nothing(path: Path) -> None:
+    stats = stats_of(path, lambda op, variant: "v1" if variant == "library" else "another")
+    group = group_of(stats, environment=H200, world_size=4, mode="graph")
+    assert group.winners == {"library": 3}
+    assert group.stale == 13 - 3
+    assert replace(group, winners={}).library_share is None

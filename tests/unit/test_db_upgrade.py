@@ -1,0 +1,287 @@
+"""Upgrades to a second revision that is made up here: copied before, all or nothing, and never downwards."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from db_samples import H200, trial
+from typer.testing import CliRunner
+
+from tunedcomm.cli import main
+from tunedcomm.db import migrate, schema
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.schema import VERSION_TABLE
+from tunedcomm.db.store import Database
+from tunedcomm.db.upgrade import upgrade_database
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseFullError, DatabaseVersionError
+
+ASSET = Path(__file__).parent.parent / "data" / "revision_0001.db"
+OLD, NEW = "0001", "0002"
+REVISION = f"""
+import sqlalchemy as sa
+from alembic import op
+
+revision = "{NEW}"
+down_revision = "{OLD}"
+
+
+def upgrade() -> None:
+    op.add_column("run", sa.Column("colour", sa.Text(), nullable=True))
+    op.execute("UPDATE run SET colour = 'blue'")
+    %s
+
+
+def downgrade() -> None:
+    op.drop_column("run", "colour")
+"""
+
+
+def make_revision(folder: Path, last_line: str = "") -> None:
+    shutil.copytree(migrate.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "versions" / "r0002_colour.py").write_text(REVISION % last_line, encoding="utf-8")
+
+
+@pytest.fixture
+def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This tunedcomm has two revisions; the folder of them."""
+    folder = tmp_path / "migrations"
+    make_revision(folder)
+    monkeypatch.setattr(migrate, "MIGRATIONS", folder)
+    monkeypatch.setattr(migrate, "REVISIONS", (OLD, NEW))
+    monkeypatch.setattr(migrate, "HEAD", NEW)
+    monkeypatch.setattr(schema, "HEAD", NEW)
+    return folder
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    path = tmp_path / "tuned.db"
+    shutil.copy(ASSET, path)
+    return path
+
+
+def rows(path: Path, query: str) -> list[Any]:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as plain:
+        return plain.execute(query).fetchall()
+
+
+def contents(path: Path) -> dict[str, list[Any]]:
+    names = [name for (name,) in rows(path, "SELECT name FROM sqlite_master WHERE type='table' ORDER BY name")]
+    return {name: rows(path, f"SELECT * FROM {name} ORDER BY 1") for name in names}
+
+
+def test_upgrade_changes_the_file_and_keeps_a_copy(old: Path, newer: Path) -> None:
+    before = contents(old)
+    old.chmod(0o640)
+    done = upgrade_database(old)
+    assert (done.before, done.after, done.is_needed) == (OLD, NEW, True)
+    assert done.copy == old.with_name("tuned.db.bak-0001")
+    assert contents(done.copy) == before
+    assert stat.S_IMODE(done.copy.stat().st_mode) == 0o640
+    assert {colour for (colour,) in rows(old, "SELECT colour FROM run")} == {"blue"}
+    after = contents(old)
+    assert {name: after[name] for name in before if name not in ("run", VERSION_TABLE)} == {
+        name: before[name] for name in before if name not in ("run", VERSION_TABLE)
+    }
+    with Database.open(old) as database:
+        assert database.schema_version == NEW
+        assert len(database.trials()) == 9
+    # Again there is nothing to do, and no second copy.
+    again = upgrade_database(old)
+    assert (again.before, again.is_needed, again.copy) == (NEW, False, None)
+    assert sorted(path.name for path in old.parent.glob("*bak*")) == ["tuned.db.bak-0001"]
+
+
+def test_copy_holds_what_is_in_the_write_ahead_log_and_takes_a_free_name(old: Path, newer: Path) -> None:
+    old.with_name("tuned.db.bak-0001").write_text("somebody's", encoding="utf-8")
+    with closing(sqlite3.connect(old)) as writer:
+        writer.execute("PRAGMA journal_mode=WAL")
+        writer.execute("INSERT INTO run SELECT 99, 'late', 1, '', '', '', '', started_at, NULL FROM run LIMIT 1")
+        writer.commit()
+        assert old.with_name("tuned.db-wal").stat().st_size > 0
+        done = upgrade_database(old)
+    assert done.copy == old.with_name("tuned.db.bak-0001-2")
+    assert rows(done.copy, "SELECT command FROM run WHERE id = 99") == [("late",)]
+    assert old.with_name("tuned.db.bak-0001").read_text(encoding="utf-8") == "somebody's"
+
+
+def test_check_changes_nothing(old: Path, newer: Path) -> None:
+    before = old.read_bytes()
+    found = upgrade_database(old, check=True)
+    assert (found.before, found.after, found.copy) == (OLD, NEW, None)
+    assert old.read_bytes() == before
+    assert [path.name for path in old.parent.iterdir() if path.is_file()] == ["tuned.db"]
+
+
+def test_up_to_date_file_is_not_written(old: Path) -> None:
+    before = old.read_bytes()
+    assert not upgrade_database(old).is_needed
+    assert old.read_bytes() == before
+    assert [path.name for path in old.parent.iterdir()] == ["tuned.db"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_newer_schema_is_refused_and_left_alone(old: Path, check: bool) -> None:
+    with closing(sqlite3.connect(old)) as plain:
+        plain.execute(f"UPDATE {VERSION_TABLE} SET version_num = '0417'")
+        plain.commit()
+    before = old.read_bytes()
+    with pytest.raises(DatabaseVersionError, match=r"newer tunedcomm.*0417.*upgrade tunedcomm"):
+        upgrade_database(old, check=check)
+    assert old.read_bytes() == before
+    assert [path.name for path in old.parent.iterdir()] == ["tuned.db"]
+
+
+def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    with closing(sqlite3.connect(other)) as plain:
+        plain.execute("CREATE TABLE theirs (id INTEGER)")
+    with pytest.raises(DatabaseCorruptError, match="no tunedcomm tables"):
+        upgrade_database(other)
+    with pytest.raises(DatabaseAccessError, match="does not exist"):
+        upgrade_database(tmp_path / "none.db")
+    (tmp_path / "text.db").write_text("words" * 100, encoding="utf-8")
+    with pytest.raises(DatabaseCorruptError, match="not a SQLite database"):
+        upgrade_database(tmp_path / "text.db")
+
+
+def test_failed_upgrade_leaves_the_file_and_no_copy(old: Path, newer: Path) -> None:
+    before = contents(old)
+    shutil.rmtree(newer)
+    make_revision_failing(newer)
+    with pytest.raises(ZeroDivisionError):
+        upgrade_database(old)
+    assert contents(old) == before
+    assert not list(old.parent.glob("*bak*"))
+
+
+def make_revision_failing(folder: Path) -> None:
+    source = Path(schema.__file__).parent / "migrations"
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "versions" / "r0002_colour.py").write_text(REVISION % "1 / 0", encoding="utf-8")
+
+
+def _upgrade_and_die(path: Path, folder: Path) -> None:
+    """In a process of its own: killed within the revision, after its first statements."""
+    make_revision(folder, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    migrate.MIGRATIONS, migrate.REVISIONS, migrate.HEAD, schema.HEAD = folder, (OLD, NEW), NEW, NEW  # type: ignore[misc]
+    upgrade_database(path)
+
+
+def test_killed_upgrade_leaves_the_file_as_it_was(old: Path, tmp_path: Path) -> None:
+    before = contents(old)
+    process = multiprocessing.get_context("spawn").Process(target=_upgrade_and_die, args=(old, tmp_path / "killed"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -9
+    with Database.open(old) as database:  # this tunedcomm knows the old schema alone
+        assert len(database.trials()) == 9
+    assert contents(old) == before
+
+
+def test_no_space_for_the_copy_is_named(old: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(shutil, "copymode", no_space)
+    before = contents(old)
+    with pytest.raises(DatabaseFullError, match=r"bak-0001.*free some space"):
+        upgrade_database(old)
+    assert contents(old) == before
+    assert [path.name for path in old.parent.glob(".*")] == []
+
+
+def test_reading_an_older_schema_names_the_verb_and_layers_go_on(
+    old: Path, newer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(DatabaseVersionError, match=rf"schema 0001.*reads 0002.*tunedcomm db upgrade --db {old}"):
+        Database.open(old, readonly=True)
+    fresh = tmp_path / "fresh.db"
+    with Database.open(fresh, create=True) as database:
+        database.record([trial(final=True)])
+    snapshot = load_snapshot(H200, 4, layers=[Layer("user", str(fresh))])
+    layers = [Layer("user", str(fresh)), Layer("site", str(old))]
+    with caplog.at_level("WARNING", "tunedcomm"):
+        assert load_snapshot(H200, 4, layers=layers).digest == snapshot.digest
+    assert "left out (site)" in caplog.text
+    assert "tunedcomm db upgrade" in caplog.text
+
+
+def test_opening_to_write_upgrades_with_a_copy_too(old: Path, newer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "tunedcomm"), Database.open(old) as database:
+        assert database.schema_version == NEW
+    assert old.with_name("tuned.db.bak-0001").exists()
+    assert "bak-0001 is as it was" in caplog.text
+
+
+def _upgrade_at_once(path: Path, folder: Path, barrier: Any) -> None:
+    migrate.MIGRATIONS, migrate.REVISIONS, migrate.HEAD, schema.HEAD = folder, (OLD, NEW), NEW, NEW  # type: ignore[misc]
+    barrier.wait()
+    upgrade_database(path)
+
+
+def test_several_at_once_upgrade_once(old: Path, newer: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    processes = [context.Process(target=_upgrade_at_once, args=(old, newer, barrier)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(list(old.parent.glob("*bak*"))) == 1
+
+
+def test_server_is_upgraded(postgres_url: str, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(migrate, "MIGRATIONS", Path(schema.__file__).parent / "migrations")
+        older.setattr(migrate, "REVISIONS", (OLD,))
+        older.setattr(migrate, "HEAD", OLD)
+        with Database.open(postgres_url, create=True) as database:
+            database.start_run(command="tunedcomm tune", seed=1, budget="", host="node")
+    assert upgrade_database(postgres_url, check=True).is_needed
+    done = upgrade_database(postgres_url)
+    assert (done.before, done.after, done.copy) == (OLD, NEW, None)
+    engine = sa.create_engine(postgres_url)
+    with engine.connect() as connection:
+        assert connection.execute(sa.text("SELECT colour FROM run")).scalars().all() == ["blue"]
+    engine.dispose()
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    shown = CliRunner().invoke(main.app, ["db", "upgrade", *arguments])
+    return shown.exit_code, shown.stdout
+
+
+def test_verb(old: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB", str(old))
+    code, text = invoke("--check")
+    assert code == 1
+    assert "0001" in text
+    assert "0002" in text
+    code, text = invoke("--check", "--json")
+    assert (code, json.loads(text)["is_needed"]) == (1, True)
+    code, text = invoke()
+    assert code == 0
+    assert "tuned.db.bak-0001" in text
+    assert invoke("--check")[0] == 0
+    code, text = invoke("--json")
+    assert code == 0
+    assert json.loads(text) == {
+        "target": str(old),
+        "before": NEW,
+        "after": NEW,
+        "copy": None,
+        "is_needed": False,
+    }

@@ -1,0 +1,67 @@
+"""`tunedcomm db unpin`: let measurements decide again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tunedcomm.cli._options import (
+    CallMode,
+    DtypeOption,
+    HardwareOption,
+    JsonOption,
+    Kind,
+    OpOption,
+    ProblemOptions,
+    ShapeOption,
+    WorldSizeOption,
+)
+from tunedcomm.cli._output import emit, emit_json, note
+from tunedcomm.cli._pins import InPlaceOption, WrittenOption, environment_for
+
+__all__ = ["db_unpin"]
+
+
+def db_unpin(
+    *,
+    op: OpOption,
+    shape: ShapeOption,
+    world_size: WorldSizeOption,
+    dtype: DtypeOption = "bfloat16",
+    mode: Annotated[CallMode, typer.Option(help="Inside CUDA graphs or not.")] = CallMode.graph,
+    reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
+    input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
+    in_place: InPlaceOption = False,
+    hardware: HardwareOption = None,
+    db: WrittenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove the pin of one problem on this hardware; exit code 1 if the database has none.
+
+    Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
+    """
+    problem = ProblemOptions(
+        op=op,
+        shape=shape,
+        dtype=dtype,
+        world_size=world_size,
+        mode=mode,
+        reduction=reduction,
+        input_kind=input_kind,
+        in_place=in_place,
+    ).problem()
+    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.store import Database
+
+    environment = environment_for(hardware, db)
+    with Database.open(db or user_database()) as opened:
+        removed = opened.unpin(problem, environment=environment)
+        where = str(opened.path or opened.url)
+    if as_json:
+        emit_json({"database": where, "problem": problem.to_dict(), "removed": removed})
+    elif removed:
+        emit(f"{problem} is not pinned any more on {environment} in {where}")
+    if not removed:
+        note(f"no pin of {problem} on {environment} is in {where}; `tunedcomm db list` prints the pins of every layer")
+        raise typer.Exit(1)

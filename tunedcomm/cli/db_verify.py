@@ -1,0 +1,241 @@
+"""`tunedcomm db verify`: time the stored winners again and say which have drifted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tunedcomm.cli._gang import num_gpus, swept_ranks
+from tunedcomm.cli._options import JsonOption, SweptMode, check_dtype, known_op, parse_gangs, split
+from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
+from tunedcomm.cli._progress import shown
+from tunedcomm.cli.tune import Backend, is_spare_copy
+from tunedcomm.spec import format_shape
+
+if TYPE_CHECKING:
+    from tunedcomm.tuner.verdict import Verified
+    from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
+
+__all__ = ["db_verify", "parse_share", "run_verify"]
+
+COLUMNS = (
+    "shape",
+    "bytes",
+    "dtype",
+    "mode",
+    "winner",
+    "then us",
+    "speed-up",
+    "now us",
+    "library us",
+    "now",
+    "verdict",
+)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*(%?)")
+
+
+def parse_share(text: str) -> float:
+    """Read `10%` or `0.1` as a tenth.
+
+    Raises:
+        BadParameter: anything else, or more than 100 %.
+    """
+    match = _SHARE.fullmatch(text.strip())
+    share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+    if not 0 <= share <= 1:
+        raise typer.BadParameter(f"{text!r} is not a share such as 10% or 0.1, at most 100%", param_hint="--tolerance")
+    return share
+
+
+def db_verify(
+    *,
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only these dtypes.")] = None,
+    mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = SweptMode.both,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most problems: first those measured under other software, then the oldest."),
+    ] = None,
+    tolerance: Annotated[
+        str, typer.Option(help="How much a winner may have lost against the library, besides the noise.")
+    ] = "10%",
+    world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="By default cuda where there are two GPUs or more, else host.")
+    ] = None,
+    gangs: Annotated[
+        str, typer.Option(help="Groups of ranks that measure side by side; auto fills the machine.")
+    ] = "auto",
+    db: Annotated[
+        str | None,
+        typer.Option(
+            "--db",
+            help="Database to verify, which takes the new timings too; by default every layer is read and the user "
+            "database takes them.",
+        ),
+    ] = None,
+    no_store: Annotated[bool, typer.Option("--no-store", help="Keep the new timings to yourself.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the stored winners for this machine again, beside the library, and say which do not hold any more.
+
+    Winners, runners-up and the library are checked as `tunedcomm tune` checks them, then timed as in its finals. The
+    new timings are stored, so that dispatch goes by them: after a new driver or a new torch this is all that is needed.
+
+    Exit code 1 if a winner is slower than the library, has lost more against it than --tolerance, fails, or could not
+    be measured; or if nothing is stored for this machine. Progress on stderr is that of `tunedcomm tune`.
+
+    Example: tunedcomm db verify --tolerance 5% --no-store
+    """
+    if is_spare_copy():
+        note("another copy of this command verifies on this host's GPUs; this one has nothing to do (start one a host)")
+        return
+    from tunedcomm.db.layers import Layer
+    from tunedcomm.tuner.verify import VerifySpec
+
+    ranks = swept_ranks(world_size, None if backend is None else backend.value)
+    on_host = backend is Backend.host or (backend is None and num_gpus() < 2)
+    spec = VerifySpec(
+        ops=tuple(known_op(name).name for name in split(op)),
+        dtypes=tuple(check_dtype(name) for name in split(dtype)),
+        modes=mode.values,
+        limit=limit,
+        tolerance=parse_share(tolerance),
+        layers=None if db is None else (Layer("user", db),),
+        world_size=ranks,
+        backend="host" if on_host else "cuda",
+        gangs=parse_gangs(gangs),
+        command=shlex.join(["tunedcomm", *sys.argv[1:]]),
+    )
+    outcome, url = run_verify(spec, db, store=not no_store, as_json=as_json)
+    if as_json:
+        emit_json(_to_dict(outcome, url))
+    else:
+        _report(outcome, url)
+    if outcome.wrong or not outcome.results:
+        raise typer.Exit(1)
+
+
+def run_verify(
+    spec: VerifySpec, database: str | None, *, store: bool = True, as_json: bool = False
+) -> tuple[VerifyOutcome, str | None]:
+    """Verify with the progress on stderr; returns the outcome and where it was stored.
+
+    Raises:
+        DatabaseError: the database cannot be read, or written.
+        TuningError: gangs could not be started or carried on.
+    """
+    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.store import Database
+    from tunedcomm.settings import db_patience_s
+    from tunedcomm.tuner.verify import verify
+
+    def say(text: str) -> None:
+        note(json.dumps({"event": "note", "text": text}) if as_json else text)
+
+    with ExitStack() as stack:
+        opened = None
+        if store:
+            opened = Database.open(database or user_database(), create=database is None, patience_s=db_patience_s())
+            stack.enter_context(opened)
+        url = None if opened is None else str(opened.path or opened.url)
+        if spec.backend == "host":
+            say("verifying the host backend, whose timings say nothing about GPUs")
+        say("timing the stored winners again" + ("" if url is None else f", storing in {url}"))
+        try:
+            with shown(as_json=as_json) as progress:
+                return verify(spec, opened, progress), url
+        except KeyboardInterrupt:
+            say("stopped" + ("" if url is None else "; what was measured is stored"))
+            raise typer.Exit(1) from None
+
+
+def _report(outcome: VerifyOutcome, url: str | None) -> None:
+    here = outcome.environment
+    where = f"{outcome.world_size} ranks" + ("" if here is None else f" on {here}")
+    if not outcome.results:
+        emit(f"no winner is stored for {where}; `tunedcomm tune` finds some, `tunedcomm db list` prints what there is")
+        return
+    table(COLUMNS, [_cells(result) for result in outcome.results], title=where)
+    if here is not None:
+        changes = sorted({change for result in outcome.results for change in here.drift(result.winner.environment)})
+        if changes:
+            emit(f"since they were measured: {', '.join(changes)}")
+    for result in outcome.results:
+        if result.verdict != "ok":
+            emit(f"{result.verdict}: {result.winner.problem}: {result.winner.candidate}: {result.why}")
+        if result.faster is not None:
+            now = f"{format_us(result.faster_us)} µs against {format_us(result.latency_us)} µs"
+            emit(f"overtaken: {result.winner.problem}: {result.faster} is faster now, {now}")
+    stored = "nothing was stored" if url is None else f"stored in {url} (run {outcome.run_id})"
+    emit(
+        f"{len(outcome.wrong)} of {len(outcome.results)} winners do not hold any more; {outcome.num_trials} trials in "
+        f"{outcome.seconds:.0f} s, {stored}"
+    )
+
+
+def _cells(result: Verified) -> list[str]:
+    winner = result.winner
+    problem = winner.problem
+    asked = "" if "default" in winner.policies else f" [numerics={winner.policies[0]}]"
+    extras = [*([problem.input_kind] if problem.input_kind != "plain" else []), *(["in place"] * problem.in_place)]
+    return [
+        format_shape(problem.shape),
+        format_bytes(problem.nbytes),
+        problem.dtype,
+        ", ".join([problem.mode, *extras]),
+        f"{winner.candidate}{asked}",
+        format_us(winner.latency_us),
+        format_ratio(winner.library_us, winner.latency_us),
+        format_us(result.latency_us),
+        format_us(result.library_us),
+        format_ratio(result.library_us, result.latency_us),
+        result.verdict,
+    ]
+
+
+def _to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]:
+    here = outcome.environment
+    return {
+        "database": url,
+        "run_id": outcome.run_id,
+        "environment": None if here is None else {"digest": here.digest, **here.to_dict()},
+        "world_size": outcome.world_size,
+        "num_trials": outcome.num_trials,
+        "num_gangs": outcome.num_gangs,
+        "seconds": outcome.seconds,
+        "num_wrong": len(outcome.wrong),
+        "winners": [
+            {
+                "problem": result.winner.problem.to_dict(),
+                "variant": result.winner.candidate.variant,
+                "config": result.winner.candidate.config_dict,
+                "policies": list(result.winner.policies),
+                "layer": result.winner.layer,
+                "verdict": result.verdict,
+                "why": result.why,
+                "stored": {
+                    "latency_us": result.winner.latency_us,
+                    "library_us": result.winner.library_us,
+                    "noise": result.winner.noise,
+                    "created_at": result.winner.created_at,
+                    "environment": result.winner.environment.digest,
+                    "changes": [] if here is None else here.drift(result.winner.environment),
+                },
+                "measured": {
+                    "latency_us": result.latency_us,
+                    "library_us": result.library_us,
+                    "noise": result.noise,
+                },
+                "faster": None if result.faster is None else str(result.faster),
+                "faster_us": result.faster_us,
+            }
+            for result in outcome.results
+        ],
+    }
