@@ -256,6 +256,12 @@ def test_permissions(path: Path) -> None:
     assert levels(path) == {"permissions": "warn"}
 
 
+def test_network_file_system(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")
+    assert levels(path) == {"file system": "warn"}
+    assert "network file system" in told(path)
+
+
 def test_directory_that_may_not_be_written(path: Path, ordinary_user: Path) -> None:
     folder = ordinary_user / "shipped"
     folder.mkdir()

@@ -11,6 +11,7 @@ from pathlib import Path
 from tunedcomm.db.check_rows import RowReport, check_rows
 from tunedcomm.db.engine import Target, file_uri, parse_target, prepare_file
 from tunedcomm.db.findings import Finding
+from tunedcomm.db.netfs import network_of
 from tunedcomm.db.sources import SourceHash
 from tunedcomm.db.store import Database, cannot_change
 from tunedcomm.db.upgrade import upgrade_database
@@ -46,7 +47,7 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
             prepare_file(where.path, create=False)
         except DatabaseError as error:
             return [Finding("file", "fail", str(error), _RESTORE if where.path.is_file() else "give another path")]
-        found += [*_side_files(where.path), *_permissions(where.path)]
+        found += [*_side_files(where.path), *_permissions(where.path), _file_system(where.path)]
         damage = _damage(where)
         found += damage
         if any(finding.name == "integrity" and finding.level == "fail" for finding in damage):
@@ -104,6 +105,14 @@ def _permissions(path: Path) -> list[Finding]:
             found.append(Finding("permissions", "warn", text, f"chmod o-w {place}"))
     rights = "it can be read and written" if writable and folder else "it can be read, not written"
     return found or [Finding("permissions", "ok", rights)]
+
+
+def _file_system(path: Path) -> Finding:
+    kind = network_of(path)
+    if not kind:
+        return Finding("file system", "ok", "local to this host")
+    text = f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold between hosts"
+    return Finding("file system", "warn", text, "let hosts write files of their own, or PostgreSQL; reading is safe")
 
 
 def _may_write(path: Path) -> bool:
