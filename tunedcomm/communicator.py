@@ -361,6 +361,8 @@ def release_communicators() -> None:
 
     Also to be called before `torch.distributed.destroy_process_group()` if groups are made again in the process.
     """
+    for communicator in _communicators.values():
+        communicator.forget_plans()  # calls hold their communicator, and it them
     _communicators.clear()
     for callback in _on_release:
         callback()

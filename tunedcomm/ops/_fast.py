@@ -8,8 +8,7 @@ answers most of them at once. Whatever the guard does not recognise takes the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,7 +17,7 @@ from tunedcomm.dispatcher import Plan
 from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.spec import NumericsPolicy
 
-__all__ = ["MISALIGNED", "current_device", "empty", "fast_call", "is_capturing", "raw_stream", "remember"]
+__all__ = ["MISALIGNED", "current_device", "empty", "is_capturing", "other_call", "raw_stream", "remember"]
 
 MISALIGNED = 15  # kernels move 16-byte packets
 # Guards made for one key: callers that alternate (with inference mode and without, say) must not pay for one each time.
@@ -47,31 +46,8 @@ if torch.cuda.is_available():
     empty = getattr(_guards, "_empty_strided_cuda", _cuda_empty)
 
 
-@dataclass(slots=True)
-class FastCall:
-    """All that one kind of call needs.
-
-    Attributes:
-        op, in_place, numerics, max_sms, capturing: what was asked.
-        looks_like: True for tensors in which nothing but the address differs from the one that was served.
-        by_address: the plan's launch.
-        shape, stride, dtype: of the output.
-        nbytes: of the input.
-        guards: made so far for this key.
-    """
-
-    op: str
-    in_place: bool
-    numerics: NumericsPolicy
-    max_sms: int | None
-    capturing: bool
-    looks_like: Callable[[object], bool]
-    by_address: Callable[..., None]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    guards: int
+# (x, op, out, numerics, max_sms) to the result, or None where the call differs from the one that it was made for.
+FastCall: TypeAlias = Callable[[Any, str, Any, str, "int | None"], "torch.Tensor | None"]
 
 
 def _guard(x: torch.Tensor) -> Callable[[object], bool] | None:
@@ -81,6 +57,58 @@ def _guard(x: torch.Tensor) -> Callable[[object], bool] | None:
         return made.check if made.check(x) else None
     except (AttributeError, TypeError, RuntimeError, SystemError):
         return None
+
+
+def _make(
+    communicator: Communicator,
+    by_address: Callable[..., None],
+    looks_like: Callable[[object], bool],
+    x: torch.Tensor,
+    asked: tuple[str, bool, NumericsPolicy, int | None, bool],
+) -> FastCall:
+    """A call that holds all that it needs in variables of its own, which are the quickest to get at."""
+    op, in_place, numerics, max_sms, capturing = asked
+    shape, stride, dtype, nbytes = tuple(x.shape), x.stride(), x.dtype, x.nbytes
+    device_index, status, last_streams = communicator.device_index, communicator.status_view, communicator.last_streams
+    stream_of, captures, device_now, make_empty = raw_stream, is_capturing, current_device, empty
+
+    def call(x: Any, _op: str, out: Any, _numerics: str, _max_sms: int | None) -> torch.Tensor | None:
+        if (
+            not looks_like(x)
+            or _op is not op
+            or _numerics is not numerics
+            or _max_sms is not max_sms
+            or (out is x) is not in_place
+        ):
+            return None
+        stream = stream_of(device_index)
+        # The default stream cannot be captured.
+        if (stream != 0 and captures()) is not capturing or device_now() != device_index:
+            return None
+        if communicator.any_symmetric and communicator.is_symmetric(x):
+            return None
+        address = x.data_ptr()
+        if address & MISALIGNED:
+            return None
+        if out is None:
+            out = make_empty(shape, stride, dtype)
+            target = out.data_ptr()
+        elif in_place:
+            target = address
+        else:
+            if not looks_like(out):
+                return None
+            target = out.data_ptr()
+            if target & MISALIGNED or -nbytes < target - address < nbytes:
+                return None
+        if status[0]:
+            communicator.check_peers()
+        if stream != last_streams[capturing]:
+            communicator.order_streams(capturing, stream)
+        by_address(stream, address, target)
+        return out  # type: ignore[no-any-return]
+
+    return call
 
 
 def remember(
@@ -97,62 +125,28 @@ def remember(
     if not isinstance(plan.launch, AddressLaunch):
         return
     key = (x.shape, x.dtype, op, in_place, numerics, max_sms, capturing)
-    before = communicator.fast_calls.get(key)
-    guards = before.guards + 1 if before is not None else 1
-    looks_like = _guard(x) if guards <= _MAX_GUARDS else None
+    _, before = communicator.fast_calls.get(key, (None, 0))
+    looks_like = _guard(x) if before < _MAX_GUARDS else None
     if looks_like is not None:
-        shape, stride, launch = tuple(x.shape), x.stride(), plan.launch.by_address
         asked = (op, in_place, numerics, max_sms, capturing)
-        communicator.last_call = communicator.fast_calls[key] = FastCall(
-            *asked, looks_like, launch, shape, stride, x.dtype, x.nbytes, guards
-        )
+        call = _make(communicator, plan.launch.by_address, looks_like, x, asked)
+        communicator.fast_calls[key] = (call, before + 1)
+        communicator.last_call = call
 
 
-def fast_call(
+def other_call(
     communicator: Communicator, x: Any, op: str, out: Any, numerics: NumericsPolicy, max_sms: int | None
 ) -> torch.Tensor | None:
-    """Launch and return the result, or None if this call does not look like one that was served before."""
+    """As the last call does, for calls that look like an earlier one: launch and return the result, or None."""
     stream = raw_stream(communicator.device_index)
-    capturing = stream != 0 and is_capturing()  # the default stream cannot be captured
-    in_place = out is x
-    call = communicator.last_call  # calls like the last one are found without hashing what they ask
-    if (
-        call is None
-        or not call.looks_like(x)
-        or call.op is not op
-        or call.in_place is not in_place
-        or call.numerics is not numerics
-        or call.max_sms is not max_sms
-        or call.capturing is not capturing
-    ):
-        try:
-            call = communicator.fast_calls.get((x.shape, x.dtype, op, in_place, numerics, max_sms, capturing))
-        except (AttributeError, TypeError):  # no tensor, or no option: the longer way says so
-            return None
-        if call is None or not call.looks_like(x):
-            return None
-        communicator.last_call = call
-    if current_device() != communicator.device_index:
+    capturing = stream != 0 and is_capturing()
+    try:
+        known = communicator.fast_calls.get((x.shape, x.dtype, op, out is x, numerics, max_sms, capturing))
+    except (AttributeError, TypeError):  # no tensor, or no option: the longer way says so
         return None
-    if communicator.any_symmetric and communicator.is_symmetric(x):
+    if known is None or known[0] is communicator.last_call:
         return None
-    address = x.data_ptr()
-    if address & MISALIGNED:
-        return None
-    if out is None:
-        out = empty(call.shape, call.stride, call.dtype)
-        target = out.data_ptr()
-    elif out is x:
-        target = address
-    else:
-        if not call.looks_like(out):
-            return None
-        target = out.data_ptr()
-        if target & MISALIGNED or -call.nbytes < target - address < call.nbytes:
-            return None
-    if communicator.status_view[0]:
-        communicator.check_peers()
-    if stream != communicator.last_streams[capturing]:
-        communicator.order_streams(capturing, stream)
-    call.by_address(stream, address, target)
-    return out  # type: ignore[no-any-return]
+    result: torch.Tensor | None = known[0](x, op, out, numerics, max_sms)
+    if result is not None:
+        communicator.last_call = known[0]
+    return result
