@@ -28,6 +28,7 @@ from sqlalchemy import (
     insert,
     literal,
     select,
+    type_coerce,
     update,
 )
 
@@ -264,17 +265,17 @@ def _order_variants(connection: Connection) -> None:
     at every statement.
     """
     ours, trials = table(VariantRow), table(TrialRow)
-    firsts = dict(
-        connection.execute(select(trials.c.variant_id, func.min(trials.c.created_at)).group_by(trials.c.variant_id))
-        .tuples()
-        .all()
+    # As it is stored: all times of one database are in one form.
+    first = type_coerce(func.min(trials.c.created_at), String())
+    firsts: dict[int, Any] = dict(
+        connection.execute(select(trials.c.variant_id, first).group_by(trials.c.variant_id)).tuples().all()
     )
     groups: dict[tuple[str, str], list[Any]] = {}
     for row in connection.execute(select(ours).order_by(ours.c.id)).mappings():
         groups.setdefault((row["op"], row["name"]), []).append(row)
     for rows in groups.values():
         # One without a trial was known before it could be measured.
-        wanted = sorted(rows, key=lambda row: (row["id"] in firsts, firsts.get(row["id"], 0), row["id"]))
+        wanted = sorted(rows, key=lambda row: (row["id"] in firsts, firsts.get(row["id"]), row["id"]))
         start = next((i for i, pair in enumerate(zip(wanted, rows, strict=True)) if pair[0] is not pair[1]), len(rows))
         for row in wanted[start:]:
             values = {name: value for name, value in row.items() if name != "id"}

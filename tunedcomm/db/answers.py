@@ -1,0 +1,93 @@
+"""What a database by itself answers for the problems that it holds: selection without the kernels of this tunedcomm.
+
+Every candidate counts as feasible, and of each variant the newest source that the database holds counts as current. So
+two databases can be compared on any machine, and one whose kernels have changed since still says what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import String, func, select, type_coerce
+
+from tunedcomm.db import query
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.rows import Reader, StoredVariant
+from tunedcomm.db.schema import TrialRow
+from tunedcomm.db.select import Decision, Row, Snapshot, choose
+from tunedcomm.db.store import Database
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Problem
+
+__all__ = ["Answers", "answers", "measured", "newest_variants"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a database answers on one kind of machine for one number of ranks.
+
+    Attributes:
+        snapshot: what it was decided from.
+        decisions: problems that have rows or pins to what runs.
+    """
+
+    snapshot: Snapshot
+    decisions: Mapping[Problem, Decision]
+
+    def row(self, problem: Problem) -> Row | None:
+        """The measurement that decided, None where there is none."""
+        decision = self.decisions[problem]
+        for row in self.snapshot.family_rows(problem):
+            if row.problem == problem and row.candidate == decision.candidate:
+                return row
+        return None
+
+
+def answers(file: str | Path, environment: Environment, world_size: int) -> Answers:
+    """Decide every problem that the database holds for `world_size` ranks on machines like `environment`.
+
+    Raises:
+        DatabaseError: the database cannot be read.
+    """
+    snapshot = load_snapshot(environment, world_size, layers=[Layer("user", str(file))], strict=True)
+    variants = newest_variants(file)
+    problems = {row.problem for row in snapshot.rows} | {pin.problem for pin in snapshot.pins}
+
+    def source_hash(op: str, name: str) -> str | None:
+        return variants[op, name].source_hash if (op, name) in variants else None
+
+    decisions = {
+        problem: choose(
+            snapshot,
+            problem,
+            feasible=lambda candidate: None,
+            source_hash=source_hash,
+            numerics_of=lambda op, name: variants[op, name].numerics if (op, name) in variants else None,
+            message_bytes=lambda asked: asked.nbytes,
+        )
+        for problem in sorted(problems)
+    }
+    return Answers(snapshot, decisions)
+
+
+def newest_variants(file: str | Path) -> dict[tuple[str, str], StoredVariant]:
+    """Of each op and variant the newest source that the database holds."""
+    with Database.open(file, readonly=True) as database, database.reading() as connection:
+        stored = query.load_variants(connection, Reader())
+    return {(variant.op, variant.name): variant for _, variant in sorted(stored.items())}
+
+
+def measured(file: str | Path) -> dict[Environment, frozenset[int]]:
+    """Environments with trials, the one measured last first, and the world sizes of the database."""
+    with Database.open(file, readonly=True) as database, database.reading() as connection:
+        environments = query.load_environments(connection, Reader())
+        # As it is stored: all times of one database are in one form.
+        last = type_coerce(func.max(TrialRow.created_at), String())
+        ids = connection.execute(select(TrialRow.environment_id, last).group_by(TrialRow.environment_id))
+        when = {int(id_): time for id_, time in ids.tuples() if id_ in environments and time is not None}
+        problems = query.load_problems(connection, Reader())
+    world_sizes = frozenset(problem.world_size for problem in problems.values())
+    ordered = sorted(when, key=lambda id_: (when[id_], id_), reverse=True)
+    return {environments[id_]: world_sizes for id_ in ordered}
