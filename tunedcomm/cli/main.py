@@ -11,7 +11,20 @@ from typing import NoReturn
 import typer
 
 from tunedcomm import errors
-from tunedcomm.cli import bench, db_export, db_list, db_show, demo, doctor, explain, lookup, tune
+from tunedcomm.cli import (
+    bench,
+    db_diff,
+    db_export,
+    db_import,
+    db_list,
+    db_merge,
+    db_show,
+    demo,
+    doctor,
+    explain,
+    lookup,
+    tune,
+)
 from tunedcomm.cli._output import note
 
 __all__ = ["app", "run"]
@@ -43,6 +56,9 @@ app.command("demo")(demo.demo)
 db_app.command("list")(db_list.db_list)
 db_app.command("show")(db_show.db_show)
 db_app.command("export")(db_export.db_export)
+db_app.command("import")(db_import.db_import)
+db_app.command("merge")(db_merge.db_merge)
+db_app.command("diff")(db_diff.db_diff)
 app.add_typer(db_app, name="db")
 
 
