@@ -57,8 +57,7 @@ def db_export(
         str | None,
         typer.Option(
             "--hardware",
-            help="For nccl-csv, if several are stored: part of the GPU's name, or the first digits of the environment's "
-            "digest.",
+            help="For nccl-csv, where several are stored: part of the GPU's name, or first digits of a digest.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
