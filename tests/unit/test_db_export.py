@@ -5,19 +5,18 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, trial
+from transfer_samples import SIZES, config, everything, in_words, snapshot_of, store, sweep
 
 from tunedcomm.cli._choice import _stored_reasons
 from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Decision, Snapshot
+from tunedcomm.db.select import Decision
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
     DatabaseAccessError,
@@ -27,73 +26,6 @@ from tunedcomm.errors import (
     DatabaseError,
 )
 from tunedcomm.spec import Problem
-
-
-def in_words(record: TrialRecord) -> str:
-    """All but ids, which differ between databases."""
-    return repr(replace(record, id=None, run_id=None))
-
-
-SIZES = tuple(1 << exponent for exponent in range(10, 24, 2))
-
-
-def store(path: Path, records: Iterable[TrialRecord], *, command: str = "tunedcomm tune") -> Path:
-    with Database.open(path, create=True) as database:
-        run = database.start_run(command=command, seed=1, budget="none", host="node")
-        database.record([replace(record, run_id=run) for record in records])
-        database.finish_run(run)
-    return path
-
-
-def config(num_blocks: int) -> dict[str, Any]:
-    return {"config": {"num_blocks": num_blocks}}
-
-
-NOT_OK: dict[str, Any] = {"latency_us": None}
-
-
-def sweep() -> list[TrialRecord]:
-    """Everything a sweep leaves behind, at several sizes, with finals at most of them."""
-    found: list[TrialRecord] = []
-    for index, size in enumerate(SIZES):
-        here: dict[str, Any] = {"problem": problem(size)}
-        time = 100 * index
-        for blocks in (1, 2, 4, 8, 16):
-            for place, variant in enumerate(("one_shot", "two_shot", "lamport")):
-                latency = 3 + place + blocks / 8 + index
-                found.append(trial(variant, latency, after=time + blocks, **config(blocks), **here))
-        # Measured again and slower: the newest counts, not the fastest.
-        found.append(trial("lamport", 40.0, after=time + 20, **config(16), **here))
-        found += [
-            trial("one_shot", **NOT_OK, status="pruned", after=time + n, **config(32 + n), **here) for n in (1, 2)
-        ]
-        found.append(trial("atomic", **NOT_OK, status="pruned", reason="too slow", after=time, **config(1), **here))
-        found.append(trial("atomic", **NOT_OK, status="infeasible", reason="no fabric", **config(2), **here))
-        if index != 3:
-            found += [
-                trial("library", 10.0, final=True, after=time + 50, **here),
-                trial("one_shot", 4.5, final=True, after=time + 50, **config(4), **here),
-                trial("lamport", 4.4 + index, final=True, after=time + 50, **config(2), **here),
-            ]
-    small, large = {"problem": problem(SIZES[0])}, {"problem": problem(SIZES[3])}
-    found += [
-        # Failed and good since, without finals: the failure must stay forgiven.
-        trial("two_shot", **NOT_OK, status="hung", reason="no sign of life", after=301, **config(16), **large),
-        trial("two_shot", 9.5, after=350, **config(16), **large),
-        # Good and failed since.
-        trial("two_shot", **NOT_OK, status="incorrect", after=999, **config(1), **large),
-        trial("lamport", **NOT_OK, status="crashed", after=5, **config(64), **small),
-        trial("lamport", **NOT_OK, status="compile_error", reason="too much", **config(128), **small),
-        # Another environment, another world size, another source of the same variant.
-        trial("one_shot", 2.0, final=True, environment=OLDER, **config(8), **small),
-        trial("one_shot", 3.0, problem=problem(world_size=2), **config(8)),
-        trial("one_shot", 1.0, final=True, source_hash="later", after=9000, **config(8), **small),
-    ]
-    return found
-
-
-def snapshot_of(path: Path, world_size: int = 4) -> Snapshot:
-    return load_snapshot(H200, world_size, layers=[Layer("packaged", str(path))], strict=True)
 
 
 def decisions(path: Path) -> list[Decision]:
@@ -238,13 +170,6 @@ def test_reads_beside_a_writer(source: Path, tmp_path: Path) -> None:
         export = export_database([source], tmp_path / "out.db")
         assert database.stats() == before
     assert export.rows["finals"] == before["finals"]
-
-
-def everything(path: Path) -> set[str]:
-    """Every trial with the command that recorded it, without ids."""
-    with Database.open(path, readonly=True) as database:
-        runs = {run.id: run.command for run in database.runs()}
-        return {f"{runs[t.run_id]}: {in_words(t)}" for t in database.trials() if t.run_id is not None}
 
 
 def test_merging_loses_nothing(tmp_path: Path) -> None:

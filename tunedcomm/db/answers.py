@@ -86,7 +86,7 @@ def measured(file: str | Path) -> dict[Environment, frozenset[int]]:
         # As it is stored: all times of one database are in one form.
         last = type_coerce(func.max(TrialRow.created_at), String())
         ids = connection.execute(select(TrialRow.environment_id, last).group_by(TrialRow.environment_id))
-        when = {int(id_): time for id_, time in ids.tuples() if id_ in environments and time is not None}
+        when = {int(row[0]): row[1] for row in ids if row[0] in environments and row[1] is not None}
         problems = query.load_problems(connection, Reader())
     world_sizes = frozenset(problem.world_size for problem in problems.values())
     ordered = sorted(when, key=lambda id_: (when[id_], id_), reverse=True)

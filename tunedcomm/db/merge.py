@@ -7,6 +7,7 @@ one is copied without a change here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,7 @@ class _Source:
     moved: Table
 
 
+@functools.cache  # as everything that statements are made of: so they are compiled once
 def _moved_table() -> Table:
     return Table(
         "moved",
@@ -119,11 +121,15 @@ def absorb(connection: Connection, source: Target, *, in_order: bool = False) ->
         driver.execute("ATTACH DATABASE ? AS source", (uri,))
         try:
             with connection.begin():
-                attached = MetaData(schema="source")
-                theirs = {name: t.to_metadata(attached).alias("theirs") for name, t in Base.metadata.tables.items()}
-                return _copy(connection, _Source(str(source), theirs, _moved_table()), in_order=in_order)
+                return _copy(connection, _Source(str(source), _attached(), _moved_table()), in_order=in_order)
         finally:
             driver.execute("DETACH DATABASE source")
+
+
+@functools.cache
+def _attached() -> Mapping[str, FromClause]:
+    metadata = MetaData(schema="source")
+    return {name: ours.to_metadata(metadata).alias("theirs") for name, ours in Base.metadata.tables.items()}
 
 
 def _upload(connection: Connection, source: Target) -> _Source:
@@ -267,9 +273,8 @@ def _order_variants(connection: Connection) -> None:
     ours, trials = table(VariantRow), table(TrialRow)
     # As it is stored: all times of one database are in one form.
     first = type_coerce(func.min(trials.c.created_at), String())
-    firsts: dict[int, Any] = dict(
-        connection.execute(select(trials.c.variant_id, first).group_by(trials.c.variant_id)).tuples().all()
-    )
+    made = connection.execute(select(trials.c.variant_id, first).group_by(trials.c.variant_id))
+    firsts = {int(row[0]): row[1] for row in made}
     groups: dict[tuple[str, str], list[Any]] = {}
     for row in connection.execute(select(ours).order_by(ours.c.id)).mappings():
         groups.setdefault((row["op"], row["name"]), []).append(row)
