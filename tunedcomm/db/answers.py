@@ -19,7 +19,7 @@ from tunedcomm.db.schema import TrialRow
 from tunedcomm.db.select import Decision, Row, Snapshot, choose
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Numerics, Problem
 
 __all__ = ["Answers", "answers", "measured", "newest_variants"]
 
@@ -58,13 +58,17 @@ def answers(file: str | Path, environment: Environment, world_size: int) -> Answ
     def source_hash(op: str, name: str) -> str | None:
         return variants[op, name].source_hash if (op, name) in variants else None
 
+    def numerics_of(op: str, name: str) -> Numerics:
+        # Of a variant that was never measured there are only pins, and whoever pinned it may have it.
+        return variants[op, name].numerics if (op, name) in variants else "ordered"
+
     decisions = {
         problem: choose(
             snapshot,
             problem,
             feasible=lambda candidate: None,
             source_hash=source_hash,
-            numerics_of=lambda op, name: variants[op, name].numerics if (op, name) in variants else None,
+            numerics_of=numerics_of,
             message_bytes=lambda asked: asked.nbytes,
         )
         for problem in sorted(problems)
