@@ -6,7 +6,7 @@ two databases can be compared on any machine, and one whose kernels have changed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Numerics, Problem
 
 __all__ = ["Answers", "answers", "measured", "newest_variants"]
+
+# Sizes on either side of a problem that are looked at, where there are more.
+_NEIGHBOURS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +65,55 @@ def answers(file: str | Path, environment: Environment, world_size: int) -> Answ
         # Of a variant that was never measured there are only pins, and whoever pinned it may have it.
         return variants[op, name].numerics if (op, name) in variants else "ordered"
 
-    decisions = {
-        problem: choose(
-            snapshot,
+    def decide(known: Snapshot, problem: Problem) -> Decision:
+        return choose(
+            known,
             problem,
             feasible=lambda candidate: None,
             source_hash=source_hash,
             numerics_of=numerics_of,
-            message_bytes=lambda asked: asked.nbytes,
+            message_bytes=_size,
         )
-        for problem in sorted(problems)
-    }
+
+    curves = _curves(problems)
+    decisions: dict[Problem, Decision] = {}
+    for problem in sorted(problems):
+        near = _near(snapshot, problem, curves[problem.family, problem.shape[1:]])
+        decision = decide(near, problem)
+        # Whatever was not measured itself may be answered from further away.
+        is_sure = near is snapshot or decision.source in ("exact", "pin")
+        decisions[problem] = decision if is_sure else decide(snapshot, problem)
     return Answers(snapshot, decisions)
+
+
+def _size(problem: Problem) -> int:
+    return problem.nbytes
+
+
+def _curves(problems: Iterable[Problem]) -> dict[tuple[Problem, tuple[int, ...]], list[Problem]]:
+    """Problems that differ in their first extent alone, smallest first, by family and the other extents."""
+    found: dict[tuple[Problem, tuple[int, ...]], list[Problem]] = {}
+    for problem in sorted(problems, key=_size):
+        found.setdefault((problem.family, problem.shape[1:]), []).append(problem)
+    return found
+
+
+def _near(snapshot: Snapshot, problem: Problem, curve: list[Problem]) -> Snapshot:
+    """The part of a snapshot that decides about a problem that it has rows of, for selection looks at whole families.
+
+    The neighbours break ties: the nearest two on either side that are of use, and these are among the nearest few.
+    """
+    if len(curve) <= 2 * _NEIGHBOURS:
+        return snapshot
+    place = curve.index(problem)
+    near = set(curve[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1])
+    return Snapshot(
+        environment=snapshot.environment,
+        world_size=snapshot.world_size,
+        rows=tuple(row for row in snapshot.family_rows(problem) if row.problem in near),
+        pins=tuple(pin for pin in snapshot.pins if pin.problem == problem),
+        failures=tuple(failure for failure in snapshot.failures if failure.problem.family == problem.family),
+    )
 
 
 def newest_variants(file: str | Path) -> dict[tuple[str, str], StoredVariant]:
