@@ -20,6 +20,9 @@ VERBS = (
     ("db", "list"),
     ("db", "show"),
     ("db", "export"),
+    ("db", "import"),
+    ("db", "merge"),
+    ("db", "diff"),
 )
 HELP_BUDGET_S = 2.0
 
