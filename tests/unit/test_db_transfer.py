@@ -28,6 +28,8 @@ from transfer_samples import (
 )
 
 from tunedcomm.db import migrate, supply
+from tunedcomm.db.answers import newest_variants
+from tunedcomm.db.diff import diff_databases
 from tunedcomm.db.export import export_database
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import import_databases, merge_databases
@@ -78,6 +80,25 @@ def test_exports_decide_alike_in_every_format(content: Content) -> None:
         for name in ("out.db", "imported.db", "again.db"):
             assert digests(here / name) == expected, name
         assert again.rows == one.rows
+
+
+def test_problems_without_finals_of_the_newest_kernels_keep_their_searches(tmp_path: Path) -> None:
+    """The newest source is the one that was measured last, not the one whose hash sorts last."""
+    records = [
+        trial("one_shot", 5.0, final=True, source_hash="f0"),
+        trial("one_shot", 4.0, source_hash="f0", config={"num_blocks": 8}),
+        trial("one_shot", 4.5, after=50, source_hash="a1"),
+        trial("one_shot", 4.6, after=51, source_hash="a1", config={"num_blocks": 8}),
+        trial("one_shot", 4.7, after=52, source_hash="a1", config={"num_blocks": 16}),
+    ]
+    source = store(tmp_path / "source.db", records)
+    assert len(snapshot_of(source).rows) == 4
+    out = export_database([source], tmp_path / "out.db")
+    assert out.left_out == 1
+    export_database([source], tmp_path / "out.jsonl", form="jsonl")
+    import_databases([tmp_path / "out.jsonl"], tmp_path / "imported.db")
+    for name in ("out.db", "imported.db"):
+        assert digests(tmp_path / name) == digests(source), name
 
 
 @given(one=contents(), other=contents(start=1000))
@@ -384,9 +405,10 @@ def test_the_newest_source_of_a_variant_wins_whatever_comes_first(tmp_path: Path
         assert decide(snapshot_of(target)).candidate == candidate("one_shot")
 
 
-def test_a_database_that_is_tuned_meanwhile_loses_nothing(tmp_path: Path) -> None:
+def test_a_database_that_is_tuned_meanwhile_loses_nothing(database_url: str, tmp_path: Path) -> None:
     source = store(tmp_path / "source.db", [trial(latency_us=5.0 + n, after=n) for n in range(5)])
-    target = tmp_path / "target.db"
+    store(tmp_path / "earlier.db", [trial("lamport", 9.0, after=-5, source_hash="first")])
+    target = database_url
     with Database.open(target, create=True) as database:
         run = database.start_run(command="tune", seed=None, budget="", host="node")
         database.record([trial("lamport", 4.0, run_id=run, source_hash="former")])
@@ -394,29 +416,51 @@ def test_a_database_that_is_tuned_meanwhile_loses_nothing(tmp_path: Path) -> Non
             bring([source], target)
             database.record([trial("lamport", 3.0, run_id=run, after=60)])
             database.record([trial("one_shot", 2.0, run_id=run, after=70)])
+            bring([tmp_path / "earlier.db"], target)
         database.finish_run(run)
-        assert database.stats()["trials"] == 10
-        assert database.stats()["variants"] == 3
+        assert database.stats()["trials"] == 11
+        assert database.stats()["variants"] == 4
+    assert newest_variants(target)["all_reduce", "lamport"].source_hash == "current"
 
 
 def test_servers_are_sources_and_targets(postgres_url: str, tmp_path: Path) -> None:
-    """With rows of their own, of which some are the same, and in a session whose zone is not UTC."""
-    here = store(tmp_path / "here.db", [*sweep()[:60], trial("one_shot", 1.0, after=-50, source_hash="outdated")])
+    """With rows of their own, of which some are the same, and with an older source of a variant that they know."""
+    here, there = store(tmp_path / "here.db", sweep()[:60]), tmp_path / "there.db"
+    shutil.copy(here, there)
+    with Database.open(there) as database:
+        database.record(sweep()[60:])
     with Database.open(here) as database:
         database.pin(problem(), candidate("two_shot"), environment=OLDER, reason="a pin")
-    there = store(tmp_path / "there.db", sweep()[40:])
+        database.record([trial("one_shot", 1.0, after=-50, source_hash="outdated")])
     done = merge_databases([there], postgres_url)
-    assert done.added == len(sweep()[40:])
+    assert done.added == len(sweep())
     assert done.comparisons
     merge_databases([there], tmp_path / "both.db")
-    lines = lines_of(here, tmp_path / "here.jsonl")
-    for source, bring in ((tmp_path / "here.jsonl", import_databases), (here, merge_databases)):
-        done = bring([source], postgres_url)
-        assert "secret" not in done.target
-    assert done.added == 0
+    lines_of(here, tmp_path / "here.jsonl")
+    assert import_databases([tmp_path / "here.jsonl"], postgres_url).added == 1
+    assert merge_databases([here], postgres_url).added == 0
     merge_databases([here], tmp_path / "both.db")
     assert lines_of(postgres_url, tmp_path / "server.jsonl") == lines_of(tmp_path / "both.db", tmp_path / "both.jsonl")
     assert digests(postgres_url) == digests(tmp_path / "both.db")
     import_databases([postgres_url], tmp_path / "back.db")
     assert digests(tmp_path / "back.db") == digests(postgres_url)
-    assert len(lines) > 1
+    assert diff_databases(postgres_url, tmp_path / "back.db").is_empty
+
+
+def test_sources_that_contradict_bring_nothing(database_url: str, tmp_path: Path) -> None:
+    good = store(tmp_path / "good.db", [trial(final=True)])
+    import_databases([good], database_url)
+    forged = tmp_path / "forged.db"
+    for statement, complaint in (
+        ("UPDATE problem SET shape = '77'", "digest of another"),
+        ("DELETE FROM variant", "refer to problems, environments or variants"),
+    ):
+        shutil.copy(good, forged)
+        with Database.open(forged) as database:
+            database.record([trial("two_shot", 1.0, after=5)])
+        with sqlite3.connect(forged) as plain:
+            plain.execute(statement)
+        before = digests(database_url)
+        with pytest.raises(DatabaseCorruptError, match=complaint):
+            merge_databases([forged], database_url)
+        assert digests(database_url) == before

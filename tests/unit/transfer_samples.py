@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +32,9 @@ SIZES = tuple(1 << exponent for exponent in range(10, 24, 2))
 def store(path: Path, records: Iterable[TrialRecord], *, command: str = "tunedcomm tune") -> Path:
     with Database.open(path, create=True) as database:
         run = database.start_run(command=command, seed=1, budget="none", host="node")
-        database.record([replace(record, run_id=run) for record in records])
+        # Each source by itself: those of one call are not told apart by time.
+        for _, group in itertools.groupby(records, key=lambda record: record.source_hash):
+            database.record([replace(record, run_id=run) for record in group])
         database.finish_run(run)
     return path
 

@@ -136,9 +136,6 @@ def _upload(connection: Connection, source: Target) -> _Source:
     """Send the source's rows to temporary tables of the server's session."""
     # Whoever adds such rows waits for this transaction, as they do for each other.
     exclusive(connection, "intern")
-    if connection.dialect.name == "postgresql":
-        # Nor may a tuner go on with a variant's id from before it was numbered anew.
-        connection.exec_driver_sql("LOCK TABLE variant IN ACCESS EXCLUSIVE MODE")
     metadata, theirs = MetaData(), {}
     engine = make_engine(source, readonly=True, immutable=False, busy_timeout_s=_TIMEOUT_S)
     try:
@@ -278,16 +275,21 @@ def _order_variants(connection: Connection) -> None:
     groups: dict[tuple[str, str], list[Any]] = {}
     for row in connection.execute(select(ours).order_by(ours.c.id)).mappings():
         groups.setdefault((row["op"], row["name"]), []).append(row)
+    misplaced: list[Any] = []
     for rows in groups.values():
         # One without a trial was known before it could be measured.
         wanted = sorted(rows, key=lambda row: (row["id"] in firsts, firsts.get(row["id"]), row["id"]))
         start = next((i for i, pair in enumerate(zip(wanted, rows, strict=True)) if pair[0] is not pair[1]), len(rows))
-        for row in wanted[start:]:
-            values = {name: value for name, value in row.items() if name != "id"}
-            # Not under its final name yet, which the old row has until it is gone.
-            held = connection.execute(insert(ours).values({**values, "source_hash": f"moved from {row['id']}"}))
-            assert held.inserted_primary_key is not None
-            new = held.inserted_primary_key[0]
-            connection.execute(update(trials).where(trials.c.variant_id == row["id"]).values(variant_id=new))
-            connection.execute(delete(ours).where(ours.c.id == row["id"]))
-            connection.execute(update(ours).where(ours.c.id == new).values(source_hash=row["source_hash"]))
+        misplaced += wanted[start:]
+    if misplaced and connection.dialect.name == "postgresql":
+        # A tuner that has looked up the id of a variant stores its trials before the variant goes.
+        connection.exec_driver_sql("LOCK TABLE variant IN ACCESS EXCLUSIVE MODE")
+    for row in misplaced:
+        values = {name: value for name, value in row.items() if name != "id"}
+        # Not under its final name yet, which the old row has until it is gone.
+        held = connection.execute(insert(ours).values({**values, "source_hash": f"moved from {row['id']}"}))
+        assert held.inserted_primary_key is not None
+        new = held.inserted_primary_key[0]
+        connection.execute(update(trials).where(trials.c.variant_id == row["id"]).values(variant_id=new))
+        connection.execute(delete(ours).where(ours.c.id == row["id"]))
+        connection.execute(update(ours).where(ours.c.id == new).values(source_hash=row["source_hash"]))
