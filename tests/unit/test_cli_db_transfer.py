@@ -39,7 +39,7 @@ def source(tmp_path: Path) -> str:
 def test_lines_on_stdout_are_imported_again(source: str, tmp_path: Path) -> None:
     code, text, err = db("export", "--format", "jsonl", "--all", "-", "--db", source)
     assert code == 0
-    assert f"{len(sweep())} trials in 1 database; 0 left out" in err
+    assert err == ""
     path = tmp_path / "sent.jsonl"
     path.write_text(text)
     target = str(tmp_path / "target.db")

@@ -126,15 +126,7 @@ def _cluster_file(cluster: str, out: str | None, form: FileFormat) -> Path:
 
 
 def _report(export: Export, cluster: str | None) -> None:
-    """Results on stdout, unless the rows are there."""
-    say = note if export.path is None else emit
-    read = sum(source.trials for source in export.sources)
-    known = sum(source.known for source in export.sources)
-    twice = f", {known} of them in an earlier one too" if known else ""
-    plural = "s" if len(export.sources) > 1 else ""
-    if export.path is not None:
-        table(("table", "rows"), [(name, count) for name, count in export.rows.items() if count])
-    say(f"{read} trials in {len(export.sources)} database{plural}{twice}; {export.left_out} left out as not needed")
+    """Results on stdout, unless the rows are there: whoever pipes or compares them wants nothing else."""
     if export.skipped.count:
         note(
             f"left out {export.skipped.count} rows that make no sense, the first: {export.skipped.first}; "
@@ -142,6 +134,12 @@ def _report(export: Export, cluster: str | None) -> None:
         )
     if export.path is None:
         return
+    read = sum(source.trials for source in export.sources)
+    known = sum(source.known for source in export.sources)
+    twice = f", {known} of them in an earlier one too" if known else ""
+    plural = "s" if len(export.sources) > 1 else ""
+    table(("table", "rows"), [(name, count) for name, count in export.rows.items() if count])
+    emit(f"{read} trials in {len(export.sources)} database{plural}{twice}; {export.left_out} left out as not needed")
     emit(f"{export.path}: {format_bytes(export.num_bytes)}, SHA-256 {export.sha256}")
     if cluster is not None:
         from tunedcomm.db.export import path_setting
