@@ -13,7 +13,7 @@ from tunedcomm.db.store import Database
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    """Two databases, each with one final; the first has a trial that nobody needs."""
+    """Two databases, each with one final; the first has trials that nobody needs."""
     paths = [tmp_path / "a.db", tmp_path / "b.db"]
     for number, path in enumerate(paths):
         with Database.open(path, create=True) as database:
@@ -42,9 +42,9 @@ def test_prints_counts_and_digest(sources: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.db"
     code, text, _ = export("--db", sources[0], str(out))
     assert code == 0
-    assert "4 trials in 1 database; 1 left out as not needed" in text
+    assert "4 trials in 1 database; 3 left out as not needed" in text
     rows = dict(line.split() for line in text.splitlines()[1:] if len(line.split()) == 2)
-    assert (rows["trials"], rows["finals"], rows["problems"]) == ("3", "1", "1")
+    assert (rows["trials"], rows["finals"], rows["problems"]) == ("1", "1", "1")
     assert f"{out}: " in text
     assert len(text.split("SHA-256 ")[1].strip()) == 64
 
@@ -61,7 +61,7 @@ def test_merges_as_json(sources: list[str], tmp_path: Path) -> None:
     ]
     assert shown["path"] == str(out)
     assert shown["num_bytes"] == out.stat().st_size
-    assert shown["left_out"] == 1
+    assert shown["left_out"] == 3
     with Database.open(out, immutable=True) as database:
         assert database.stats() == shown["rows"]
         assert database.stats()["finals"] == 2

@@ -27,6 +27,9 @@ VERBS = (
     ("db", "prune"),
     ("db", "upgrade"),
     ("db", "export"),
+    ("db", "import"),
+    ("db", "merge"),
+    ("db", "diff"),
 )
 HELP_BUDGET_S = 2.0
 

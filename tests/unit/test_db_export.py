@@ -5,18 +5,18 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, trial
+from transfer_samples import SIZES, config, everything, in_words, snapshot_of, store, sweep
 
+from tunedcomm.cli._choice import _stored_reasons
 from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Decision, Snapshot
+from tunedcomm.db.select import Decision
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
     DatabaseAccessError,
@@ -26,73 +26,6 @@ from tunedcomm.errors import (
     DatabaseError,
 )
 from tunedcomm.spec import Problem
-
-
-def in_words(record: TrialRecord) -> str:
-    """All but ids, which differ between databases."""
-    return repr(replace(record, id=None, run_id=None))
-
-
-SIZES = tuple(1 << exponent for exponent in range(10, 24, 2))
-
-
-def store(path: Path, records: Iterable[TrialRecord], *, command: str = "tunedcomm tune") -> Path:
-    with Database.open(path, create=True) as database:
-        run = database.start_run(command=command, seed=1, budget="none", host="node")
-        database.record([replace(record, run_id=run) for record in records])
-        database.finish_run(run)
-    return path
-
-
-def config(num_blocks: int) -> dict[str, Any]:
-    return {"config": {"num_blocks": num_blocks}}
-
-
-NOT_OK: dict[str, Any] = {"latency_us": None}
-
-
-def sweep() -> list[TrialRecord]:
-    """Everything a sweep leaves behind, at several sizes, with finals at most of them."""
-    found: list[TrialRecord] = []
-    for index, size in enumerate(SIZES):
-        here: dict[str, Any] = {"problem": problem(size)}
-        time = 100 * index
-        for blocks in (1, 2, 4, 8, 16):
-            for place, variant in enumerate(("one_shot", "two_shot", "lamport")):
-                latency = 3 + place + blocks / 8 + index
-                found.append(trial(variant, latency, after=time + blocks, **config(blocks), **here))
-        # Measured again and slower: the newest counts, not the fastest.
-        found.append(trial("lamport", 40.0, after=time + 20, **config(16), **here))
-        found += [
-            trial("one_shot", **NOT_OK, status="pruned", after=time + n, **config(32 + n), **here) for n in (1, 2)
-        ]
-        found.append(trial("atomic", **NOT_OK, status="pruned", reason="too slow", after=time, **config(1), **here))
-        found.append(trial("atomic", **NOT_OK, status="infeasible", reason="no fabric", **config(2), **here))
-        if index != 3:
-            found += [
-                trial("library", 10.0, final=True, after=time + 50, **here),
-                trial("one_shot", 4.5, final=True, after=time + 50, **config(4), **here),
-                trial("lamport", 4.4 + index, final=True, after=time + 50, **config(2), **here),
-            ]
-    small, large = {"problem": problem(SIZES[0])}, {"problem": problem(SIZES[3])}
-    found += [
-        # Failed and good since, without finals: the failure must stay forgiven.
-        trial("two_shot", **NOT_OK, status="hung", reason="no sign of life", after=301, **config(16), **large),
-        trial("two_shot", 9.5, after=350, **config(16), **large),
-        # Good and failed since.
-        trial("two_shot", **NOT_OK, status="incorrect", after=999, **config(1), **large),
-        trial("lamport", **NOT_OK, status="crashed", after=5, **config(64), **small),
-        trial("lamport", **NOT_OK, status="compile_error", reason="too much", **config(128), **small),
-        # Another environment, another world size, another source of the same variant.
-        trial("one_shot", 2.0, final=True, environment=OLDER, **config(8), **small),
-        trial("one_shot", 3.0, problem=problem(world_size=2), **config(8)),
-        trial("one_shot", 1.0, final=True, source_hash="later", after=9000, **config(8), **small),
-    ]
-    return found
-
-
-def snapshot_of(path: Path, world_size: int = 4) -> Snapshot:
-    return load_snapshot(H200, world_size, layers=[Layer("packaged", str(path))], strict=True)
 
 
 def decisions(path: Path) -> list[Decision]:
@@ -129,22 +62,83 @@ def test_keeps_what_is_needed_and_leaves_out_the_rest(source: Path, tmp_path: Pa
         after, kept = database.stats(), database.trials()
         assert [run.command for run in database.runs()] == ["tunedcomm tune"]
         assert [pin.reason for pin in database.pins()] == ["known good"]
-    same = ("finals", "pins", "runs", "environments", "problems", "variants", "trials_infeasible")
-    same += ("trials_incorrect", "trials_crashed", "trials_hung", "trials_compile_error")
+    same = ("finals", "pins", "runs", "environments", "problems", "variants")
+    same += ("trials_incorrect", "trials_crashed", "trials_hung")
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
+    # Whether a candidate can run is asked of the variant, and why one of several did not run of nobody.
+    assert after["trials_infeasible"] == after["trials_compile_error"] == 0
     assert all(record.run_id is not None for record in kept)
     assert {in_words(record) for record in kept} < {in_words(record) for record in all_trials}
     assert export.rows == after
     assert export.left_out == before["trials"] - after["trials"] > before["trials"] / 3
     # What `explain` says of a variant that never ran.
     words = {t.reason for t in kept if t.status == "pruned" and t.problem == problem(SIZES[2])}
-    assert "too slow" in words
+    assert words == {"too slow"}
+
+
+def test_keeps_winners_and_runners_up_only(source: Path, tmp_path: Path) -> None:
+    """At problems with finals the finalists, and the best two of what did not come so far; elsewhere the best two."""
+    kept: dict[tuple[Problem, str, bool], list[float]] = {}
+    with Database.open(export_database([source], tmp_path / "out.db").path or "", immutable=True) as database:
+        for record in database.trials(environment=H200, world_size=4, status="ok"):
+            if record.source_hash == "current" and record.problem != problem(SIZES[0]):
+                key = (record.problem, record.variant, record.final)
+                kept.setdefault(key, []).append(record.latency_p50_us or 0.0)
+    for index, size in list(enumerate(SIZES))[1:]:
+        found = {key[1:]: sorted(latencies) for key, latencies in kept.items() if key[0] == problem(size)}
+        searched = {"two_shot": [4.125 + index, 4.25 + index], "lamport": [5.125 + index, 5.25 + index]}
+        if index == 3:
+            # Good again since it hung: kept beside the best two.
+            searched["two_shot"].append(9.5)
+            assert found == {(name, False): found[name, False] for name in ("one_shot", "two_shot", "lamport")}
+            assert {name: found[name, False] for name in searched} == searched
+        else:
+            finals = {("library", True): [10.0], ("one_shot", True): [4.5], ("lamport", True): [4.4 + index]}
+            assert found == {**finals, ("two_shot", False): searched["two_shot"]}
+
+
+def test_keeps_the_newest_final_of_a_candidate(tmp_path: Path) -> None:
+    finals = [trial("one_shot", 5.0 + n, final=True, after=n) for n in range(3)]
+    export = export_database([store(tmp_path / "source.db", finals)], tmp_path / "out.db")
+    with Database.open(tmp_path / "out.db", immutable=True) as database:
+        assert [t.latency_p50_us for t in database.trials()] == [7.0]
+    assert export.left_out == 2
+    assert snapshot_of(tmp_path / "out.db").digest == snapshot_of(tmp_path / "source.db").digest
+
+
+def test_explains_as_its_source_does(source: Path, tmp_path: Path) -> None:
+    """Of variants without finals, that is: what has finals competes, and the comparison is the reason."""
+    export_database([source], tmp_path / "out.db")
+    finals = {(row.problem, row.candidate.variant) for row in snapshot_of(source).rows if row.final}
+
+    def reasons(path: Path, asked: Problem) -> dict[str, str]:
+        found = _stored_reasons(asked, H200, [Layer("user", str(path))])
+        return {name: reason for name, reason in found.items() if (asked, name) not in finals}
+
+    told = {asked: reasons(source, asked) for asked in map(problem, SIZES)}
+    assert {asked: reasons(tmp_path / "out.db", asked) for asked in told} == told
+    assert {"atomic", "one_shot", "two_shot"} <= {name for found in told.values() for name in found}
+
+
+def test_exports_of_exports_are_the_same(source: Path, tmp_path: Path) -> None:
+    """Nothing more is left out, for the file of a host that is merged with others."""
+    one = export_database([source], tmp_path / "one.db")
+    other = export_database([tmp_path / "one.db"], tmp_path / "other.db")
+    assert (other.left_out, other.rows) == (0, one.rows)
+
+
+def test_all_rows_if_asked_for(source: Path, tmp_path: Path) -> None:
+    export = export_database([source], tmp_path / "out.db", everything=True)
+    assert export.left_out == 0
+    assert everything(tmp_path / "out.db") == everything(source)
 
 
 def test_is_one_file_that_needs_no_other(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shipped"
     export = export_database([source], folder / "out.db")
-    assert [path.name for path in folder.iterdir()] == ["out.db"]
+    names = {"out.db", "out.db.manifest.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    (folder / "out.db.manifest.json").unlink()
     with sqlite3.connect(f"file:{export.path}?mode=ro&immutable=1", uri=True) as plain:
         assert plain.execute("PRAGMA journal_mode").fetchone() == ("delete",)
         assert plain.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -176,13 +170,6 @@ def test_reads_beside_a_writer(source: Path, tmp_path: Path) -> None:
         export = export_database([source], tmp_path / "out.db")
         assert database.stats() == before
     assert export.rows["finals"] == before["finals"]
-
-
-def everything(path: Path) -> set[str]:
-    """Every trial with the command that recorded it, without ids."""
-    with Database.open(path, readonly=True) as database:
-        runs = {run.id: run.command for run in database.runs()}
-        return {f"{runs[t.run_id]}: {in_words(t)}" for t in database.trials() if t.run_id is not None}
 
 
 def test_merging_loses_nothing(tmp_path: Path) -> None:

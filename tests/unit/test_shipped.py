@@ -9,6 +9,7 @@ import pytest
 
 from tunedcomm import kernels
 from tunedcomm.communicator import limits_for
+from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.store import Database
 from tunedcomm.dispatcher import decide
@@ -38,6 +39,20 @@ def test_the_readme_names_the_file(path: Path) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert f"`{path.name}`" in README.read_text(encoding="utf-8")
     assert digest[:16] in README.read_text(encoding="utf-8"), f"{path.name} has the digest {digest}"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_an_export_decides_the_same(path: Path, tmp_path: Path) -> None:
+    export = export_database([path], tmp_path / "out.db")
+    with Database.open(path, immutable=True) as database:
+        (environment,) = database.environments()
+    for world_size in (2, 4):
+        digests = {
+            load_snapshot(environment, world_size, layers=[Layer("packaged", str(file))], strict=True).digest
+            for file in (path, tmp_path / "out.db")
+        }
+        assert len(digests) == 1
+    assert export.left_out > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

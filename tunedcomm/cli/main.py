@@ -14,8 +14,11 @@ from tunedcomm import errors
 from tunedcomm.cli import (
     bench,
     db_check,
+    db_diff,
     db_export,
+    db_import,
     db_list,
+    db_merge,
     db_pin,
     db_prune,
     db_show,
@@ -69,6 +72,9 @@ db_app.command("verify")(db_verify.db_verify)
 db_app.command("prune")(db_prune.db_prune)
 db_app.command("upgrade")(db_upgrade.db_upgrade)
 db_app.command("export")(db_export.db_export)
+db_app.command("import")(db_import.db_import)
+db_app.command("merge")(db_merge.db_merge)
+db_app.command("diff")(db_diff.db_diff)
 app.add_typer(db_app, name="db")
 
 

@@ -1,53 +1,49 @@
-"""Writing the database that a cluster ships: one self-contained file with what dispatch and `explain` need.
+"""Writing the database that a cluster ships, or moving one: a new file with what dispatch and `explain` need, or all.
 
-Kept of the trials: finals; failures and infeasible ones, with the newest good trial of a candidate that also failed;
-of what was only searched, the best few candidates of each variant; and how a variant's last trial of a problem ended,
-where it did not run. Kept of the rest: pins, what trials and pins refer to, and each variant's newest source. So a
-snapshot of the file has the digest that a snapshot of its source has, and decides the same.
+A SQLite file is self-contained and is what dispatch reads. JSON lines are for people, `diff` and other programs; both
+give a snapshot the same digest. A manifest is written beside the file.
 
-The same sources give the same bytes under the same SQLite.
+The same sources give the same bytes; of SQLite files, under the same SQLite.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shlex
 import sqlite3
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, TextIO, TypeAlias, get_args
 
-from sqlalchemy import (
-    Connection,
-    Select,
-    delete,
-    false,
-    func,
-    insert,
-    select,
-    true,
-    tuple_,
-    union_all,
-    update,
-)
+from sqlalchemy import Connection, delete, func, insert, select, update
 
-from tunedcomm.db.download import download
 from tunedcomm.db.engine import Target, make_engine, parse_target, prepare_file, translated
+from tunedcomm.db.jsonl import lines
+from tunedcomm.db.manifest import Manifest, holdings, manifest_path
 from tunedcomm.db.merge import Absorbed, absorb
-from tunedcomm.db.migrate import ensure_schema
-from tunedcomm.db.query import BEST_OF_VARIANT, table
-from tunedcomm.db.records import FAILED
-from tunedcomm.db.schema import EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.nccl_csv import nccl_csv
+from tunedcomm.db.needed import keep_needed
+from tunedcomm.db.query import table
+from tunedcomm.db.records import canonical_json
+from tunedcomm.db.rows import Skipped
+from tunedcomm.db.schema import TrialRow, VariantRow
 from tunedcomm.db.store import Database
+from tunedcomm.db.supply import Supply, fresh, supply
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 
-__all__ = ["Export", "export_database", "needed_trials"]
+__all__ = ["FORMS", "Export", "Form", "cluster_file", "export_database", "path_setting"]
 
+Form: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
+FORMS: tuple[str, ...] = get_args(Form)
 _TIMEOUT_S = 30.0
-_KEPT_STATUSES = (*FAILED, "compile_error", "infeasible")
+# With what a file of the format begins that may be replaced.
+_BEGINNINGS: Mapping[str, bytes] = {"jsonl": b'{"format":"tunedcomm-jsonl"', "nccl-csv": b"# tunedcomm"}
+_CLUSTER = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,52 +51,88 @@ class Export:
     """What was written.
 
     Attributes:
-        path: the file.
+        path: the file; None where it was a stream.
+        form: `sqlite`, `jsonl` or `nccl-csv`.
         sha256: of its bytes.
         num_bytes: its size.
-        rows: what `Database.stats` says of it.
+        rows: what `Database.stats` says of the rows that it was made of.
         sources: what came of each source, in the order given.
         left_out: trials of the sources that neither dispatch nor `explain` needs.
+        skipped: rows that made no sense and are not among the lines; 0 for other forms.
+        manifest: where it was described.
     """
 
-    path: Path
+    path: Path | None
+    form: Form
     sha256: str
     num_bytes: int
     rows: dict[str, int]
     sources: tuple[Absorbed, ...]
     left_out: int
+    skipped: Skipped = field(default_factory=Skipped)
+    manifest: Path | None = None
 
 
-def export_database(sources: Sequence[str | Path], out: str | Path, *, force: bool = False) -> Export:
-    """Write what dispatch and `explain` need of the sources to one new SQLite file.
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """The rows to write, in one SQLite file."""
+
+    file: Path
+    absorbed: tuple[Absorbed, ...]
+    held: int
+
+
+def export_database(
+    sources: Sequence[str | Path],
+    out: str | Path | TextIO,
+    *,
+    form: Form = "sqlite",
+    everything: bool = False,
+    hardware: str | None = None,
+    force: bool = False,
+) -> Export:
+    """Write what dispatch and `explain` need of the sources to one new file, with its manifest beside it.
 
     Several sources are merged: what they have in common is there once, trials are appended.
 
     Args:
-        sources: at least one file or URL of a server; none is changed.
-        out: the file to write; it appears complete or not at all.
-        force: replace `out` if it is a SQLite file.
+        sources: at least one SQLite file, file of JSON lines or URL of a server; none is changed.
+        out: the file to write, which appears complete or not at all; or, except for SQLite, an open text stream.
+        form: what to write; see `nccl_csv` for what that format can say.
+        everything: leave no row out.
+        hardware: for `nccl-csv`, part of the GPU's name or the first digits of the environment's digest.
+        force: replace `out` if it is a file that this function wrote.
 
     Raises:
         DatabaseAccessError: a source cannot be read; `out` is there or cannot be written.
         DatabaseCorruptError: a source is damaged, or contradicts itself or another one.
-        DatabaseVersionError: a source has another schema version than this tunedcomm.
+        DatabaseVersionError: a source has a later schema than this tunedcomm.
         DatabaseBusyError: `out` is open in another process.
         DatabaseAwayError: a server does not answer.
+        UnknownNameError: `nccl-csv` of several kinds of hardware, and `hardware` names none of them or several.
     """
     if not sources:
         raise ValueError("an export needs at least one source database, got none")
-    targets = [_source(source) for source in sources]
+    if form not in FORMS:
+        raise ValueError(f"unknown format {form!r}; the formats are {', '.join(FORMS)}")
+    if not isinstance(out, (str, Path)):
+        return _to_stream(sources, out, form, everything=everything, hardware=hardware)
     path = Path(out).expanduser()
-    _check_out(path, targets, force=force)
+    _check_out(path, [parse_target(source) for source in sources], form, force=force)
+    command = _command(sources, out, form, everything=everything, hardware=hardware)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            built = Path(folder) / "built.db"
-            files = [_file_of(target, Path(folder) / f"source{i}.db") for i, target in enumerate(targets)]
-            absorbed, held = _build(files, Path(folder) / "scratch.db", built)
-            rows = _check_built(built)
-            data = built.read_bytes()
+            gathered = _gather(sources, Path(folder), form, everything=everything)
+            built, skipped = gathered.file, Skipped()
+            if form != "sqlite":
+                built = Path(folder) / "built.txt"
+                with built.open("w", encoding="utf-8", newline="\n") as file:
+                    skipped = _write(gathered, form, file.write, hardware)
+            manifest = _describe(path, built, gathered, form, everything=everything, command=command)
+            beside = Path(folder) / "manifest.json"
+            beside.write_text(manifest.to_json(), encoding="utf-8")
             built.replace(path)
+            beside.replace(manifest_path(path))
     except OSError as error:
         raise DatabaseAccessError(
             f"cannot write {path}: {error.strerror}; check the permissions of its directory and the disk space, or "
@@ -108,36 +140,101 @@ def export_database(sources: Sequence[str | Path], out: str | Path, *, force: bo
         ) from error
     return Export(
         path=path,
-        sha256=hashlib.sha256(data).hexdigest(),
-        num_bytes=len(data),
-        rows=rows,
-        sources=tuple(replace(a, source=str(target)) for a, target in zip(absorbed, targets, strict=True)),
-        left_out=held - rows["trials"],
+        form=form,
+        sha256=manifest.sha256,
+        num_bytes=manifest.num_bytes,
+        rows=manifest.holds["rows"],
+        sources=gathered.absorbed,
+        left_out=manifest.left_out,
+        skipped=skipped,
+        manifest=manifest_path(path),
     )
 
 
-def _source(source: str | Path) -> Target:
-    target = parse_target(source)
-    if target.is_sqlite and target.path is None:
-        raise DatabaseAccessError(f"{target} is not a SQLite file; give the path of a file, or the URL of a server")
-    with Database.open(source, readonly=True):
-        return target
+def cluster_file(name: str, folder: str | Path = ".") -> Path:
+    """The file of a cluster's database: `NAME.db` in a folder that the cluster's machines see.
+
+    Raises:
+        ValueError: the name cannot be part of a path on every machine.
+    """
+    if not _CLUSTER.fullmatch(name) or name.endswith(".db"):
+        raise ValueError(
+            f"{name!r} cannot name a cluster: up to 64 of a-z, 0-9, '-', '_' and '.', a letter or digit first and "
+            "last, without .db; e.g. h200-prod"
+        )
+    return Path(folder).expanduser() / f"{name}.db"
 
 
-def _file_of(target: Target, scratch: Path) -> Target:
-    """The source as a file: itself, or a copy of what the server holds."""
-    if target.path is not None:
-        return target
-    download(target, scratch)
-    return parse_target(scratch)
+def path_setting(path: Path) -> str:
+    """The setting with which every process on a machine reads the file: `TUNEDCOMM_DB_PATH=...`, for a shell."""
+    text = str(path.absolute())
+    # A colon would separate two files, unless something else does.
+    return f"TUNEDCOMM_DB_PATH={shlex.quote(text + ';' if ':' in text else text)}"
 
 
-def _check_out(path: Path, sources: Sequence[Target], *, force: bool) -> None:
-    prepare_file(path, create=True)
-    if path.exists() and any(source.path is not None and source.path.samefile(path) for source in sources):
+def _to_stream(
+    sources: Sequence[str | Path], out: TextIO, form: Form, *, everything: bool, hardware: str | None
+) -> Export:
+    if form == "sqlite":
+        raise ValueError("a SQLite file cannot be written to a stream; give a path, or another format")
+    with tempfile.TemporaryDirectory(prefix="tunedcomm-export.") as folder:
+        gathered = _gather(sources, Path(folder), form, everything=everything)
+        counted = _Counted(out)
+        skipped = _write(gathered, form, counted.write, hardware)
+        with Database.open(gathered.file, readonly=True) as database:
+            rows = database.stats()
+    return Export(
+        path=None,
+        form=form,
+        sha256=counted.sha256.hexdigest(),
+        num_bytes=counted.num_bytes,
+        rows=rows,
+        sources=gathered.absorbed,
+        left_out=gathered.held - rows["trials"],
+        skipped=skipped,
+    )
+
+
+class _Counted:
+    """Passes lines on to a stream, with the digest and number of their bytes."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.sha256 = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, text: str) -> None:
+        data = text.encode()
+        self.sha256.update(data)
+        self.num_bytes += len(data)
+        self._out.write(text)
+
+
+def _write(gathered: _Gathered, form: Form, write: Callable[[str], object], hardware: str | None) -> Skipped:
+    """Write the text of a format other than SQLite; returns which rows it could not say."""
+    skipped = Skipped()
+    if form == "nccl-csv":
+        for text in nccl_csv(gathered.file, hardware=hardware):
+            write(f"{text}\n")
+        return skipped
+    with Database.open(gathered.file, readonly=True) as database, database.reading() as connection:
+        for line in lines(connection, lambda row, what: skipped.add(f"{row}: {what}")):
+            write(canonical_json(line) + "\n")
+    return skipped
+
+
+def _check_out(path: Path, sources: Sequence[Target], form: Form, *, force: bool) -> None:
+    if form == "sqlite" or not path.exists():
+        prepare_file(path, create=True)
+    if path.exists() and any(source.path is not None and _is_same(source.path, path) for source in sources):
         raise DatabaseAccessError(f"{path} is one of the sources and would lose trials; give another path to write to")
-    if os.path.lexists(path) and not force:
-        raise DatabaseAccessError(f"{path} exists already; give another path, or --force (force=True) to replace it")
+    for there in (path, manifest_path(path)):
+        if os.path.lexists(there) and not force:
+            raise DatabaseAccessError(
+                f"{there} exists already; give another path, or --force (force=True) to replace it"
+            )
+    if form != "sqlite" and path.exists():
+        _check_replaced(path, form)
     for suffix in ("-wal", "-journal"):
         # SQLite would take it for the log of the new file and damage it.
         if path.with_name(path.name + suffix).exists():
@@ -147,22 +244,49 @@ def _check_out(path: Path, sources: Sequence[Target], *, force: bool) -> None:
             )
 
 
-def _build(sources: Sequence[Target], scratch: Path, built: Path) -> tuple[tuple[Absorbed, ...], int]:
-    """Merge, prune and write `built`; returns what came of the sources and how many trials they gave together."""
-    target = parse_target(scratch)
+def _is_same(source: Path, path: Path) -> bool:
+    return source.exists() and source.samefile(path)
+
+
+def _check_replaced(path: Path, form: Form) -> None:
+    """Refuse to replace what this format did not write."""
+    beginning = _BEGINNINGS[form]
+    if not path.is_file():
+        raise DatabaseAccessError(f"{path} is not a regular file; give the path of a file to write")
+    with path.open("rb") as file:
+        there = file.read(len(beginning))
+    if there != beginning:
+        raise DatabaseAccessError(
+            f"{path} is no file of the format {form} (it starts with {there!r}) and is not replaced; give another path"
+        )
+
+
+def _gather(sources: Sequence[str | Path], folder: Path, form: Form, *, everything: bool) -> _Gathered:
+    """Merge what the sources hold, leave out what is not wanted, and put the rest into one file."""
+    supplies = [supply(source, folder / f"source{i}.db") for i, source in enumerate(sources)]
+    if everything and form != "sqlite" and len(supplies) == 1:
+        file = supplies[0].file.path
+        assert file is not None
+        with Database.open(file, readonly=True) as database:
+            held = database.stats()["trials"]
+        return _Gathered(file, (Absorbed(source=supplies[0].name, trials=held, known=0),), held)
+    return _build(supplies, folder / "scratch.db", folder / "built.db", everything=everything)
+
+
+def _build(supplies: Sequence[Supply], scratch: Path, built: Path, *, everything: bool) -> _Gathered:
+    target = fresh(scratch)
     engine = make_engine(target, readonly=False, immutable=False, busy_timeout_s=_TIMEOUT_S)
     try:
-        with translated(target):
-            ensure_schema(engine, target, create=True, readonly=False)
         with engine.connect() as connection:
-            absorbed = tuple(absorb(connection, source) for source in sources)
+            absorbed = tuple(replace(absorb(connection, one.file), source=one.name) for one in supplies)
             with translated(target):
                 with connection.begin():
                     held = int(connection.execute(select(func.count(TrialRow.id))).scalar_one())
-                    if len(sources) > 1:
+                    if len(supplies) > 1:
                         _order_trials(connection)
                         _order_variants(connection)
-                    _prune(connection)
+                    if not everything:
+                        keep_needed(connection)
                 driver = connection.connection.driver_connection
                 assert driver is not None
                 driver.execute("VACUUM INTO ?", (str(built),))
@@ -171,21 +295,54 @@ def _build(sources: Sequence[Target], scratch: Path, built: Path) -> tuple[tuple
     # The copy of a database with a write-ahead log has one too, which a shipped file cannot have.
     with translated(target), closing(sqlite3.connect(built)) as plain:
         plain.execute("PRAGMA journal_mode=DELETE")
-    return absorbed, held
+    return _Gathered(built, absorbed, held)
 
 
-def _check_built(built: Path) -> dict[str, int]:
-    """Read the finished file as dispatch will; returns its row counts."""
-    with Database.open(built, immutable=True) as database:
-        with database.reading() as connection:
-            verdict = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
-            dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
-        if verdict != ["ok"] or dangling:
-            raise DatabaseCorruptError(
-                f"the export is damaged ({'; '.join(map(str, [*verdict, *dangling]))[:300]}) and was not kept; check "
-                "the sources with `PRAGMA integrity_check`, and the disk"
-            )
-        return database.stats()
+def _describe(path: Path, built: Path, gathered: _Gathered, form: Form, *, everything: bool, command: str) -> Manifest:
+    """Read the rows as dispatch will, and say what they are."""
+    with Database.open(gathered.file, readonly=True, immutable=form == "sqlite" or None) as database:
+        if form == "sqlite":
+            _check_whole(database)
+        holds = holdings(database)
+    data = built.read_bytes()
+    return Manifest(
+        file=path.name,
+        sha256=hashlib.sha256(data).hexdigest(),
+        num_bytes=len(data),
+        form=form,
+        everything=everything,
+        holds=holds,
+        left_out=gathered.held - holds["rows"]["trials"],
+        sources=gathered.absorbed,
+        command=command,
+    )
+
+
+def _check_whole(database: Database) -> None:
+    with database.reading() as connection:
+        verdict = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
+        dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+    if verdict != ["ok"] or dangling:
+        raise DatabaseCorruptError(
+            f"the export is damaged ({'; '.join(map(str, [*verdict, *dangling]))[:300]}) and was not kept; check "
+            "the sources with `PRAGMA integrity_check`, and the disk"
+        )
+
+
+def _command(
+    sources: Sequence[str | Path],
+    out: str | Path,
+    form: Form,
+    *,
+    everything: bool,
+    hardware: str | None,
+) -> str:
+    """The command that makes the file where there is none yet; without passwords."""
+    words = ["tunedcomm", "db", "export", *(word for s in sources for word in ("--db", str(parse_target(s))))]
+    words += ["--format", form] if form != "sqlite" else []
+    words += ["--all"] if everything else []
+    words += ["--hardware", hardware] if hardware is not None else []
+    return shlex.join([*words, str(out)])
 
 
 def _order_trials(connection: Connection) -> None:
@@ -214,62 +371,3 @@ def _order_variants(connection: Connection) -> None:
             before, after = (old, -new) if sign < 0 else (-new, new)
             connection.execute(update(VariantRow).where(VariantRow.id == before).values(id=after))
             connection.execute(update(TrialRow).where(TrialRow.variant_id == before).values(variant_id=after))
-
-
-def needed_trials() -> Select[Any]:
-    """Ids of the trials that dispatch or `explain` needs."""
-    kept = union_all(_conclusive(), _best_searched(), _good_again(), _last_words()).subquery()
-    return select(kept.c.id)
-
-
-def _prune(connection: Connection) -> None:
-    connection.execute(delete(TrialRow).where(TrialRow.id.not_in(needed_trials())))
-    newest = select(func.max(VariantRow.id)).group_by(VariantRow.op, VariantRow.name)
-    variants = union_all(select(TrialRow.variant_id), newest)
-    environments = union_all(select(TrialRow.environment_id), select(PinRow.environment_id))
-    problems = union_all(select(TrialRow.problem_id), select(PinRow.problem_id))
-    runs = select(TrialRow.run_id).where(TrialRow.run_id.is_not(None))
-    for model, used in ((VariantRow, variants), (EnvironmentRow, environments), (ProblemRow, problems), (RunRow, runs)):
-        connection.execute(delete(model).where(model.id.not_in(used)))
-
-
-def _conclusive() -> Select[Any]:
-    return select(TrialRow.id).where((TrialRow.final == true()) | TrialRow.status.in_(_KEPT_STATUSES))
-
-
-_CANDIDATE = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.config_digest)
-# As dispatch orders the trials of one candidate.
-_NEWEST_FIRST = (TrialRow.created_at.desc(), TrialRow.latency_p50_us, TrialRow.id)
-
-
-def _best_searched() -> Select[Any]:
-    """The newest trial outside of the finals of each candidate, and of these the best few of each variant."""
-    age = func.row_number().over(partition_by=_CANDIDATE, order_by=_NEWEST_FIRST)
-    ages = (
-        select(TrialRow.id, *_CANDIDATE, TrialRow.latency_p50_us, age.label("age"))
-        .where(TrialRow.status == "ok", TrialRow.final == false(), TrialRow.latency_p50_us > 0)
-        .subquery()
-    )
-    variant = (ages.c.environment_id, ages.c.problem_id, ages.c.variant_id)
-    place = func.row_number().over(partition_by=variant, order_by=(ages.c.latency_p50_us, ages.c.id))
-    places = select(ages.c.id, place.label("place")).where(ages.c.age == 1).subquery()
-    return select(places.c.id).where(places.c.place <= BEST_OF_VARIANT)
-
-
-def _good_again() -> Select[Any]:
-    """The newest good trial of each candidate that failed somewhere: it may have been good since."""
-    candidate = (TrialRow.problem_id, TrialRow.variant_id, TrialRow.config_digest)
-    failed = select(*candidate).where(TrialRow.status.in_(FAILED))
-    age = func.row_number().over(partition_by=_CANDIDATE, order_by=_NEWEST_FIRST)
-    ages = (
-        select(TrialRow.id, age.label("age")).where(TrialRow.status == "ok", tuple_(*candidate).in_(failed)).subquery()
-    )
-    return select(ages.c.id).where(ages.c.age == 1)
-
-
-def _last_words() -> Select[Any]:
-    """How the last trial of a variant at a problem ended: `explain` gives that as the reason if none of them ran."""
-    of_variant = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id)
-    age = func.row_number().over(partition_by=of_variant, order_by=(TrialRow.created_at.desc(), TrialRow.id.desc()))
-    ages = select(TrialRow.id, TrialRow.status, age.label("age")).where(TrialRow.status != "infeasible").subquery()
-    return select(ages.c.id).where(ages.c.age == 1, ages.c.status == "pruned")

@@ -27,7 +27,7 @@ from sqlalchemy import (
 
 from tunedcomm.db import query
 from tunedcomm.db.check import invalid_rows
-from tunedcomm.db.export import needed_trials
+from tunedcomm.db.needed import needed_trials
 from tunedcomm.db.rows import Reader
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.db.sources import SourceHash, is_current
@@ -195,6 +195,8 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
         yield TrialRow.variant_id.in_([key for key, v in stored.items() if is_current(v, source_hash) is False])
     if selection.superseded:
         yield TrialRow.id.not_in(needed_trials())
+        # No answer rests on these, but a search that finds them does not try them again.
+        yield TrialRow.status.not_in(("compile_error", "infeasible"))
     if selection.failed:
         yield TrialRow.status.in_(FAILURES)
     if selection.invalid:

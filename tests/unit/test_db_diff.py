@@ -1,0 +1,226 @@
+"""What lies between two databases, in words and in µs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from db_samples import H200, OLDER, candidate, problem, trial
+from hypothesis import given, settings
+from transfer_samples import H100, Content, contents, store, sweep, write
+from typer.testing import CliRunner
+
+from tunedcomm.cli import main
+from tunedcomm.db.diff import Difference, diff_databases
+from tunedcomm.db.export import export_database
+from tunedcomm.db.store import Database
+from tunedcomm.db.transfer import import_databases, merge_databases
+from tunedcomm.errors import DatabaseAccessError
+
+
+def differ(tmp_path: Path, before: list[Any], after: list[Any]) -> Difference:
+    """Both databases have the same run, so that only what is given differs."""
+    paths = []
+    for name, records in (("before", before), ("after", after)):
+        path = tmp_path / f"{name}.db"
+        with Database.open(path, create=True) as database:
+            database.record(records)
+        paths.append(path)
+    return diff_databases(*paths)
+
+
+def changes(found: Difference) -> list[tuple[int, str]]:
+    return [(change.problem.nbytes, change.kind) for c in found.comparisons for change in c.changes]
+
+
+def diff(*arguments: str) -> tuple[int, str]:
+    shown = CliRunner().invoke(main.app, ["db", "diff", *arguments])
+    return shown.exit_code, shown.stdout
+
+
+def final(variant: str, latency_us: float, message_bytes: int = 4096, **more: Any) -> Any:
+    return trial(variant, latency_us, final=True, problem=problem(message_bytes), **more)
+
+
+def test_the_same_rows_are_no_difference(tmp_path: Path) -> None:
+    source = store(tmp_path / "source.db", sweep())
+    export_database([source], tmp_path / "out.jsonl", form="jsonl", everything=True)
+    import_databases([source], tmp_path / "copy.db")
+    for other in (source, tmp_path / "copy.db", tmp_path / "out.jsonl"):
+        found = diff_databases(source, other)
+        assert found.is_empty
+        assert found.trials == (len(sweep()), len(sweep()))
+        code, text = diff(str(source), str(other))
+        assert code == 0
+        assert text.splitlines()[-1] == "no difference"
+
+
+def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
+    before = [
+        final("one_shot", 5.0, 1024),
+        final("one_shot", 5.0, 4096),
+        final("lamport", 6.0, 4096),
+        final("one_shot", 5.0, 16384),
+        final("one_shot", 5.0, 65536),
+    ]
+    after = [
+        final("one_shot", 5.02, 1024),  # within the noise
+        final("one_shot", 5.0, 4096),
+        final("lamport", 4.0, 4096, after=9),
+        final("one_shot", 7.5, 16384),
+        final("one_shot", 5.0, 262144),
+    ]
+    found = differ(tmp_path, before, after)
+    assert sorted(changes(found)) == [
+        (4096, "winner"),
+        (16384, "latency"),
+        (65536, "only before"),
+        (262144, "only after"),
+    ]
+    assert found.trials_only == (4, 4)
+    code, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"))
+    assert code == 1
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert any(line.endswith("before.db, schema 0001, 5 trials, 4 of them in it alone") for line in lines)
+    assert "4 of 5 problems are answered otherwise" in text
+    row = next(line for line in lines if line.startswith("all_reduce 2048"))
+    assert row.endswith("one_shot(num_blocks=4) 5.00 lamport(num_blocks=4) 4.00 1.25x as fast")
+    row = next(line for line in lines if line.startswith("all_reduce 8192"))
+    assert row.endswith("one_shot(num_blocks=4) 5.00 one_shot(num_blocks=4) 7.50 1.50x slower")
+    for title in ("another winner: 1", "the same winner, another latency: 1", "only in A: 1", "only in B: 1"):
+        assert title in lines
+
+
+def test_noise_is_that_of_the_measurements(tmp_path: Path) -> None:
+    """Two medians that are each known to 3 % do not differ at 5 %; known to 1 %, they do."""
+    for spread, expected in ((0.3, []), (0.01, [(4096, "latency")])):
+        folder = tmp_path / str(spread)
+        measured = {"samples": 25}
+        times = [
+            {**measured, "latency_p10_us": latency * (1 - spread / 2), "latency_p90_us": latency * (1 + spread / 2)}
+            for latency in (5.0, 5.25)
+        ]
+        found = differ(folder, [final("one_shot", 5.0, **times[0])], [final("one_shot", 5.25, **times[1])])
+        assert changes(found) == expected
+
+
+def test_new_software_on_the_same_hardware_is_compared(tmp_path: Path) -> None:
+    found = differ(tmp_path, [final("one_shot", 5.0, environment=OLDER)], [final("lamport", 4.0)])
+    (comparison,) = found.comparisons
+    assert (comparison.before, comparison.after) == (OLDER, H200)
+    assert [change.kind for change in comparison.changes] == ["winner"]
+    assert comparison.drift == ["torch 2.9.0 → 2.11.0", "triton 3.5.0 → 3.6.0"]
+    assert found.environments_only == ((OLDER,), (H200,))
+    _, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"))
+    assert "software: torch 2.9.0 → 2.11.0, triton 3.5.0 → 3.6.0" in text
+    assert f"measured only in A: {OLDER} [{OLDER.digest[:8]}]" in text
+
+
+def test_hardware_that_only_one_of_them_knows(tmp_path: Path) -> None:
+    found = differ(
+        tmp_path, [final("one_shot", 5.0)], [final("one_shot", 5.0), final("one_shot", 6.0, environment=H100)]
+    )
+    assert found.environments_only == ((), (H100,))
+    assert [(c.after.gpu, [change.kind for change in c.changes]) for c in found.comparisons] == [
+        (H200.gpu, []),
+        (H100.gpu, ["only after"]),
+    ]
+
+
+def test_a_changed_kernel_retires_finals(tmp_path: Path) -> None:
+    before = [final("one_shot", 5.0), final("one_shot", 5.0, 8192), final("atomic", 5.0)]
+    after = [*before[:2], final("one_shot", 6.0, source_hash="later", after=50), final("lamport", 9.9)]
+    found = differ(tmp_path, before, after)
+    assert [(r.variant, r.before, r.after, r.finals) for r in found.retired] == [
+        ("atomic", "current", None, 1),
+        ("lamport", None, "current", 0),
+        ("one_shot", "current", "later", 2),
+    ]
+    _, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"))
+    assert "all_reduce one_shot: its source changed, current -> later, which retires 2 finals of A" in text
+    assert "all_reduce atomic: only A knows it" in text
+
+
+def test_pins_are_compared(tmp_path: Path) -> None:
+    path, other = store(tmp_path / "before.db", [final("one_shot", 5.0)]), tmp_path / "after.db"
+    shutil.copy(path, other)
+    for target, blocks in ((path, 4), (other, 8)):
+        with Database.open(target) as database:
+            database.pin(problem(), candidate("two_shot", blocks), environment=H200, reason=f"pinned {blocks}")
+    with Database.open(other) as database:
+        database.pin(problem(8192), candidate("two_shot"), environment=H100, reason="another")
+    found = diff_databases(path, other)
+    assert [(None if p.before is None else p.before.reason, p.after and p.after.reason) for p in found.pins] == [
+        ("pinned 4", "pinned 8"),
+        (None, "another"),
+    ]
+    assert not found.is_empty
+    assert changes(found) == [(4096, "winner")]
+    _, text = diff(str(path), str(other))
+    assert "two_shot(num_blocks=4) (pinned 4) -> two_shot(num_blocks=8) (pinned 8)" in text
+    assert diff_databases(path, path).is_empty
+
+
+def test_another_schema_is_a_difference(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    found = differ(tmp_path, [final("one_shot", 5.0)], [final("one_shot", 5.0)])
+    assert found.is_empty
+    assert not replace(found, schemas=("0001", "0002")).is_empty
+
+
+def test_as_json(tmp_path: Path) -> None:
+    differ(tmp_path, [final("one_shot", 5.0)], [final("one_shot", 5.0), final("lamport", 4.0, after=9)])
+    code, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"), "--json")
+    assert code == 1
+    shown = json.loads(text)
+    assert shown["differ"] is True
+    assert (shown["before"]["trials"], shown["after"]["trials_only"]) == (1, 1)
+    (comparison,) = shown["comparisons"]
+    assert comparison["environments"]["after"]["digest"] == H200.digest
+    (change,) = comparison["changes"]
+    assert change["kind"] == "winner"
+    assert change["before"]["variant"] == "one_shot"
+    assert change["after"] == {
+        "variant": "lamport",
+        "config": {"num_blocks": 4},
+        "source": "exact",
+        "latency_us": 4.0,
+        "library_us": 10.0,
+        "noise": 0.01,
+    }
+    assert change["ratio"] == 1.25
+
+
+def test_prints_no_more_than_asked_for(tmp_path: Path) -> None:
+    sizes = [1 << exponent for exponent in range(10, 20)]
+    differ(tmp_path, [], [final("one_shot", 5.0, size) for size in sizes])
+    _, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"), "--limit", "3")
+    assert text.count("one_shot(") == 3
+    assert "... and 7 more; --limit 10 prints them all" in text
+
+
+def test_needs_two_databases(tmp_path: Path) -> None:
+    source = store(tmp_path / "source.db", [trial()])
+    with pytest.raises(DatabaseAccessError, match="does not exist"):
+        diff_databases(source, tmp_path / "absent.db")
+    assert not (tmp_path / "absent.db").exists()
+
+
+@given(one=contents(), other=contents(start=1000))
+@settings(max_examples=4, deadline=None)
+def test_a_merged_database_lacks_nothing(
+    one: Content, other: Content, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    here = tmp_path_factory.mktemp("merged")
+    write(here / "one.db", one)
+    write(here / "other.db", other)
+    merge_databases([here / "one.db", here / "other.db"], here / "both.db")
+    for source in ("one.db", "other.db"):
+        found = diff_databases(here / source, here / "both.db")
+        assert found.trials_only[0] == 0
+        assert not found.environments_only[0]
+        assert all(change.kind != "only before" for c in found.comparisons for change in c.changes)

@@ -1,0 +1,466 @@
+"""Databases that are written as lines, imported and merged: nothing lost, nothing doubled, nothing believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from db_samples import H200, OLDER, candidate, decide, problem, trial
+from hypothesis import HealthCheck, given, settings
+from transfer_samples import (
+    H100,
+    Content,
+    contents,
+    digests,
+    everything,
+    snapshot_of,
+    store,
+    sweep,
+    write,
+)
+
+from tunedcomm.db import migrate, supply
+from tunedcomm.db.answers import newest_variants
+from tunedcomm.db.diff import diff_databases
+from tunedcomm.db.export import export_database
+from tunedcomm.db.store import Database
+from tunedcomm.db.transfer import import_databases, merge_databases
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError, DatabaseVersionError
+
+EXAMPLES = int(os.environ.get("TUNEDCOMM_TEST_EXAMPLES", "8"))
+PROPERTY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW_PROPERTY = settings(PROPERTY, max_examples=max(1, EXAMPLES // 2))
+DATA = Path(__file__).parents[1] / "data"
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A fresh directory for every example of a property."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def lines_of(target: str | Path, path: Path) -> bytes:
+    """All rows of a database, which do not depend on ids."""
+    export_database([target], path, form="jsonl", everything=True, force=True)
+    return path.read_bytes()
+
+
+@given(content=contents())
+@PROPERTY
+def test_lines_lose_nothing(content: Content) -> None:
+    with folder() as here:
+        source = write(here / "source.db", content)
+        before = lines_of(source, here / "source.jsonl")
+        done = import_databases([here / "source.jsonl"], here / "copy.db")
+        assert done.added == len(content.trials)
+        assert lines_of(here / "copy.db", here / "copy.jsonl") == before
+        assert digests(here / "copy.db") == digests(source)
+
+
+@given(content=contents())
+@PROPERTY
+def test_exports_decide_alike_in_every_format(content: Content) -> None:
+    with folder() as here:
+        source = write(here / "source.db", content)
+        one = export_database([source], here / "out.db")
+        other = export_database([source], here / "out.jsonl", form="jsonl")
+        assert other.rows == one.rows
+        import_databases([here / "out.jsonl"], here / "imported.db")
+        again = export_database([here / "imported.db"], here / "again.db")
+        expected = digests(source)
+        for name in ("out.db", "imported.db", "again.db"):
+            assert digests(here / name) == expected, name
+        assert again.rows == one.rows
+
+
+def test_problems_without_finals_of_the_newest_kernels_keep_their_searches(tmp_path: Path) -> None:
+    """The newest source is the one that was measured last, not the one whose hash sorts last."""
+    records = [
+        trial("one_shot", 5.0, final=True, source_hash="f0"),
+        trial("one_shot", 4.0, source_hash="f0", config={"num_blocks": 8}),
+        trial("one_shot", 4.5, after=50, source_hash="a1"),
+        trial("one_shot", 4.6, after=51, source_hash="a1", config={"num_blocks": 8}),
+        trial("one_shot", 4.7, after=52, source_hash="a1", config={"num_blocks": 16}),
+    ]
+    source = store(tmp_path / "source.db", records)
+    assert len(snapshot_of(source).rows) == 4
+    out = export_database([source], tmp_path / "out.db")
+    assert out.left_out == 1
+    export_database([source], tmp_path / "out.jsonl", form="jsonl")
+    import_databases([tmp_path / "out.jsonl"], tmp_path / "imported.db")
+    for name in ("out.db", "imported.db"):
+        assert digests(tmp_path / name) == digests(source), name
+
+
+@given(one=contents(), other=contents(start=1000))
+@SLOW_PROPERTY
+def test_the_order_of_sources_does_not_matter(one: Content, other: Content) -> None:
+    with folder() as here:
+        sources = [write(here / "one.db", one), write(here / "other.db", other)]
+        merge_databases(sources[:1], here / "a.db")
+        merge_databases(sources[1:], here / "a.db")
+        import_databases(sources[1:], here / "b.db")
+        import_databases(sources[:1], here / "b.db")
+        merge_databases(sources[::-1], here / "c.db")
+        expected = digests(here / "a.db")
+        for name in ("a.db", "b.db", "c.db"):
+            assert everything(here / name) == everything(sources[0]) | everything(sources[1])
+            assert digests(here / name) == expected
+
+
+@given(content=contents(), earlier=contents())
+@SLOW_PROPERTY
+def test_twice_is_once(content: Content, earlier: Content) -> None:
+    with folder() as here:
+        source, target = write(here / "source.db", content), write(here / "target.db", earlier)
+        for bring in (import_databases, merge_databases):
+            bring([source], target)
+            before = lines_of(target, here / "before.jsonl")
+            assert bring([source], target).added == 0
+            assert lines_of(target, here / "after.jsonl") == before
+
+
+def test_lines_are_sorted_plain_and_the_same_from_every_database(tmp_path: Path) -> None:
+    source = store(tmp_path / "source.db", sweep())
+    backwards = store(tmp_path / "backwards.db", sweep()[::-1])
+    with Database.open(source) as database:
+        database.record([trial("one_shot", 2.5, after=20000, error=float("inf"))])
+    import_databases([source], tmp_path / "copy.db")
+    text = lines_of(source, tmp_path / "a.jsonl").decode("ascii")
+    assert lines_of(tmp_path / "copy.db", tmp_path / "b.jsonl").decode() == text
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines[0] == {"format": "tunedcomm-jsonl", "version": 1, "schema": "0001"}
+    assert lines[-1] == {"kind": "end", "lines": len(lines) - 1}
+    kinds = [line["kind"] for line in lines[1:]]
+    assert sorted(set(kinds), key=kinds.index) == ["environment", "run", "variant", "trial", "end"]
+    for line, plain in zip(text.splitlines(), lines, strict=True):
+        assert line == json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    trials = [line for line in lines if line.get("kind") == "trial"]
+    sizes = [(line["problem"]["world_size"], int(line["problem"]["shape"])) for line in trials]
+    assert sizes == sorted(sizes)
+    assert [line["error"] for line in trials if line["error"] is not None] == ["inf"]
+    assert {line["created_at"][-6:] for line in trials} == {"+00:00"}
+    # Lines of the same trials say the same, whatever the ids are.
+    theirs = lines_of(backwards, tmp_path / "c.jsonl").decode().splitlines()
+    assert sorted(line for line in theirs if '"trial"' in line and "inf" not in line) != []
+    without_runs = [{**t, "run": None} for t in trials if t["error"] is None]
+    others = [json.loads(line) for line in theirs]
+    assert [{**t, "run": None} for t in others if t.get("kind") == "trial"] == without_runs
+
+
+def refused(
+    error: type[DatabaseError], source: Path, target: Path, bring: Callable[..., Any] = import_databases
+) -> str:
+    before = everything(target) if target.exists() else None
+    with pytest.raises(error) as caught:
+        bring([source], target)
+    assert (everything(target) if target.exists() else None) == before
+    return str(caught.value)
+
+
+def kind_of(line: str) -> str:
+    return str(json.loads(line).get("kind"))
+
+
+CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("trial", {"latency_p50_us": -1.0}, "latency_p50_us is not a time: -1.0"),
+    ("trial", {"latency_p50_us": "fast"}, "latency_p50_us is not a number: 'fast'"),
+    ("trial", {"latency_p50_us": None}, "an ok trial without latency_p50_us"),
+    ("trial", {"latency_p50_us": 10**400}, "latency_p50_us is larger than"),
+    ("trial", {"status": "splendid"}, "unknown status 'splendid'"),
+    ("trial", {"status": ["ok"]}, "status is not a text: ['ok']"),
+    ("trial", {"samples": 2**40}, "samples is not an integer of 32 bits"),
+    ("trial", {"samples": True}, "samples is not an integer"),
+    ("trial", {"final": 1}, "final is not true or false: 1"),
+    ("trial", {"created_at": "yesterday"}, "yesterday"),
+    ("trial", {"created_at": 5}, "created_at is not a time"),
+    ("trial", {"created_at": "0001-01-01T00:00:00+12:00"}, "outside of the years"),
+    ("trial", {"created_at": None}, "created_at is missing"),
+    ("trial", {"error": "NaN"}, "error is not a number: 'NaN'"),
+    ("trial", {"reason": "\x00"}, "reason holds a NUL"),
+    ("trial", {"reason": "\ud800"}, "half of a character"),
+    ("trial", {"reason": "x" * 200_000}, "reason is not a text"),
+    ("trial", {"config": {"num_blocks": [1]}}, "config is not a flat JSON object"),
+    ("trial", {"config": "DROP TABLE trial"}, "config is not a flat JSON object"),
+    ("trial", {"config": None}, "config is not a flat JSON object"),
+    ("trial", {"environment": "0" * 32}, "gives environment"),
+    ("trial", {"environment": []}, "gives environment"),
+    ("trial", {"variant": "unheard_of"}, "gives variant"),
+    ("trial", {"run": "0" * 16}, "gives run"),
+    ("trial", {"problem": "all_reduce"}, "problem is not an object"),
+    ("trial", {"problem": {}}, "op is missing"),
+    ("trial", {"id": 7}, "unknown field 'id'"),
+    ("trial", {"kind": "trail"}, "kind is 'trail', not one of environment, run"),
+    ("trial", {"kind": None}, "kind is None"),
+    ("environment", {"num_sms": -4}, "num_sms is not an integer >= 0: -4"),
+    ("environment", {"num_sms": 131}, "its fields have the digest"),
+    ("run", {"command": "rm"}, "its fields have the digest"),
+    ("run", {"seed": 2**63}, "seed is not an integer of 64 bits"),
+    ("variant", {"numerics": "sloppy"}, "unknown numerics class 'sloppy'"),
+    ("variant", {"variant": ""}, "a variant without a name"),
+    ("pin", {"environment": "0" * 32}, "gives environment"),
+    ("end", {"lines": 1}, "does not count the lines"),
+]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Lines of a database with something of every kind."""
+    here = tmp_path_factory.mktemp("exported")
+    source = store(here / "source.db", [trial(), trial("lamport", 4.0, final=True, after=1)])
+    with Database.open(source) as database:
+        database.pin(problem(), candidate("two_shot"), environment=H200, reason="known good")
+    return lines_of(source, here / "source.jsonl").decode().splitlines()
+
+
+@pytest.mark.parametrize(("kind", "change", "complaint"), CHANGES, ids=lambda value: str(value)[:40])
+def test_a_line_that_makes_no_sense_is_named(
+    exported: list[str], tmp_path: Path, kind: str, change: dict[str, Any], complaint: str
+) -> None:
+    number = next(number for number, line in enumerate(exported) if kind_of(line) == kind)
+    lines = list(exported)
+    lines[number] = json.dumps({**json.loads(lines[number]), **change})
+    path = tmp_path / "changed.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    target = store(tmp_path / "target.db", [trial("lamport")])
+    text = refused(DatabaseCorruptError, path, target)
+    assert text.startswith(f"{path}, line {number + 1}: "), text
+    assert complaint in text
+    assert "nothing was imported" in text
+
+
+BROKEN: list[tuple[str, Callable[[list[str]], str], str]] = [
+    ("cut off", lambda lines: "\n".join(lines)[:-20], "line {last}: it is cut off"),
+    ("lines missing", lambda lines: "\n".join(lines[:-3]) + "\n", "does not count the lines"),
+    ("lines added", lambda lines: "\n".join([*lines, lines[-2]]) + "\n", "it comes after the end"),
+    ("a trial twice as long", lambda lines: "\n".join([*lines[:-1], lines[-2], lines[-1]]) + "\n", "second pin"),
+    ("no header", lambda lines: "\n".join(lines[1:]) + "\n", "line 1: the first line must begin"),
+    ("nested", lambda lines: "\n".join([lines[0], '{"a":' * 5000 + "1" + "}" * 5000, ""]), "line 2: "),
+    ("not JSON", lambda lines: "\n".join([lines[0], "{,}", ""]), "line 2: "),
+    ("no object", lambda lines: "\n".join([lines[0], "[1]", ""]), "line 2: it is no JSON object"),
+    ("NaN", lambda lines: "\n".join([lines[0], '{"kind":NaN}', ""]), "line 2: NaN is not JSON"),
+    ("very long", lambda lines: "\n".join([lines[0], '{"a":"' + "x" * (1 << 20) + '"}', ""]), "line 2: it is longer"),
+    ("not UTF-8", lambda lines: lines[0] + '\n{"a":"\udcff"}\n', "line 2: "),
+]
+
+
+@pytest.mark.parametrize(("broken", "complaint"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_a_file_that_makes_no_sense_is_refused(
+    exported: list[str], tmp_path: Path, broken: Callable[[list[str]], str], complaint: str
+) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_bytes(broken(exported).encode(errors="surrogateescape"))
+    text = refused(DatabaseCorruptError, path, tmp_path / "target.db")
+    assert complaint.format(last=len(exported)) in text
+    assert not (tmp_path / "target.db").exists()
+
+
+def test_lines_of_a_later_version_are_refused(exported: list[str], tmp_path: Path) -> None:
+    for change in ({"version": 2}, {"schema": "9999"}, {"schema": []}):
+        path = tmp_path / "later.jsonl"
+        header = json.dumps({**json.loads(exported[0]), **change})
+        path.write_text("\n".join([header, *exported[1:]]) + "\n")
+        assert "upgrade tunedcomm" in refused(DatabaseVersionError, path, tmp_path / "target.db")
+
+
+@pytest.mark.parametrize(
+    ("statement", "complaint"),
+    [
+        ("UPDATE trial SET latency_p50_us = 'fast' WHERE id = 1", "trial 1: error is not a number: 'fast'"),
+        ("UPDATE trial SET status = '''; DROP TABLE trial; --' WHERE id = 2", "trial 2: unknown status"),
+        ("UPDATE trial SET config = '{\"num_blocks\":8}' WHERE id = 1", "trial 1: config_digest is"),
+        ("UPDATE trial SET created_at = 'soon' WHERE id = 1", "trial 1: "),
+        ("UPDATE trial SET samples = 99999999999 WHERE id = 1", "trial 1: samples is not an integer of 32 bits"),
+        ("UPDATE trial SET variant_id = 99 WHERE id = 1", "trial 1: it refers to variant 99"),
+        ("UPDATE trial SET run_id = 99 WHERE id = 1", "trial 1: it refers to run 99"),
+        ("UPDATE environment SET gpu = 'another'", "environment 1: its digest is"),
+        ("UPDATE problem SET shape = '77'", "problem 1: its digest is"),
+        ("DELETE FROM problem", "table trial: 2 rows refer to problems"),
+        ("UPDATE run SET seed = 'x'", "run 1: seed is not an integer"),
+        ("UPDATE variant SET numerics = 'sloppy' WHERE id = 1", "variant 1: unknown numerics class"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_named(tmp_path: Path, statement: str, complaint: str) -> None:
+    source = store(tmp_path / "source.db", [trial(), trial("lamport", 4.0, final=True, after=1)])
+    with sqlite3.connect(source) as plain:
+        plain.execute(statement)
+    text = refused(DatabaseCorruptError, source, store(tmp_path / "target.db", [trial("two_shot", 3.0)]))
+    assert f"{source}, {complaint}" in text
+
+
+def test_exports_skip_what_makes_no_sense_and_say_so(tmp_path: Path) -> None:
+    source = store(tmp_path / "source.db", [trial(), trial("lamport", 4.0, after=1)])
+    with sqlite3.connect(source) as plain:
+        plain.execute("UPDATE trial SET status = 'splendid' WHERE id = 1")
+    export = export_database([source], tmp_path / "out.jsonl", form="jsonl", everything=True)
+    assert (export.skipped.count, export.skipped.first) == (1, "trial 1: unknown status 'splendid'")
+    assert import_databases([tmp_path / "out.jsonl"], tmp_path / "copy.db").added == 1
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("neither of them")
+    target = tmp_path / "target.db"
+    assert "is not a SQLite database" in refused(DatabaseCorruptError, text, target)
+    assert "does not exist" in refused(DatabaseAccessError, tmp_path / "absent.db", target)
+    assert "directory" in refused(DatabaseAccessError, tmp_path, target)
+    source = store(tmp_path / "source.db", [trial()])
+    assert "both source and target" in refused(DatabaseAccessError, source, source)
+    link = tmp_path / "link.db"
+    link.symlink_to(source)
+    assert "both source and target" in refused(DatabaseAccessError, link, source, merge_databases)
+    with pytest.raises(ValueError, match="at least one"):
+        import_databases([], target)
+    assert not target.exists()
+
+
+def test_one_bad_source_of_several_brings_nothing(exported: list[str], tmp_path: Path) -> None:
+    good = store(tmp_path / "good.db", [trial()])
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("\n".join(exported[:-1]) + "\n")
+    target = store(tmp_path / "target.db", [trial("lamport", 2.0)])
+    before = everything(target)
+    for bring in (import_databases, merge_databases):
+        with pytest.raises(DatabaseCorruptError, match=r"bad\.jsonl, line"):
+            bring([good, bad], target)
+        assert everything(target) == before
+
+
+def test_a_source_older_than_this_tunedcomm_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the schema had gone on since the file of the first revision was made."""
+    upgrade = migrate._upgrade
+
+    def to_next(connection: Any) -> None:
+        upgrade(connection)
+        connection.exec_driver_sql("UPDATE tunedcomm_version SET version_num = '0002'")
+
+    monkeypatch.setattr(migrate, "HEAD", "0002")
+    monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
+    monkeypatch.setattr(migrate, "_upgrade", to_next)
+    monkeypatch.setattr(supply, "REVISIONS", ("0001", "0002"))
+    asset = tmp_path / "old.db"
+    shutil.copy(DATA / "revision_0001.db", asset)
+    before = asset.read_bytes()
+    assert merge_databases([asset], tmp_path / "new.db").added == 9
+    assert import_databases([asset], tmp_path / "new.db").added == 0
+    assert asset.read_bytes() == before
+
+
+def test_merging_keeps_every_row_and_says_what_it_answers_now(tmp_path: Path) -> None:
+    """The better row counts, but only among those of one environment."""
+    target = store(
+        tmp_path / "all.db",
+        [
+            trial("one_shot", 5.0, final=True),
+            trial("one_shot", 5.0, final=True, environment=H100),
+            trial("one_shot", 5.0, final=True, problem=problem(8192)),
+        ],
+    )
+    hosts = tmp_path / "hosts"
+    store(hosts / "a.db", [trial("lamport", 4.0, final=True, after=10)], command="tune a")
+    store(hosts / "b.db", [trial("two_shot", 6.0, final=True, after=20, environment=H100)], command="tune b")
+    store(hosts / "c.db", [trial("lamport", 4.0, final=True, after=30, problem=problem(65536))], command="tune c")
+    (hosts / "notes.txt").write_text("no database")
+    sources = [hosts / name for name in ("a.db", "b.db", "c.db")]
+    expected = everything(target).union(*(everything(source) for source in sources))
+    done = merge_databases([hosts], target)
+    assert everything(target) == expected
+    assert [(Path(s.source).name, s.trials) for s in done.sources] == [("a.db", 1), ("b.db", 1), ("c.db", 1)]
+    found = {c.after: [(change.problem.nbytes, change.kind) for change in c.changes] for c in done.comparisons}
+    assert found == {H200: [(4096, "winner"), (65536, "only after")], H100: []}
+    change = next(c for c in done.comparisons if c.after == H200).changes[0]
+    assert change.before is not None
+    assert change.after is not None
+    assert (change.before.candidate, change.after.candidate) == (candidate("one_shot"), candidate("lamport"))
+    assert (change.before.latency_us, change.after.latency_us, change.ratio) == (5.0, 4.0, 1.25)
+
+
+def test_merging_a_directory_leaves_the_target_in_it_out(tmp_path: Path) -> None:
+    target = store(tmp_path / "all.db", [trial("one_shot")])
+    store(tmp_path / "host.db", [trial("lamport", 4.0)])
+    done = merge_databases([tmp_path], target)
+    assert [Path(source.source).name for source in done.sources] == ["host.db"]
+    (tmp_path / "host.db").unlink()
+    with pytest.raises(DatabaseAccessError, match=r"holds no \*\.db file"):
+        merge_databases([tmp_path], target)
+
+
+def test_the_newest_source_of_a_variant_wins_whatever_comes_first(tmp_path: Path) -> None:
+    """Finals of an older kernel must not hide what was measured of the newer one."""
+    old = store(tmp_path / "old.db", [trial("one_shot", 5.0, final=True, source_hash="outdated")])
+    new = store(tmp_path / "new.db", [trial("one_shot", 4.0, after=50)])
+    for name, order in (("a", [old, new]), ("b", [new, old])):
+        target = tmp_path / f"{name}.db"
+        for source in order:
+            merge_databases([source], target)
+        assert decide(snapshot_of(target)).candidate == candidate("one_shot")
+
+
+def test_a_database_that_is_tuned_meanwhile_loses_nothing(database_url: str, tmp_path: Path) -> None:
+    source = store(tmp_path / "source.db", [trial(latency_us=5.0 + n, after=n) for n in range(5)])
+    store(tmp_path / "earlier.db", [trial("lamport", 9.0, after=-5, source_hash="first")])
+    target = database_url
+    with Database.open(target, create=True) as database:
+        run = database.start_run(command="tune", seed=None, budget="", host="node")
+        database.record([trial("lamport", 4.0, run_id=run, source_hash="former")])
+        for bring in (merge_databases, import_databases):
+            bring([source], target)
+            database.record([trial("lamport", 3.0, run_id=run, after=60)])
+            database.record([trial("one_shot", 2.0, run_id=run, after=70)])
+            bring([tmp_path / "earlier.db"], target)
+        database.finish_run(run)
+        assert database.stats()["trials"] == 11
+        assert database.stats()["variants"] == 4
+    assert newest_variants(target)["all_reduce", "lamport"].source_hash == "current"
+
+
+def test_servers_are_sources_and_targets(postgres_url: str, tmp_path: Path) -> None:
+    """With rows of their own, of which some are the same, and with an older source of a variant that they know."""
+    here, there = store(tmp_path / "here.db", sweep()[:60]), tmp_path / "there.db"
+    shutil.copy(here, there)
+    with Database.open(there) as database:
+        database.record(sweep()[60:])
+    with Database.open(here) as database:
+        database.pin(problem(), candidate("two_shot"), environment=OLDER, reason="a pin")
+        database.record([trial("one_shot", 1.0, after=-50, source_hash="outdated")])
+    done = merge_databases([there], postgres_url)
+    assert done.added == len(sweep())
+    assert done.comparisons
+    merge_databases([there], tmp_path / "both.db")
+    lines_of(here, tmp_path / "here.jsonl")
+    assert import_databases([tmp_path / "here.jsonl"], postgres_url).added == 1
+    assert merge_databases([here], postgres_url).added == 0
+    merge_databases([here], tmp_path / "both.db")
+    assert lines_of(postgres_url, tmp_path / "server.jsonl") == lines_of(tmp_path / "both.db", tmp_path / "both.jsonl")
+    assert digests(postgres_url) == digests(tmp_path / "both.db")
+    import_databases([postgres_url], tmp_path / "back.db")
+    assert digests(tmp_path / "back.db") == digests(postgres_url)
+    assert diff_databases(postgres_url, tmp_path / "back.db").is_empty
+
+
+def test_sources_that_contradict_bring_nothing(database_url: str, tmp_path: Path) -> None:
+    good = store(tmp_path / "good.db", [trial(final=True)])
+    import_databases([good], database_url)
+    forged = tmp_path / "forged.db"
+    for statement, complaint in (
+        ("UPDATE problem SET shape = '77'", "digest of another"),
+        ("DELETE FROM variant", "refer to problems, environments or variants"),
+    ):
+        shutil.copy(good, forged)
+        with Database.open(forged) as database:
+            database.record([trial("two_shot", 1.0, after=5)])
+        with sqlite3.connect(forged) as plain:
+            plain.execute(statement)
+        before = digests(database_url)
+        with pytest.raises(DatabaseCorruptError, match=complaint):
+            merge_databases([forged], database_url)
+        assert digests(database_url) == before

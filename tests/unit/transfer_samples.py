@@ -1,0 +1,209 @@
+"""Databases that the tests of exports, imports and merges share, and what they hold in words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from db_samples import H200, NUMERICS, OLDER, START, candidate, problem, trial
+from hypothesis import strategies as st
+
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import PinRecord, TrialRecord
+from tunedcomm.db.select import Snapshot
+from tunedcomm.db.store import Database
+from tunedcomm.hardware import Environment
+
+H100 = replace(H200, gpu="NVIDIA H100", num_links=16, fabric="nvswitch-16")
+
+
+def in_words(record: TrialRecord) -> str:
+    """All but ids, which differ between databases."""
+    return repr(replace(record, id=None, run_id=None))
+
+
+SIZES = tuple(1 << exponent for exponent in range(10, 24, 2))
+
+
+def store(path: Path, records: Iterable[TrialRecord], *, command: str = "tunedcomm tune") -> Path:
+    with Database.open(path, create=True) as database:
+        run = database.start_run(command=command, seed=1, budget="none", host="node")
+        # Each source by itself: those of one call are not told apart by time.
+        for _, group in itertools.groupby(records, key=lambda record: record.source_hash):
+            database.record([replace(record, run_id=run) for record in group])
+        database.finish_run(run)
+    return path
+
+
+def config(num_blocks: int) -> dict[str, Any]:
+    return {"config": {"num_blocks": num_blocks}}
+
+
+NOT_OK: dict[str, Any] = {"latency_us": None}
+
+
+def sweep() -> list[TrialRecord]:
+    """Everything a sweep leaves behind, at several sizes, with finals at most of them."""
+    found: list[TrialRecord] = []
+    for index, size in enumerate(SIZES):
+        here: dict[str, Any] = {"problem": problem(size)}
+        time = 100 * index
+        for blocks in (1, 2, 4, 8, 16):
+            for place, variant in enumerate(("one_shot", "two_shot", "lamport")):
+                latency = 3 + place + blocks / 8 + index
+                found.append(trial(variant, latency, after=time + blocks, **config(blocks), **here))
+        # Measured again and slower: the newest counts, not the fastest.
+        found.append(trial("lamport", 40.0, after=time + 20, **config(16), **here))
+        found += [
+            trial("one_shot", **NOT_OK, status="pruned", after=time + n, **config(32 + n), **here) for n in (1, 2)
+        ]
+        found.append(trial("atomic", **NOT_OK, status="pruned", reason="too slow", after=time, **config(1), **here))
+        found.append(trial("atomic", **NOT_OK, status="infeasible", reason="no fabric", **config(2), **here))
+        if index != 3:
+            found += [
+                trial("library", 10.0, final=True, after=time + 50, **here),
+                trial("one_shot", 4.5, final=True, after=time + 50, **config(4), **here),
+                trial("lamport", 4.4 + index, final=True, after=time + 50, **config(2), **here),
+            ]
+    small, large = {"problem": problem(SIZES[0])}, {"problem": problem(SIZES[3])}
+    found += [
+        # Failed and good since, without finals: the failure must stay forgiven.
+        trial("two_shot", **NOT_OK, status="hung", reason="no sign of life", after=301, **config(16), **large),
+        trial("two_shot", 9.5, after=350, **config(16), **large),
+        # Good and failed since.
+        trial("two_shot", **NOT_OK, status="incorrect", after=999, **config(1), **large),
+        trial("lamport", **NOT_OK, status="crashed", after=5, **config(64), **small),
+        trial("lamport", **NOT_OK, status="compile_error", reason="too much", **config(128), **small),
+        # Another environment, another world size, another source of the same variant.
+        trial("one_shot", 2.0, final=True, environment=OLDER, **config(8), **small),
+        trial("one_shot", 3.0, problem=problem(world_size=2), **config(8)),
+        trial("one_shot", 1.0, final=True, source_hash="later", after=9000, **config(8), **small),
+    ]
+    return found
+
+
+def snapshot_of(path: Path, world_size: int = 4) -> Snapshot:
+    return load_snapshot(H200, world_size, layers=[Layer("packaged", str(path))], strict=True)
+
+
+def everything(path: Path) -> set[str]:
+    """Every trial with the command that recorded it, without ids."""
+    with Database.open(path, readonly=True) as database:
+        runs = {run.id: run.command for run in database.runs()}
+        return {f"{runs[t.run_id]}: {in_words(t)}" for t in database.trials() if t.run_id is not None}
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a generated database holds; trials in the order in which they were measured."""
+
+    trials: tuple[TrialRecord, ...]
+    pins: tuple[PinRecord, ...]
+    command: str
+
+
+def contents(*, start: int = 0) -> st.SearchStrategy[Content]:
+    """Small databases of a few problems, so that candidates meet; no two trials are made at the same moment.
+
+    Args:
+        start: seconds after which the first trial was made; sources of one variant follow each other in time.
+    """
+    return st.builds(
+        lambda drafts, pins, command: _content(drafts, pins, command, start),
+        st.lists(_drafts(), max_size=25),
+        st.lists(_pins(), max_size=3),
+        st.text("abc -'\"\\é\n", max_size=8),
+    )
+
+
+def _drafts() -> st.SearchStrategy[dict[str, Any]]:
+    latencies = st.floats(min_value=1e-3, max_value=1e6)
+    return st.fixed_dictionaries(
+        {
+            "message_bytes": st.sampled_from([1024, 4096, 65536]),
+            "world_size": st.sampled_from([2, 4]),
+            "environment": st.sampled_from([H200, OLDER, H100]),
+            "variant": st.sampled_from([name for name in NUMERICS if name != "library"]),
+            "status": st.sampled_from(["ok", "ok", "ok", "ok", "hung", "incorrect", "pruned", "infeasible"]),
+            "num_blocks": st.integers(1, 4),
+            "latency_us": latencies,
+            "baseline_us": st.none() | latencies,
+            "final": st.booleans(),
+            "samples": st.integers(0, 2**31 - 1),
+            "error": st.none() | st.floats(min_value=0, allow_nan=False),
+            "reason": st.text(max_size=5).filter(lambda text: "\x00" not in text and _is_whole(text)),
+            "late": st.booleans(),
+            "wait": st.integers(1, 10**9),
+        }
+    )
+
+
+def _is_whole(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _pins() -> st.SearchStrategy[tuple[int, Environment, int]]:
+    return st.tuples(st.sampled_from([1024, 4096]), st.sampled_from([H200, H100]), st.integers(1, 4))
+
+
+def _content(
+    drafts: Sequence[dict[str, Any]], pins: Sequence[tuple[int, Environment, int]], command: str, start: int
+) -> Content:
+    when, records = START + timedelta(seconds=start), []
+    # All of a former source before all of a later one.
+    for draft in sorted(drafts, key=lambda draft: draft["late"]):
+        when += timedelta(microseconds=draft["wait"])
+        is_ok = draft["status"] == "ok"
+        records.append(
+            trial(
+                draft["variant"],
+                draft["latency_us"] if is_ok else None,
+                problem=problem(draft["message_bytes"], world_size=draft["world_size"]),
+                environment=draft["environment"],
+                status=draft["status"],
+                config={"num_blocks": draft["num_blocks"]},
+                baseline_p50_us=draft["baseline_us"] if is_ok else None,
+                final=draft["final"] and is_ok,
+                source_hash="current" if draft["late"] else "former",
+                created_at=when,
+                **{name: draft[name] for name in ("samples", "error", "reason")},
+            )
+        )
+    pinned = {(size, environment.hard_key): (size, environment, blocks) for size, environment, blocks in pins}
+    return Content(
+        tuple(records),
+        tuple(
+            PinRecord(
+                problem=problem(size),
+                environment=environment,
+                candidate=candidate("two_shot", blocks),
+                reason=f"pin {number} after {start}",
+            )
+            for number, (size, environment, blocks) in enumerate(pinned.values())
+        ),
+        command,
+    )
+
+
+def write(path: Path, content: Content) -> Path:
+    """Make a database of it."""
+    store(path, content.trials, command=content.command)
+    with Database.open(path) as database:
+        for pin in content.pins:
+            database.pin(pin.problem, pin.candidate, environment=pin.environment, reason=pin.reason)
+    return path
+
+
+def digests(target: str | Path) -> dict[tuple[str, int], str]:
+    """The digest of every snapshot that the database can give."""
+    return {
+        (environment.digest, world_size): load_snapshot(
+            environment, world_size, layers=[Layer("user", str(target))], strict=True
+        ).digest
+        for environment in (H200, OLDER, H100)
+        for world_size in (2, 4)
+    }

@@ -1,0 +1,316 @@
+"""What two databases answer differently, and what they hold that the other one does not."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from sqlalchemy import func, select, true
+
+from tunedcomm.db.answers import Answers, answers, measured, newest_variants
+from tunedcomm.db.engine import make_engine
+from tunedcomm.db.merge import absorb
+from tunedcomm.db.records import PinRecord
+from tunedcomm.db.schema import TrialRow, VariantRow
+from tunedcomm.db.score import noise
+from tunedcomm.db.store import Database
+from tunedcomm.db.supply import Supply, fresh, supply
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Problem
+
+__all__ = ["Answer", "Change", "Comparison", "Difference", "PinChange", "Retired", "compare", "diff_databases"]
+
+Kind: TypeAlias = Literal["only before", "only after", "winner", "latency"]
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What runs for a problem.
+
+    Attributes:
+        candidate: what runs.
+        source: the rule that chose it.
+        latency_us: what it is expected to take, None where that is not known.
+        library_us: what the library is expected to take.
+        noise: relative uncertainty of `latency_us`; 0 where nothing was measured.
+    """
+
+    candidate: Candidate
+    source: str
+    latency_us: float | None
+    library_us: float | None
+    noise: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        named = {"variant": self.candidate.variant, "config": self.candidate.config_dict}
+        return named | {name: getattr(self, name) for name in ("source", "latency_us", "library_us", "noise")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A problem that is answered otherwise.
+
+    Attributes:
+        problem: what is asked.
+        kind: `only before` or `only after` where one of the databases has nothing on it; `winner` where another
+            candidate runs; `latency` where the same one takes another time, by more than the noise of both.
+        before, after: what runs, None where nothing is known.
+    """
+
+    problem: Problem
+    kind: Kind
+    before: Answer | None
+    after: Answer | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as before; None where a latency is not known."""
+        one = None if self.before is None else self.before.latency_us
+        other = None if self.after is None else self.after.latency_us
+        return None if one is None or other is None else one / other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What two databases answer on one kind of machine for one number of ranks.
+
+    Attributes:
+        before, after: the environments that were asked for; they differ in software at most.
+        world_size: ranks.
+        problems: how many problems were asked, of both databases together.
+        changes: those that are answered otherwise.
+    """
+
+    before: Environment
+    after: Environment
+    world_size: int
+    problems: int
+    changes: tuple[Change, ...]
+
+    @property
+    def drift(self) -> list[str]:
+        """Soft fields in which the environments differ, in words."""
+        return self.after.drift(self.before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinChange:
+    """A pin that is not the same in both databases."""
+
+    problem: Problem
+    environment: Environment
+    before: PinRecord | None
+    after: PinRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retired:
+    """A variant of which the databases know another newest source.
+
+    Attributes:
+        op, variant: which.
+        before, after: the newest source hashes, None where a database does not know the variant.
+        finals: finals of the former source in the former database, which say nothing about the new one.
+    """
+
+    op: str
+    variant: str
+    before: str | None
+    after: str | None
+    finals: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What lies between two databases.
+
+    Attributes:
+        before, after: their names.
+        schemas: their schema revisions.
+        trials: how many trials they hold.
+        trials_only: how many of these the other one does not hold.
+        environments_only: environments with trials in one of them alone.
+        comparisons: what they answer.
+        pins: pins that differ.
+        retired: variants whose sources differ.
+    """
+
+    before: str
+    after: str
+    schemas: tuple[str, str]
+    trials: tuple[int, int]
+    trials_only: tuple[int, int]
+    environments_only: tuple[tuple[Environment, ...], tuple[Environment, ...]]
+    comparisons: tuple[Comparison, ...]
+    pins: tuple[PinChange, ...]
+    retired: tuple[Retired, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """True if both hold the same trials and pins, under the same schema, and so answer the same."""
+        same = self.schemas[0] == self.schemas[1] and not any(self.trials_only) and not any(self.environments_only)
+        return same and not self.pins and not self.retired and not any(c.changes for c in self.comparisons)
+
+
+def diff_databases(before: str | Path, after: str | Path) -> Difference:
+    """Compare two databases: SQLite files, files of JSON lines, or URLs of servers. Neither is changed.
+
+    Both are asked as a machine would ask them that has the hardware and the software of their trials: in every
+    environment that both hold, and on each kind of hardware in the environment that each of them measured last.
+
+    Raises:
+        DatabaseError: one of them cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="tunedcomm-diff.") as folder:
+        one, other = supply(before, Path(folder) / "before.db"), supply(after, Path(folder) / "after.db")
+        files = (_file(one), _file(other))
+        held = (measured(files[0]), measured(files[1]))
+        trials, known = _count_trials(one, other, Path(folder) / "union.db")
+        return Difference(
+            before=one.name,
+            after=other.name,
+            schemas=(one.schema, other.schema),
+            trials=trials,
+            trials_only=(max(0, trials[0] - known), trials[1] - known),
+            environments_only=(
+                tuple(e for e in held[0] if e not in held[1]),
+                tuple(e for e in held[1] if e not in held[0]),
+            ),
+            comparisons=tuple(_comparisons(files, held)),
+            pins=tuple(_pin_changes(files)),
+            retired=tuple(_retired(files)),
+        )
+
+
+def compare(before: Answers, after: Answers) -> Comparison:
+    """What has changed between the answers of two databases for one number of ranks."""
+    problems = sorted({*before.decisions, *after.decisions}, key=lambda p: (p.family, p.shape))
+    return Comparison(
+        before=before.snapshot.environment,
+        after=after.snapshot.environment,
+        world_size=after.snapshot.world_size,
+        problems=len(problems),
+        changes=tuple(
+            change for p in problems if (change := _change(p, _answer(before, p), _answer(after, p))) is not None
+        ),
+    )
+
+
+def _file(found: Supply) -> Path:
+    assert found.file.path is not None
+    return found.file.path
+
+
+def _comparisons(
+    files: tuple[Path, Path], held: tuple[Mapping[Environment, frozenset[int]], Mapping[Environment, frozenset[int]]]
+) -> Iterator[Comparison]:
+    pairs = [(environment, environment) for environment in held[0] if environment in held[1]]
+    for last in _newest_of_each_kind(held[0]):
+        same_kind = [e for e in _newest_of_each_kind(held[1]) if e.hard_key == last.hard_key]
+        pairs += [(last, other) for other in same_kind if (last, other) not in pairs]
+    for environment in held[0]:  # Kinds of hardware that one of them alone has: all of its answers are gone, or new.
+        if environment.hard_key not in {e.hard_key for e in held[1]}:
+            pairs.append((environment, environment))
+    pairs += [(e, e) for e in held[1] if e.hard_key not in {before.hard_key for before in held[0]}]
+    for pair in pairs:
+        for world_size in sorted({*held[0].get(pair[0], ()), *held[1].get(pair[1], ())}):
+            found = compare(answers(files[0], pair[0], world_size), answers(files[1], pair[1], world_size))
+            if found.problems:
+                yield found
+
+
+def _newest_of_each_kind(held: Mapping[Environment, frozenset[int]]) -> list[Environment]:
+    kinds: dict[tuple[Any, ...], Environment] = {}
+    for environment in held:
+        kinds.setdefault(environment.hard_key, environment)
+    return list(kinds.values())
+
+
+def _answer(found: Answers, problem: Problem) -> Answer | None:
+    decision = found.decisions.get(problem)
+    if decision is None:
+        return None
+    row = found.row(problem)
+    return Answer(
+        candidate=decision.candidate,
+        source=decision.source,
+        latency_us=decision.latency_us,
+        library_us=decision.library_us,
+        noise=0.0 if row is None else noise(row),
+    )
+
+
+def _change(problem: Problem, before: Answer | None, after: Answer | None) -> Change | None:
+    kind: Kind
+    if before is None or after is None:
+        kind = "only after" if before is None else "only before"
+    elif before.candidate != after.candidate:
+        kind = "winner"
+    elif _differ(before, after):
+        kind = "latency"
+    else:
+        return None
+    return Change(problem=problem, kind=kind, before=before, after=after)
+
+
+def _differ(before: Answer, after: Answer) -> bool:
+    if before.latency_us is None or after.latency_us is None:
+        return False
+    low, high = sorted((before.latency_us, after.latency_us))
+    return high > low * (1 + before.noise + after.noise)
+
+
+def _count_trials(one: Supply, other: Supply, scratch: Path) -> tuple[tuple[int, int], int]:
+    """How many trials each of them holds, and how many of the second one's the first one holds too."""
+    target = fresh(scratch)
+    engine = make_engine(target, readonly=False, immutable=False, busy_timeout_s=_TIMEOUT_S)
+    try:
+        with engine.connect() as connection:
+            first, second = absorb(connection, one.file), absorb(connection, other.file)
+    finally:
+        engine.dispose()
+    return (first.trials, second.trials), second.known
+
+
+def _pin_changes(files: tuple[Path, Path]) -> Iterator[PinChange]:
+    before, after = (_pins(file) for file in files)
+    for key in sorted({*before, *after}, key=lambda key: (key[0], str(key[1].to_dict()))):
+        one, other = before.get(key), after.get(key)
+        if one is None or other is None or (one.candidate, one.reason) != (other.candidate, other.reason):
+            yield PinChange(problem=key[0], environment=key[1], before=one, after=other)
+
+
+def _pins(file: Path) -> dict[tuple[Problem, Environment], PinRecord]:
+    with Database.open(file, readonly=True) as database:
+        return {(pin.problem, pin.environment): pin for pin in database.pins()}
+
+
+def _retired(files: tuple[Path, Path]) -> Iterator[Retired]:
+    before, after = newest_variants(files[0]), newest_variants(files[1])
+    for key in sorted({*before, *after}):
+        one, other = before.get(key), after.get(key)
+        if one is not None and other is not None and one.source_hash == other.source_hash:
+            continue
+        yield Retired(
+            op=key[0],
+            variant=key[1],
+            before=None if one is None else one.source_hash,
+            after=None if other is None else other.source_hash,
+            finals=0 if one is None else _num_finals(files[0], *key, one.source_hash),
+        )
+
+
+def _num_finals(file: Path, op: str, name: str, source_hash: str) -> int:
+    of_source = select(VariantRow.id).where(
+        VariantRow.op == op, VariantRow.name == name, VariantRow.source_hash == source_hash
+    )
+    finals = select(func.count()).where(
+        TrialRow.variant_id.in_(of_source), TrialRow.status == "ok", TrialRow.final == true()
+    )
+    with Database.open(file, readonly=True) as database, database.reading() as connection:
+        return int(connection.execute(finals).scalar_one())
