@@ -302,11 +302,13 @@ def test_coordinator_searches_small_to_large_then_runs_finals_everywhere() -> No
     finals = [set(machine.asked(problem, final=True)) for problem in (small, large)]
     library = Candidate.of(OP, "library", {})
     assert library in finals[0] & finals[1]
-    # Every winner is measured on every shape on which it can run.
+    # Every winner is measured on every shape on which it can run, and so are the shape's own best and most frugal.
     knowledge = knowledge_of(job_of(small, large, known=machine.known()))
     winners = set(knowledge.finalists([small, large], 2))
     for problem, measured in zip((small, large), finals, strict=True):
-        assert measured - {library} == set(knowledge.feasible(problem, winners))
+        own = {*knowledge.winners(problem, 8, "default"), *knowledge.frugal(problem)}
+        assert measured - {library} == set(knowledge.feasible(problem, winners)) | own
+        assert len(own) > 2
 
 
 def test_coordinator_starts_every_search_with_the_library_and_checks_fully_once() -> None:

@@ -1,4 +1,9 @@
-"""One family's finals: every winner on every shape, or what else was chosen for each, shared out to gangs."""
+"""One family's finals, shared out to gangs: what dispatch answers with.
+
+On every shape all winners of the family run, so that each has a latency curve; the shape's own best few, for dispatch
+at a size between two shapes takes what was measured at the larger one and can run; and the fastest of those that take
+few SMs. `db verify` chooses otherwise.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,9 @@ from tunedcomm.tuner.study import default_candidates
 __all__ = ["Finals"]
 
 _FINALISTS_PER_SHAPE = 2
+# With the best four of each shape dispatch between the shapes loses as little as with all that were tried
+# (bench/regret.py); twice as many leave room for what cannot run at a size between.
+_BEST_OF_SHAPE = 8
 
 
 class Finals:
@@ -20,7 +28,7 @@ class Finals:
         family: problems in the order in which they are measured.
         knowledge: of the sweep, with every search of the family over.
         limits: of the gangs.
-        chosen: what to measure of each problem besides the library; None measures every winner of the family.
+        chosen: what to measure of each problem besides the library, instead of what this module's text says.
         must: what is measured of a problem even if it took a gang along at another size.
 
     Attributes:
@@ -42,7 +50,11 @@ class Finals:
         finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE) if chosen is None else []
         for problem in family:
             library = default_candidates(problem, limits)[:1]
-            wanted = finalists if chosen is None else chosen[problem]
+            if chosen is None:
+                best = knowledge.winners(problem, _BEST_OF_SHAPE, "default")
+                wanted: Sequence[Candidate] = [*finalists, *best, *knowledge.frugal(problem)]
+            else:
+                wanted = chosen[problem]
             self._left[problem] = knowledge.feasible(problem, [*library, *wanted])
 
     def planned(self, problem: Problem) -> int:

@@ -30,6 +30,7 @@ __all__ = ["Knowledge"]
 
 # Finalists a family: more would cost the sweep more time than their curves are worth.
 _MAX_FINALISTS = 24
+_MAX_SMS = 128
 # The strictest policy that admits a numerics class.
 _NARROWEST: Mapping[Numerics, NumericsPolicy] = {"ordered": "ordered", "library": "default", "unordered": "any"}
 
@@ -133,6 +134,21 @@ class Knowledge:
         )
         found = [t.candidate for t in ranked if admits(policy, _numerics(t.candidate))]
         return [c for c in found if get_variant(problem.op, c.variant).bounded][:count]
+
+    def frugal(self, problem: Problem, policy: NumericsPolicy = "default") -> list[Candidate]:
+        """The fastest challengers that take at most 1, 2, 4, … SMs, for callers that compute beside the call."""
+        ran = [t for t in self._results.get(problem, {}).values() if t.status in ("ok", "pruned") and t.latency_us]
+        cost: dict[Candidate, tuple[float, str]] = {}
+        sms: dict[Candidate, int] = {}
+        for trial in ran:
+            variant = get_variant(problem.op, trial.candidate.variant)
+            taken = variant.num_blocks(problem, trial.candidate.config_dict)
+            if variant.bounded and not variant.is_library and taken >= 0 and admits(policy, variant.numerics):
+                cost[trial.candidate] = (trial.latency_us or math.inf, str(trial.candidate))
+                sms[trial.candidate] = taken
+        limits = [0, *(1 << exponent for exponent in range(_MAX_SMS.bit_length()))]
+        fitting = [[c for c in cost if sms[c] <= limit] for limit in limits]
+        return list(dict.fromkeys(min(found, key=cost.__getitem__) for found in fitting if found))
 
     def proposals(self, problem: Problem, count: int, searched: Collection[Problem]) -> list[Candidate]:
         """Winners worth trying first: of the nearest shapes, of other families at this shape, of other versions.
