@@ -41,6 +41,7 @@ from tunedcomm.db.select import Snapshot, choose
 from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, variants
+from tunedcomm.tuner.finals import BEST_OF_SHAPE
 from tunedcomm.tuner.recording import read_recording, write_recording
 
 ROOT = Path(__file__).parents[1]
@@ -76,18 +77,26 @@ class Known:
 
     @classmethod
     def of(cls, records: Iterable[TrialRecord]) -> Known:
-        """Trials at powers of two, as a snapshot holds them: the newest of a candidate, finals before others."""
-        kept: dict[tuple[Problem, Candidate], TrialRecord] = {}
+        """Trials at powers of two as the finals of a sweep hold them: every winner on every shape, each shape's best.
+
+        The recorded sweep's finals did not yet hold the latter, so they are taken from its search.
+        """
+        latest: dict[tuple[Problem, Candidate], TrialRecord] = {}
         for record in records:
             numel = math.prod(record.problem.shape)
             if record.status != "ok" or numel & (numel - 1):
                 continue
             key = (record.problem, candidate_of(record))
-            if key not in kept or (record.final, record.created_at) >= (kept[key].final, kept[key].created_at):
-                kept[key] = record
-        environment, world_size = next((r.environment, r.problem.world_size) for r in kept.values())
-        rows = tuple(map(row_of, kept.values()))
-        snapshot = Snapshot(environment=environment, world_size=world_size, rows=rows)
+            if key not in latest or (record.final, record.created_at) >= (latest[key].final, latest[key].created_at):
+                latest[key] = record
+        kept = [record for record in latest.values() if record.final]
+        for problem in {problem for problem, _ in latest}:
+            ran = [record for (measured, _), record in latest.items() if measured == problem]
+            ran = [record for record in ran if record.variant != "library"]
+            kept += sorted(ran, key=lambda record: record.latency_p50_us or math.inf)[:BEST_OF_SHAPE]
+        environment, world_size = kept[0].environment, kept[0].problem.world_size
+        rows = {(row.problem, row.candidate): row for row in map(row_of, kept)}
+        snapshot = Snapshot(environment=environment, world_size=world_size, rows=tuple(rows.values()))
         return cls(snapshot, limits_for(environment, world_size))
 
     def winner(self, problem: Problem, *, runs: Problem | None = None, snapshot: Snapshot | None = None) -> Candidate:

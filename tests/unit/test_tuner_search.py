@@ -80,7 +80,7 @@ def registered() -> Iterator[None]:
                 infeasible=infeasible,
                 default=lambda problem, limits, space=space: next(space.enumerate()),  # type: ignore[misc]
                 bind=unused,
-                num_blocks=lambda problem, config: 1,
+                num_blocks=lambda problem, config: int(config.get("num_blocks", 1)),
             )
         )
     yield
@@ -251,6 +251,18 @@ def test_reach_is_judged_within_what_a_class_promises() -> None:
     assert knowledge.best_us(problem, "unordered") == cost_us(loose)
     assert knowledge.best_us(problem, "ordered") == cost_us(wide(1, 1))
     assert set(knowledge.finalists([problem], 2)) == {loose, wide(1, 1)}
+
+
+def test_the_most_frugal_are_the_fastest_of_those_that_take_few_sms() -> None:
+    problem = problem_of(4096)
+    known = [stored(problem, wide(blocks, 4)) for blocks in (1, 2, 8, 32, 64)]
+    known += [stored(problem, wide(16, 4), "pruned"), stored(problem, wide(4, 4), "incorrect")]
+    frugal = knowledge_of(job_of(problem, known=tuple(known))).frugal(problem)
+    assert wide(4, 4) not in frugal
+    assert wide(64, 4) not in frugal, "slower than with 16"
+    for limit in (1, 2, 4, 8, 16, 32, 64):
+        ran = [wide(b, 4) for b in (1, 2, 8, 16, 32, 64) if b <= limit]
+        assert min(ran, key=lambda c: (cost_us(c), str(c))) in frugal, limit
 
 
 class Machine:

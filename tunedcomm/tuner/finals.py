@@ -13,12 +13,12 @@ from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.knowledge import Knowledge
 from tunedcomm.tuner.study import default_candidates
 
-__all__ = ["Finals"]
+__all__ = ["BEST_OF_SHAPE", "Finals"]
 
 _FINALISTS_PER_SHAPE = 2
 # With the best four of each shape dispatch between the shapes loses as little as with all that were tried
 # (bench/regret.py); twice as many leave room for what cannot run at a size between.
-_BEST_OF_SHAPE = 8
+BEST_OF_SHAPE = 8
 
 
 class Finals:
@@ -51,7 +51,7 @@ class Finals:
         for problem in family:
             library = default_candidates(problem, limits)[:1]
             if chosen is None:
-                best = knowledge.winners(problem, _BEST_OF_SHAPE, "default")
+                best = knowledge.winners(problem, BEST_OF_SHAPE, "default")
                 wanted: Sequence[Candidate] = [*finalists, *best, *knowledge.frugal(problem)]
             else:
                 wanted = chosen[problem]
