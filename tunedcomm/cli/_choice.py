@@ -62,14 +62,15 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
         DatabaseError: `database` cannot be read.
     """
     problem = options.problem()
-    from tunedcomm import communicator, dispatcher, settings
+    from tunedcomm import dispatcher, settings
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.spec import Candidate
+    from tunedcomm.symm.limits import limits_for
 
     layers = read_layers(database)
     environment = _environment(hardware, layers, problem)
     snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=database is not None)
-    limits = communicator.limits_for(environment, problem.world_size)
+    limits = limits_for(environment, problem.world_size)
     forced = dispatcher.forced_candidate(problem, limits)
     if forced is None and settings.mode() == "off":
         forced = Candidate.of(problem.op, "library", {})

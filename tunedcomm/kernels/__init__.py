@@ -15,14 +15,14 @@ import os
 import pkgutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from tunedcomm.spec import Variant
 
 __all__ = ["discover", "source_hash"]
 
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of the driver on Linux, and under Windows
 _UNTOLD = ("ctx", "kind", "type_comment")  # fields of syntax trees that say nothing about what runs
 
 
@@ -32,7 +32,7 @@ def _choose_interpreter() -> None:
     Kernels are decorated when their module is imported, and Triton's own `tl.max` and the like when Triton is: so this
     must come before either, and a program that imported Triton before stays without interpreted kernels.
     """
-    if "TRITON_INTERPRET" in os.environ or torch.cuda.is_available():
+    if "TRITON_INTERPRET" in os.environ or _has_gpu():
         return
     if "triton" in sys.modules:
         logging.getLogger("tunedcomm").warning(
@@ -41,6 +41,20 @@ def _choose_interpreter() -> None:
         )
         return
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _has_gpu() -> bool:
+    """What torch says, where it is imported: whoever launches kernels imports it first.
+
+    Who only reads databases should not wait for torch. Without it, no device file means no GPU; one that is there and
+    cannot be used is taken for a GPU, which changes nothing for a reader.
+    """
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.cuda.is_available()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return not hidden and any(Path(device).exists() for device in _DEVICE_FILES)
 
 
 @functools.cache
