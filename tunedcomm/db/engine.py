@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import sqlite3
 import stat
 import time
@@ -193,9 +194,9 @@ def _opener(path: Path, readonly: bool, immutable: bool, busy_timeout_s: float) 
     return open_connection
 
 
-def _lenient_text(raw: bytes) -> str:
-    """A damaged row must not end a whole query; what does not decode is rejected as a value later."""
-    return raw.decode("utf-8", "replace")
+# A damaged row must not end a whole query: what does not decode is rejected as a value later. No function of our own,
+# since it is called for every text.
+_lenient_text = operator.methodcaller("decode", "utf-8", "replace")
 
 
 def _set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, use_wal: bool) -> None:

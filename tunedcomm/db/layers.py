@@ -6,9 +6,11 @@ Layers: the user database (`TUNEDCOMM_DB`, or a file in the user's data director
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,12 +18,13 @@ from typing import Any, TypeAlias
 import platformdirs
 
 from tunedcomm import settings
-from tunedcomm.db import query
+from tunedcomm.db import query, snapshot_query
 from tunedcomm.db.engine import parse_target
-from tunedcomm.db.query import FailedTrial, OkTrial
 from tunedcomm.db.records import PinRecord
 from tunedcomm.db.rows import Reader
-from tunedcomm.db.snapshot import Failure, Pinned, Row, Snapshot, is_drift
+from tunedcomm.db.schema import PinRow
+from tunedcomm.db.snapshot import Failure, Numbers, Pinned, Row, Snapshot, is_drift
+from tunedcomm.db.snapshot_query import FailedTrial, OkTrial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseError
 from tunedcomm.hardware import SOFT_FIELDS, Environment
@@ -35,7 +38,8 @@ _warned: set[str] = set()
 # Readers of a snapshot wait for nobody: WAL lets them read beside a writer, anything longer is a stuck file system.
 _READ_TIMEOUT_S = 5.0
 
-_Key: TypeAlias = tuple[Problem, Candidate, str]
+# Problem and candidate as numbers, and the source hash.
+_Key: TypeAlias = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,17 @@ class _Merge:
     """What the layers read so far amount to."""
 
     environment: Environment
+    problems: Numbers[Problem] = field(default_factory=Numbers)
+    candidates: Numbers[Candidate] = field(default_factory=Numbers)
+    environments: Numbers[Environment] = field(default_factory=Numbers)
+    drifts: list[bool] = field(default_factory=list)
     rows: dict[_Key, Row] = field(default_factory=dict)
     good: dict[_Key, str] = field(default_factory=dict)
     failures: dict[_Key, FailedTrial] = field(default_factory=dict)
     pins: dict[Problem, Pinned] = field(default_factory=dict)
+
+    def _key(self, trial: OkTrial | FailedTrial) -> _Key:
+        return (self.problems.of(trial.problem), self.candidates.of(trial.candidate), trial.source_hash)
 
     def add_trial(self, trial: OkTrial, layer: Layer, rank: int) -> None:
         row = Row(
@@ -113,20 +124,26 @@ class _Merge:
             samples=trial.samples,
             baseline_p50_us=trial.baseline_p50_us,
             final=trial.final,
-            drift=is_drift(self.environment, trial.environment),
+            drift=self._is_drift(trial.environment),
             layer=layer.name,
             layer_rank=rank,
             created_at=trial.created_at,
             trial_id=trial.id,
         )
-        key = (row.problem, row.candidate, row.source_hash)
+        key = self._key(trial)
         self.good[key] = max(row.created_at, self.good.get(key, ""))
         known = self.rows.get(key)
         if known is None or _better(row, known):
             self.rows[key] = row
 
+    def _is_drift(self, there: Environment) -> bool:
+        number = self.environments.of(there)
+        if number == len(self.drifts):
+            self.drifts.append(is_drift(self.environment, there))
+        return self.drifts[number]
+
     def add_failure(self, trial: FailedTrial) -> None:
-        key = (trial.problem, trial.candidate, trial.source_hash)
+        key = self._key(trial)
         known = self.failures.get(key)
         if known is None or (trial.created_at, trial.status) > (known.created_at, known.status):
             self.failures[key] = trial
@@ -169,7 +186,7 @@ def _age(row: Row) -> tuple[Any, ...]:
 
 def _one_a_family(trials: list[FailedTrial]) -> tuple[Failure, ...]:
     """The failure at the first problem of each family: one is enough to keep a candidate from being predicted."""
-    kept: dict[_Key, FailedTrial] = {}
+    kept: dict[tuple[Problem, Candidate, str], FailedTrial] = {}
     for trial in sorted(trials, key=lambda t: (t.problem, t.created_at, t.status)):
         kept.setdefault((trial.problem.family, trial.candidate, trial.source_hash), trial)
     return tuple(
@@ -217,16 +234,16 @@ def is_absent(layer: Layer) -> bool:
     return False
 
 
-def _read(layer: Layer, rank: int, world_size: int, merge: _Merge) -> None:
+def _read(layer: Layer, rank: int, world_size: int, merge: _Merge, like: Problem | None) -> None:
     immutable = True if layer.name == "packaged" else None
     with Database.open(layer.target, readonly=True, immutable=immutable, busy_timeout_s=_READ_TIMEOUT_S) as database:
         reader = Reader()
         with database.reading() as connection:
             environments = query.environments_like(connection, merge.environment, reader)
             if environments:
-                trials = query.ok_trials(connection, environments, world_size, reader)
-                failures = query.failed_trials(connection, environments, world_size, reader)
-                pins = query.pins(connection, reader)
+                trials = snapshot_query.ok_trials(connection, environments, world_size, reader, like=like)
+                failures = snapshot_query.failed_trials(connection, environments, world_size, reader, like=like)
+                pins = query.pins(connection, reader, PinRow.environment_id.in_(list(environments)))
         database.warn_skipped(reader)
     # Merged only now: a layer that turns out damaged half way must not leave half of itself behind.
     if environments:
@@ -237,8 +254,26 @@ def _read(layer: Layer, rank: int, world_size: int, merge: _Merge) -> None:
         merge.add_pins(pins, layer, world_size)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Nothing is garbage before all is read, and to look for it among what a process with torch holds takes longer."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def load_snapshot(
-    environment: Environment, world_size: int, *, layers: Sequence[Layer] | None = None, strict: bool = False
+    environment: Environment,
+    world_size: int,
+    *,
+    layers: Sequence[Layer] | None = None,
+    strict: bool = False,
+    like: Problem | None = None,
 ) -> Snapshot:
     """Merge what every layer knows about this environment's hard fields and this world size.
 
@@ -251,20 +286,23 @@ def load_snapshot(
         layers: what to read instead of `layers()`.
         strict: raise what is wrong with a layer instead of leaving the layer out with a warning; a user database
             that was never made counts as wrong too.
+        like: keep only what the choice for this problem may depend on, which takes a fraction of the time. Such a
+            snapshot answers for this problem alone.
 
     Raises:
         DatabaseError: only with `strict`.
     """
     merge = _Merge(environment)
-    for rank, layer in enumerate(_all_layers() if layers is None else layers):
-        try:
-            if strict or not is_absent(layer):
-                _read(layer, rank, world_size, merge)
-        except DatabaseError as error:
-            if strict:
-                raise
-            _warn_once(f"tuning database left out ({layer.name}): {error}")
-    snapshot = merge.snapshot(world_size)
+    with _no_collections():
+        for rank, layer in enumerate(_all_layers() if layers is None else layers):
+            try:
+                if strict or not is_absent(layer):
+                    _read(layer, rank, world_size, merge, like)
+            except DatabaseError as error:
+                if strict:
+                    raise
+                _warn_once(f"tuning database left out ({layer.name}): {error}")
+        snapshot = merge.snapshot(world_size)
     for note in snapshot.notes:
         _warn_once(note)
     return snapshot

@@ -74,6 +74,8 @@ def bool_of(value: object, name: str) -> bool:
 def latency_of(value: object, name: str) -> float | None:
     if value is None:
         return None
+    if type(value) is float and 0 < value < math.inf:  # nearly all of them
+        return value
     if type(value) not in (int, float) or not math.isfinite(cast(float, value)) or cast(float, value) <= 0:
         raise ValueError(f"{name} is not a time: {value!r:.80}")
     return float(cast(float, value))
@@ -93,6 +95,15 @@ def time_of(value: object) -> datetime:
     if not isinstance(value, datetime):
         raise ValueError(f"created_at is not a time: {value!r:.80}")
     return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+
+
+def time_text(value: object) -> str:
+    """ISO 8601 in UTC of what `time_of` reads; aware times cost as much as the rest of a row."""
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+        if value.tzinfo is None:
+            return f"{value.isoformat()}+00:00"
+    return time_of(value).isoformat()
 
 
 def status_of(value: object) -> Status:
@@ -177,6 +188,7 @@ class Reader:
     def candidate(self, op: str, variant: str, config: object) -> Candidate:
         """The candidate with a stored config; one object for all rows that name it."""
         key = (op, variant, config)
-        if key not in self._candidates:
-            self._candidates[key] = Candidate.of(op, variant, self.config(config))
-        return self._candidates[key]
+        known = self._candidates.get(key)
+        if known is None:
+            known = self._candidates[key] = Candidate.of(op, variant, self.config(config))
+        return known
