@@ -10,20 +10,16 @@ this script alone.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-import secrets
-import sys
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import triton
+from rows import Line, append
 
 from tunedcomm import spec
-from tunedcomm.cli._bench_rank import COLUMNS
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.kernels import _launch, _sync
 from tunedcomm.tuner import measure
@@ -44,19 +40,24 @@ class Fence:
         dist.all_reduce(self._token)
 
 
+def unbounded_loop(poll: list[str], missed: list[str], timeout: str, status: str) -> str:
+    """What `_sync._bounded_loop` makes, without the bound."""
+    return "\n".join(["LOOP:", *poll, "vote.sync.any.pred any, any, 0xffffffff;", "@any bra LOOP;"])
+
+
 def bind(communicator: Communicator, problem: spec.Problem, candidate: spec.Candidate, *, bounded: bool) -> object:
     """A launch of one of the two builds; each build has caches of its own."""
     _launch._compile.cache_clear()
     if bounded:
         return communicator.bind(problem, candidate)
-    kept, folder = _sync._give_up_or_loop.fn, triton.knobs.cache.dir
+    kept, folder = _sync._bounded_loop.fn, triton.knobs.cache.dir
     with tempfile.TemporaryDirectory() as name:
         triton.knobs.cache.dir = name
-        _sync._give_up_or_loop.fn = lambda label, timeout, status, missed: f"bra {label};"
+        _sync._bounded_loop.fn = unbounded_loop
         try:
             return communicator.bind(problem, candidate)
         finally:
-            _sync._give_up_or_loop.fn, triton.knobs.cache.dir = kept, folder
+            _sync._bounded_loop.fn, triton.knobs.cache.dir = kept, folder
             _launch._compile.cache_clear()
 
 
@@ -90,41 +91,15 @@ def main() -> None:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             for build, values in zip(("bounded", "unbounded"), slowest.sort().values.tolist(), strict=True):
                 low, middle, high = (values[len(values) * share // 10] for share in (1, 5, 9))
-                rows.append((nbytes, f"{name}:{build}", str(candidate), low, middle, high))
+                rows.append(Line(nbytes // 2, f"{name}:{build}", str(candidate), low, middle, high))
     if rank == 0:
-        report(rows, communicator, args.csv)
+        for row in rows:
+            spread = f"(p10 {row.p10_us:.3f}, p90 {row.p90_us:.3f})"
+            print(f"{2 * row.numel:>8} bytes {row.contender:28} {row.p50_us:7.3f} us {spread}")
+        if args.csv:
+            append(args.csv, rows, communicator.environment, world_size=communicator.world_size, mode="graph")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def report(
-    rows: list[tuple[int, str, str, float, float, float]], communicator: Communicator, path: Path | None
-) -> None:
-    """Print the rows, and append them to the CSV."""
-    for nbytes, contender, _, low, middle, high in rows:
-        print(f"{nbytes:>8} bytes {contender:28} {middle:7.3f} us (p10 {low:.3f}, p90 {high:.3f})")
-    if path is None:
-        return
-    environment, run_id = communicator.environment, secrets.token_hex(6)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if fresh:
-            writer.writeheader()
-        for nbytes, contender, config, low, middle, high in rows:
-            writer.writerow(
-                {
-                    "op": "all_reduce", "shape": nbytes // 2, "message_bytes": nbytes, "dtype": "bfloat16",
-                    "world_size": communicator.world_size, "mode": "graph", "contender": contender, "config": config,
-                    "latency_p10_us": round(low, 4), "latency_p50_us": round(middle, 4),
-                    "latency_p90_us": round(high, 4), "gpu": environment.gpu, "fabric": environment.fabric,
-                    "torch": environment.torch, "triton": environment.triton, "nccl": environment.nccl,
-                    "driver": environment.driver, "tunedcomm": environment.tunedcomm, "command": " ".join(sys.argv),
-                    "run_id": run_id, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                    "input_kind": "plain", "in_place": False, "reduction": "sum",
-                }
-            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ here is host time.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-import secrets
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from rows import Line, append
 
 import tunedcomm
-from tunedcomm.cli._bench_rank import COLUMNS
 from tunedcomm.ops import _fast
 
 WARM_UP = 5  # blocks
@@ -89,29 +85,12 @@ def main() -> None:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         rows.append((contender, config, [round(value, 3) for value in slowest.tolist()]))
     if rank == 0:
-        environment, run_id = communicator.environment, secrets.token_hex(6)
+        environment = communicator.environment
         for contender, config, (low, middle, high) in rows:
             print(f"{contender:16} {middle:7.2f} us a call on the host (p10 {low:.2f}, p90 {high:.2f})  {config}")
         if args.csv:
-            args.csv.parent.mkdir(parents=True, exist_ok=True)
-            fresh = not args.csv.exists()
-            with args.csv.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                if fresh:
-                    writer.writeheader()
-                for contender, config, (low, middle, high) in rows:
-                    writer.writerow(
-                        {
-                            "op": "all_reduce", "shape": numel, "message_bytes": args.bytes, "dtype": "bfloat16",
-                            "world_size": dist.get_world_size(), "mode": "eager", "contender": f"host_cost:{contender}",
-                            "config": config, "latency_p10_us": low, "latency_p50_us": middle, "latency_p90_us": high,
-                            "gpu": environment.gpu, "fabric": environment.fabric, "torch": environment.torch,
-                            "triton": environment.triton, "nccl": environment.nccl, "driver": environment.driver,
-                            "tunedcomm": environment.tunedcomm, "command": " ".join(sys.argv),
-                            "run_id": run_id, "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                            "input_kind": "plain", "in_place": False, "reduction": "sum",
-                        }
-                    )  # fmt: skip
+            lines = [Line(numel, f"host_cost:{contender}", config, *times) for contender, config, times in rows]
+            append(args.csv, lines, environment, world_size=dist.get_world_size(), mode="eager")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -77,6 +77,8 @@ def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord]
     ran = {str(t.candidate) for t in trials if t.status in ("ok", "pruned")}
     assert ran == {"library()", "unordered(delay_ms=5)", *GOOD}
     assert outcome.reason == "done"
+    assert outcome.num_gangs > 4
+    assert 0 < outcome.start_s < outcome.seconds
     assert not outcome.unsolved
     ok = [t for t in trials if t.status == "ok"]
     assert all(t.samples >= 2 and t.baseline_p50_us and t.error is not None and t.error < 1e-6 for t in ok)

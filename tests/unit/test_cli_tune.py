@@ -56,6 +56,7 @@ def outcome(*, solved: bool = True) -> SweepOutcome:
         failures={"hung": 1, "compile_error": 2},
         dropped=("one_shot",),
         num_gangs=2,
+        start_s=3.5,
         seconds=12.3,
         compiled_ahead=0,
     )

@@ -52,6 +52,7 @@ class Sweeps:
             failures={},
             dropped=(),
             num_gangs=1,
+            start_s=3.5,
             seconds=1.0,
             compiled_ahead=0,
         )

@@ -35,6 +35,7 @@ class Sweep:
             failures={},
             dropped=(),
             num_gangs=0,
+            start_s=3.5,
             seconds=0.0,
             compiled_ahead=0,
         )

@@ -272,6 +272,7 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
         "failures": outcome.failures,
         "dropped": list(outcome.dropped),
         "num_gangs": outcome.num_gangs,
+        "start_s": outcome.start_s,
         "num_compiled": outcome.num_compiled,
         "bind_share": outcome.bind_share,
         "seconds": outcome.seconds,

@@ -7,9 +7,9 @@ backend) it is plain loads, stores and atomics, so that the very same kernels ru
 element is one packet, and with `BLOCK` a multiple of 32 × num_warps each thread owns whole packets. Addresses are
 int64, not pointers, so that one binary serves every rank and every allocation.
 
-**Waiting is bounded.** Every wait gives up `timeout_ns` after it first found itself waiting for long, says whom it
-missed in the status block (pinned host memory) and lets the kernel run to its end. The clock is read only once in 1024
-failed polls, so that the bound costs nothing on the path that matters.
+**Waiting is bounded.** Every wait gives up `timeout_ns` after it began, says whom it
+missed in the status block (pinned host memory) and leaves the kernel. The clock is read only once in 1024 failed polls,
+so that the bound costs nothing on the path that matters.
 
 The status block is 32-bit words at a multiple of `STATUS_BYTES`. Word 0 is 1 once any wait has given up; word 1 + r is
 then the number of the call that missed rank r. Kernels get the block's address plus that number, which is below
@@ -34,10 +34,10 @@ __all__ = ["INTERPRET", "SENTINEL"]
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 SENTINEL = tl.constexpr(-0x80000000)  # as int32: −0.0 in fp32, (−0.0, +0.0) in two 16-bit halves
 
-_SPIN_CHECK = 1023  # polls between looks at the clock, a power of two minus one
+_POLLS = 1024  # failed polls between two looks at the clock
 _STATUS_BYTES = tl.constexpr(layout.STATUS_BYTES)
 _WAIT_REGISTERS = (
-    ".reg .pred active, again, late, bad; .reg .u32 spins, tmp, number; .reg .u64 now, since, block, slot;"
+    ".reg .pred active, again, late, any, bad; .reg .u32 polls, tmp, number; .reg .u64 now, since, block, slot;"
 )
 
 
@@ -69,33 +69,48 @@ def _outs(count, inputs):
 
 
 @triton.constexpr_function
-def _give_up_or_loop(label, timeout, status, missed):
-    """PTX for the end of a failed poll: go on at `label`, or fill in the status block and fall through.
+def _bounded_loop(poll, missed, timeout, status):
+    """PTX that repeats the instructions `poll` until none of the warp's lanes has set the predicate `any`.
 
-    Uses `_WAIT_REGISTERS`. `missed` are the instructions that note the missing ranks: `late` says that the own bound is
-    over, `block` and `number` hold the two parts of the status argument. A status block that is set already (an earlier
-    launch gave up) ends the wait at once, so that a graph of many launches does not wait its bound many times.
+    Uses `_WAIT_REGISTERS`. After the bound the instructions `missed` note the missing ranks (`late` says that the own
+    bound is over, `block` and `number` hold the two parts of the status argument), the status block is set, and the
+    warp leaves the kernel: barriers do not wait for warps that have left. A status block that is set already (an
+    earlier launch gave up) ends the wait too, so that a graph of many launches does not wait its bound many times.
+
+    The way through is laid out for speed. A warp stays together, so no lane has to be waited for afterwards. The look
+    at the clock stands before the polls and is passed on the way in, while the data are under way anyhow; all else that
+    only a lost peer makes necessary ends in `exit`, so that the assembler puts it at the kernel's end. What follows the
+    polls then follows them in memory too: jumping over so much as 30 instructions costs a fetch of 0.09 us on H200.
     """
     lines = [
-        "add.u32 spins, spins, 1;",
-        f"and.b32 tmp, spins, {_SPIN_CHECK};",
-        "setp.ne.u32 again, tmp, 0;",
-        f"@again bra {label};",
-        "mov.u64 now, %globaltimer;",
-        "setp.ne.u64 again, since, 0;",
-        "@!again mov.u64 since, now;",
-        "sub.u64 now, now, since;",
         f"and.b64 block, {status}, -{layout.STATUS_BYTES};",
-        "ld.volatile.global.u32 tmp, [block];",
+        "mov.u64 since, %globaltimer;",
+        "setp.ne.u32 again, 0, 0;",
+        "LOOK:",
+        "mov.u64 now, %globaltimer;",
+        "sub.u64 now, now, since;",
         f"setp.ge.u64 late, now, {timeout};",
+        "mov.u32 tmp, 0;",
+        "@again ld.volatile.global.u32 tmp, [block];",
         "setp.eq.and.u32 again, tmp, 0, !late;",
-        f"@again bra {label};",
+        "vote.sync.any.pred again, again, 0xffffffff;",
+        "@again bra POLLS;",
         f"cvt.u32.u64 number, {status};",
         f"and.b32 number, number, {layout.STATUS_BYTES - 1};",
         *missed,
         "mov.u32 tmp, 1;",
         "membar.sys;",
         "@late st.volatile.global.u32 [block], tmp;",
+        "exit;",
+        "POLLS:",
+        f"mov.u32 polls, {_POLLS};",
+        "LOOP:",
+        *poll,
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        "sub.u32 polls, polls, 1;",
+        "setp.ne.and.u32 bad, polls, 0, any;",
+        "@bad bra LOOP;",
+        "@any bra LOOK;",
     ]
     return "\n".join(lines)
 
@@ -111,22 +126,20 @@ def _poll_asm(n):
     lines = ["{", _WAIT_REGISTERS]
     lines += [f".reg .pred use{i};" for i in range(n)] + [f".reg .u64 a{i};" for i in range(n)]
     lines += [f"mov.u32 ${i}, 0;" for i in range(words)]
-    lines += ["mov.u32 spins, 0;", "mov.u64 since, 0;", f"setp.ne.u32 active, {mask}, 0;"]
-    lines += [f"mov.u64 a0, {address};"] + [f"add.u64 a{i}, a{i - 1}, {stride};" for i in range(1, n)]
+    lines += [f"setp.ne.u32 active, {mask}, 0;", f"mov.u64 a0, {address};"]
+    lines += [f"add.u64 a{i}, a{i - 1}, {stride};" for i in range(1, n)]
     lines += [f"setp.ne.and.s64 use{i}, {skip}, {i}, active;" for i in range(n)]
-    lines += ["@!active bra DONE;", "LOOP:"]
+    poll, missed = [], []
     for i in range(n):
         outs = ", ".join(f"${4 * i + w}" for w in range(4))
-        lines.append(f"@use{i} ld.relaxed.sys.global.v4.u32 {{{outs}}}, [a{i}];")
-    lines.append("setp.eq.u32 bad, $0, 0x80000000;")
-    lines += [f"setp.eq.or.u32 bad, ${i}, 0x80000000, bad;" for i in range(1, words)]
-    lines.append("@!bad bra DONE;")
-    missed = []
-    for i in range(n):  # words that were not polled are 0
-        missed.append(f"setp.eq.u32 bad, ${4 * i}, 0x80000000;")
-        missed += [f"setp.eq.or.u32 bad, ${4 * i + w}, 0x80000000, bad;" for w in range(1, 4)]
-        missed += ["and.pred bad, bad, late;", f"@bad st.volatile.global.u32 [block+{4 + 4 * i}], number;"]
-    lines += [_give_up_or_loop("LOOP", timeout, status, missed), "DONE:", "}"]
+        poll.append(f"@use{i} ld.relaxed.sys.global.v4.u32 {{{outs}}}, [a{i}];")
+    for i in range(n):  # what has come is not asked for again; words that are not asked for are 0
+        poll.append(f"setp.eq.u32 use{i}, ${4 * i}, 0x80000000;")
+        poll += [f"setp.eq.or.u32 use{i}, ${4 * i + w}, 0x80000000, use{i};" for w in range(1, 4)]
+        missed += [f"and.pred bad, use{i}, late;", f"@bad st.volatile.global.u32 [block+{4 + 4 * i}], number;"]
+    poll.append("mov.pred any, use0;")
+    poll += [f"or.pred any, any, use{i};" for i in range(1, n)]
+    lines += [_bounded_loop(poll, missed, timeout, status), "}"]
     return "\n".join(lines)
 
 
@@ -137,15 +150,16 @@ def _wait_asm():
     Operands: output, flag address, epoch, mask, rank behind the flag, timeout, status.
     """
     lines = ["{", _WAIT_REGISTERS, ".reg .s64 seen;"]
-    lines += ["mov.u32 $0, 0;", "mov.u32 spins, 0;", "mov.u64 since, 0;", "mov.u32 tmp, %tid.x;"]
-    lines += ["setp.lt.u32 active, tmp, 32;", "setp.ne.and.u32 active, $3, 0, active;", "@!active bra DONE;", "LOOP:"]
-    lines += ["ld.acquire.sys.global.s64 seen, [$1];", "setp.ge.s64 again, seen, $2;", "@again bra DONE;"]
+    lines += ["mov.u32 $0, 0;", "mov.u32 tmp, %tid.x;", "setp.ge.u32 bad, tmp, 32;", "@bad bra DONE;"]
+    lines += ["setp.ne.u32 active, $3, 0;", "mov.u64 seen, $2;"]
+    poll = ["@active ld.acquire.sys.global.s64 seen, [$1];", "setp.lt.s64 any, seen, $2;"]
     missed = [
         "mul.wide.u32 slot, $4, 4;",
         "add.u64 slot, slot, block;",
-        "@late st.volatile.global.u32 [slot+4], number;",
+        "setp.lt.and.s64 bad, seen, $2, late;",
+        "@bad st.volatile.global.u32 [slot+4], number;",
     ]
-    lines += [_give_up_or_loop("LOOP", "$5", "$6", missed), "DONE:", "}"]
+    lines += [_bounded_loop(poll, missed, "$5", "$6"), "DONE:", "}"]
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from tunedcomm.tuner.channel import SupervisorEnd, read_failures
 from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.death import Death, read_death
 from tunedcomm.tuner.job import Settings, candidate_from_dict
+from tunedcomm.tuner.launch import GO_FD
 from tunedcomm.tuner.processes import is_alive, kernel_identity, kill_group, send_kill
 
 __all__ = ["GangProcess", "gang_environment", "remove_stale_folders"]
@@ -72,6 +73,8 @@ def remove_stale_folders() -> None:
 class GangProcess:
     """One gang, from its start until no process of it is left.
 
+    It is a spare until `go` is called: its processes import what they need and touch no device.
+
     Args:
         slot: its number among those that run at once.
         settings: of the sweep.
@@ -98,19 +101,31 @@ class GangProcess:
         self._settings = settings
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         self._deadline: float | None = None
+        self._went: float | None = None
+        self._ready_at: float | None = None
         self._killed = False
         settings.save(self._folder / "settings.json")
         self._channel = SupervisorEnd(self._folder, selector, self)
-        with (self._folder / "output.txt").open("wb") as output:
-            self._process = subprocess.Popen(
-                _command(settings, self._folder / "settings.json"),
-                env=gang_environment(settings, devices),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        wanted, self._go = os.pipe()
+        try:
+            with (self._folder / "output.txt").open("wb") as output:
+                self._process = subprocess.Popen(
+                    _command(settings, self._folder / "settings.json"),
+                    env={**gang_environment(settings, devices), GO_FD: str(wanted)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(wanted,),
+                )
+        finally:
+            os.close(wanted)
         self._heard = self._spoken = time.monotonic()
+
+    def go(self) -> None:
+        """Let it take its devices; its silence counts from now."""
+        self._close_go()
+        self._went = self._heard = self._spoken = time.monotonic()
 
     # Talking
 
@@ -123,7 +138,7 @@ class GangProcess:
             if name in ("work", "trial", "run"):
                 self.begun, self.launched = candidate_from_dict(event["candidate"]), name == "run"
             elif name == "ready":
-                self.ready = True
+                self.ready, self._ready_at = True, self._heard
             elif name == "result":
                 self.begun, self.launched = None, False
                 self.num_results += 1
@@ -136,6 +151,13 @@ class GangProcess:
         self.waiting = command.kind == "wait"
         self._heard = self._spoken = time.monotonic()
         self._channel.send(command.to_dict())
+
+    @property
+    def start_s(self) -> float:
+        """Seconds from `go` until it was ready, or until now; 0 for a spare."""
+        if self._went is None:
+            return 0.0
+        return (self._ready_at or time.monotonic()) - self._went
 
     @property
     def seconds_since_command(self) -> float:
@@ -188,6 +210,12 @@ class GangProcess:
         self._deadline = time.monotonic() + _EXIT_WAIT_S
         if not self.end:
             self._kill()
+        self._close_go()  # after a spare has been killed: it must not take its devices now
+
+    def _close_go(self) -> None:
+        if self._go >= 0:
+            os.close(self._go)
+            self._go = -1
 
     def _kill(self) -> None:
         self._killed = True

@@ -6,6 +6,9 @@ with the launcher. Closed pipes or time-outs would not reach a process that hang
 Not PyTorch's elastic launcher: importing that takes seconds at every start of a gang, before the ranks import the same
 again, and of what it does a gang on one host needs nothing but this. The ranks meet at a store whose socket is opened
 here and inherited by rank 0, so that its port cannot be taken by anybody else meanwhile.
+
+A gang may be started before it is wanted: its ranks then import all they need and wait until `GO_FD` is closed on the
+supervisor's side. That is most of what a start takes, and touches no device.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from tunedcomm.tuner.death import write_exits
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.processes import die_with_parent
 
-__all__ = ["STORE_FD", "STORE_PORT", "main"]
+__all__ = ["GO_FD", "STORE_FD", "STORE_PORT", "main"]
 
-STORE_FD, STORE_PORT = "GANG_STORE_FD", "GANG_STORE_PORT"
+STORE_FD, STORE_PORT, GO_FD = "GANG_STORE_FD", "GANG_STORE_PORT", "GANG_GO_FD"
 _POLL_S = 0.05
 # Ranks that die within so long of the first one are asked for their exit code: it may be the first that was the echo.
 _GRACE_S = 0.5
@@ -33,9 +36,9 @@ _GRACE_S = 0.5
 def _spawn(settings: str, rank: int, world_size: int, store: socket.socket) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), STORE_PORT: str(store.getsockname()[1])}
     environment.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    inherited: tuple[int, ...] = ()
+    inherited = [int(os.environ[GO_FD])]
     if rank == 0:
-        inherited = (store.fileno(),)
+        inherited.append(store.fileno())
         environment[STORE_FD] = str(store.fileno())
     command = [sys.executable, "-m", "tunedcomm.tuner.worker", settings, str(os.getpid())]
     return subprocess.Popen(command, env=environment, pass_fds=inherited)

@@ -107,6 +107,7 @@ class SweepOutcome:
         failures: failed trials of this sweep by status.
         dropped: variants left alone after they had cost too many gangs.
         num_gangs: gangs started.
+        start_s: seconds that they took until they were ready, in all.
         seconds: wall time.
         compiled_ahead: binaries handed to the compile pool.
         num_compiled: trials for which a rank still had to compile.
@@ -122,6 +123,7 @@ class SweepOutcome:
     failures: dict[str, int]
     dropped: tuple[str, ...]
     num_gangs: int
+    start_s: float
     seconds: float
     compiled_ahead: int
     num_compiled: int = 0

@@ -60,6 +60,10 @@ class Supervisor:
         on_ready: called when a gang is ready, before its first command is asked for.
         on_outcome: called with each outcome that a gang reports, after its next command was sent.
         on_turn: called after everything that has come was answered, and at least ten times a second.
+
+    Attributes:
+        num_gangs: started so far.
+        start_s: seconds that those that came up had taken until they were ready, in all.
     """
 
     def __init__(
@@ -76,12 +80,16 @@ class Supervisor:
         self._on_ready, self._on_outcome, self._on_turn = on_ready, on_outcome, on_turn
         self._selector = selectors.DefaultSelector()
         self._gangs: dict[int, GangProcess] = {}
+        # Where a gang was lost the next one may be soon: one that has done its imports stands by.
+        self._spares: dict[int, GangProcess] = {}
+        self._lossy: set[int] = set()
         self._fruitless: Counter[int] = Counter()
         self._failure = self._reason = ""
         # What a waiting gang would be told may be another thing by now.
         self._changed = False
         self._asked_idle = time.monotonic()
         self.num_gangs = 0
+        self.start_s = 0.0
 
     def run(self) -> str:
         """Run to the end; returns why, `done` or `budget`.
@@ -98,7 +106,7 @@ class Supervisor:
             while self._gangs:
                 self._turn()
         finally:
-            for gang in self._gangs.values():
+            for gang in [*self._gangs.values(), *self._spares.values()]:
                 gang.finish()
             self._selector.close()
         if not self._reason and self._coordinator.has_time:
@@ -121,7 +129,15 @@ class Supervisor:
 
     def _start(self, slot: int) -> None:
         self.num_gangs += 1
-        self._gangs[slot] = GangProcess(slot, self._settings, self._selector, self._devices[slot])
+        spare = self._spares.pop(slot, None)
+        if spare is not None and spare.is_dead():
+            spare.finish()
+            spare = None
+        self._gangs[slot] = spare or self._make(slot)
+        self._gangs[slot].go()
+
+    def _make(self, slot: int) -> GangProcess:
+        return GangProcess(slot, self._settings, self._selector, self._devices[slot])
 
     def _turn(self) -> None:
         outcomes: list[tuple[int, Outcome]] = []
@@ -159,10 +175,13 @@ class Supervisor:
                     gang.retire()
 
     def _greet(self, gang: GangProcess, event: dict[str, Any]) -> None:
+        self.start_s += gang.start_s
         environment, limits = Environment.from_dict(event["environment"]), Limits(**event["limits"])
         self._coordinator.gang_ready(gang.slot, environment, limits)
         self._on_ready(gang.slot)
         self._command(gang)
+        if gang.slot in self._lossy and self._settings.replay is None:
+            self._spares[gang.slot] = self._make(gang.slot)
 
     def _command(self, gang: GangProcess) -> None:
         command = self._coordinator.next(gang.slot)
@@ -200,6 +219,7 @@ class Supervisor:
         row = self._coordinator.lost(gang.slot, status, reason, begun=gang.begun, killed=killed)
         self._changed = True
         gang.retire()
+        self._lossy.add(gang.slot)
         if row is not None:
             _log.warning("a gang %s at %s: %s", status, row.candidate, reason)
         elif not gang.end:

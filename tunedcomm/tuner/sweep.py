@@ -140,6 +140,7 @@ class _Sweep:
             failures=dict(self._tally.failures),
             dropped=tuple(sorted(self._coordinator.dropped)),
             num_gangs=self._supervisor.num_gangs,
+            start_s=self._supervisor.start_s,
             seconds=self._elapsed_s,
             compiled_ahead=self._compiled_ahead,
             num_compiled=self._tally.num_compiled,

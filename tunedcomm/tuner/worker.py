@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from tunedcomm.tuner.commands import LOST
 from tunedcomm.tuner.job import EXIT_UNUSABLE, Settings
+from tunedcomm.tuner.launch import GO_FD
 from tunedcomm.tuner.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ def _load_kernels(settings: Settings) -> None:
     kernels.discover()
     for plugin in settings.plugins:
         importlib.import_module(plugin)
+
+
+def _wait_until_wanted() -> None:
+    """Returns once the supervisor has closed its end, or is gone (which ends this process by other means)."""
+    descriptor = int(os.environ[GO_FD])
+    while os.read(descriptor, 1):
+        pass
+    os.close(descriptor)
 
 
 def _work(settings: Settings, gang: Gang) -> str:
@@ -59,8 +68,11 @@ def main(path: Path, launcher: int) -> int:
     settings = Settings.load(path)
     (path.parent / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()), encoding="ascii")
     _load_kernels(settings)
+    # Whatever can be done before the device is the gang's own.
+    import tunedcomm.tuner.trial  # noqa: F401
     from tunedcomm.tuner.gang import assemble
 
+    _wait_until_wanted()
     gang = assemble(settings, path.parent)
     communicator = gang.communicator
     gang.report("ready", {"environment": communicator.environment.to_dict(), "limits": asdict(communicator.limits)})

@@ -112,7 +112,7 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     if limits.backend == "host":
         wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
     else:
-        warps = 1 if packets <= 1024 else 2 if packets <= 8192 else 8
+        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
         wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
