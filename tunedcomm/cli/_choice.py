@@ -54,8 +54,16 @@ class Choice:
         }
 
 
-def choose(options: ProblemOptions, *, hardware: str | None, database: str | None) -> Choice:
+def choose(
+    options: ProblemOptions, *, hardware: str | None, database: str | None, with_left_out: bool = True
+) -> Choice:
     """Resolve the problem as dispatch would, without a process group.
+
+    Args:
+        options: the problem, as typed.
+        hardware: the stored environment to answer for; None for this machine.
+        database: what to read instead of every layer.
+        with_left_out: say of the other variants too why they do not run, which takes a look at all of their trials.
 
     Raises:
         UnknownNameError: no such op, or no stored environment matches `hardware`.
@@ -69,12 +77,15 @@ def choose(options: ProblemOptions, *, hardware: str | None, database: str | Non
 
     layers = read_layers(database)
     environment = _environment(hardware, layers, problem)
-    snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=database is not None)
+    strict = database is not None
+    snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=strict, like=problem)
     limits = limits_for(environment, problem.world_size)
     forced = dispatcher.forced_candidate(problem, limits)
     if forced is None and settings.mode() == "off":
         forced = Candidate.of(problem.op, "library", {})
     decision = dispatcher.decide(problem, snapshot, limits, policy=options.policy, forced=forced)
+    if not with_left_out:
+        return Choice(problem, environment, decision)
     stored = _stored_reasons(problem, environment, layers)
     return Choice(problem, environment, decision, _left_out(problem, decision, limits, options.policy, stored))
 
@@ -153,17 +164,23 @@ def environment_here() -> Environment:
     return detect(0 if torch.cuda.is_available() else None)
 
 
-def stored_environments(layers: Iterable[Layer]) -> list[Environment]:
-    """Environments of all readable layers, nearest layer first, each once; unreadable layers are noted on stderr."""
-    found: dict[str, Environment] = {}
+def stored_environments(layers: Iterable[Layer], serving: Problem | None = None) -> dict[Environment, bool]:
+    """Environments of all readable layers, nearest layer first, each once; unreadable layers are noted on stderr.
+
+    Each with whether something has run there that serves the op and world size of the problem `serving`.
+    """
+    found: dict[Environment, bool] = {}
     for layer in layers:
         try:
             with open_layer(layer) as database:
-                for environment in database.environments():
-                    found.setdefault(environment.digest, environment)
+                known = database.environments()
+                used = [] if serving is None else database.environments(op=serving.op, world_size=serving.world_size)
         except DatabaseError as error:
             note(f"skipped the {layer.name} database: {error}")
-    return list(found.values())
+            continue
+        for environment in known:
+            found[environment] = environment in used or found.get(environment, False)
+    return found
 
 
 def match_environments(text: str, environments: Sequence[Environment]) -> list[Environment]:
@@ -178,21 +195,13 @@ def _environment(hardware: str | None, layers: Sequence[Layer], problem: Problem
         if here.is_host:
             note("no GPU here: answering for the host backend; use --hardware for stored GPU environments")
         return here
-    stored = stored_environments(layers)
-    matching = match_environments(hardware, stored)
+    stored = stored_environments(layers, problem)
+    matching = match_environments(hardware, list(stored))
     if not matching:
         known = ", ".join(sorted({f"{e.gpu} ({e.digest[:8]})" for e in stored})) or "none"
         raise UnknownNameError(f"no stored environment matches --hardware {hardware!r}; stored are: {known}")
-    serving = [e for e in matching if _serves(e, layers, problem)] or matching
+    serving = [e for e in matching if stored[e]] or matching
     if len({e.hard_key for e in serving}) > 1:
         listed = "; ".join(f"{e.digest[:8]} = {e}" for e in serving)
         raise UnknownNameError(f"--hardware {hardware!r} matches several environments, give a digest: {listed}")
     return serving[0]
-
-
-def _serves(environment: Environment, layers: Sequence[Layer], problem: Problem) -> bool:
-    """True if a layer holds trials of the problem's op and world size in this environment."""
-    from tunedcomm.db.layers import load_snapshot
-
-    snapshot = load_snapshot(environment, problem.world_size, layers=layers)
-    return any(row.problem.op == problem.op for row in snapshot.rows)

@@ -53,7 +53,7 @@ def lookup(
         input_kind=input_kind,
         numerics=numerics,
     )
-    choice = choose(options, hardware=hardware, database=db)
+    choice = choose(options, hardware=hardware, database=db, with_left_out=as_json)
     if as_json:
         emit_json(choice.to_dict())
     else:

@@ -22,6 +22,7 @@ __all__ = [
     "BEST_OF_VARIANT",
     "counts",
     "environments_like",
+    "has_run",
     "load_environments",
     "load_problems",
     "load_problems_by_id",
@@ -89,6 +90,25 @@ def _load(
 def load_environments(connection: Connection, reader: Reader, *where: Any) -> dict[int, Environment]:
     """Stored environments by id."""
     return _load(connection, EnvironmentRow, where, parse.parse_environment, reader)
+
+
+def has_run(op: str | None, world_size: int | None) -> ColumnElement[bool]:
+    """True of environments with an ok trial of this op and world size, where they are given."""
+    wanted = select(ProblemRow.id)
+    if op is not None:
+        wanted = wanted.where(ProblemRow.op == op)
+    if world_size is not None:
+        wanted = wanted.where(ProblemRow.world_size == world_size)
+    return (
+        select(TrialRow.id)
+        .where(
+            TrialRow.environment_id == EnvironmentRow.id,
+            TrialRow.status == "ok",
+            TrialRow.final.in_([True, False]),  # lets the index be used through to the problem
+            TrialRow.problem_id.in_(wanted),
+        )
+        .exists()
+    )
 
 
 def load_problems(connection: Connection, reader: Reader, *where: Any) -> dict[int, Problem]:

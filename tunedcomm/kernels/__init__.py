@@ -104,13 +104,19 @@ def _plain(function: Any) -> Any:
     return inner if inspect.isfunction(inner) and not module.startswith("triton.") else None
 
 
+@functools.cache
+def _told(function: Any) -> tuple[str, tuple[str, ...]]:
+    """A function's syntax tree as text, and the names it uses; most kernels call the same few functions."""
+    definition = _definition(function)
+    names = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+    return _dump(definition), tuple(sorted(names))
+
+
 def _collect(function: Any, seen: dict[str, str]) -> None:
     name = f"{function.__module__}.{function.__qualname__}"
     if name in seen:
         return
-    definition = _definition(function)
-    seen[name] = _dump(definition)
-    used = sorted({node.id for node in ast.walk(definition) if isinstance(node, ast.Name)})
+    seen[name], used = _told(function)
     for global_name in used:
         value = function.__globals__.get(global_name)
         inner = _plain(value)
@@ -122,18 +128,26 @@ def _collect(function: Any, seen: dict[str, str]) -> None:
                 seen[f"{function.__module__}:{global_name}"] = repr(constant)
 
 
-@functools.cache
 def source_hash(variant: Variant) -> str:
     """SHA-256 over the sources of the variant's kernels and all they call, first 16 hex digits.
 
     Comments, docstrings and formatting do not count, so that only a change of code retires stored rows. Variants
     without kernels hash to their version alone.
     """
-    seen: dict[str, str] = {}
+    functions = []
     for kernel in variant.kernels:
         inner = _plain(kernel)
         if inner is None:
             raise TypeError(f"{variant.op}.{variant.name}: {kernel!r} is not a Triton function")
-        _collect(inner, seen)
-    text = "\n".join([f"version {variant.version}", *(f"{name}\n{seen[name]}" for name in sorted(seen))])
+        functions.append(inner)
+    return _hash_of(variant.version, *functions)
+
+
+@functools.cache
+def _hash_of(version: int, *functions: Any) -> str:
+    # Of plain functions, since a Triton function that is looked up in a cache works out a hash of its own.
+    seen: dict[str, str] = {}
+    for function in functions:
+        _collect(function, seen)
+    text = "\n".join([f"version {version}", *(f"{name}\n{seen[name]}" for name in sorted(seen))])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
