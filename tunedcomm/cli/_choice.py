@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm import garbage
 from tunedcomm.cli._options import ProblemOptions
 from tunedcomm.cli._output import note
 from tunedcomm.errors import DatabaseError, UnknownNameError
@@ -69,6 +70,11 @@ def choose(
         UnknownNameError: no such op, or no stored environment matches `hardware`.
         DatabaseError: `database` cannot be read.
     """
+    with garbage.kept():
+        return _choose(options, hardware, database, with_left_out=with_left_out)
+
+
+def _choose(options: ProblemOptions, hardware: str | None, database: str | None, *, with_left_out: bool) -> Choice:
     problem = options.problem()
     from tunedcomm import dispatcher, settings
     from tunedcomm.db.layers import load_snapshot

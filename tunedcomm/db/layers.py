@@ -6,18 +6,16 @@ Layers: the user database (`TUNEDCOMM_DB`, or a file in the user's data director
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import platformdirs
 
-from tunedcomm import settings
+from tunedcomm import garbage, settings
 from tunedcomm.db import query, snapshot_query
 from tunedcomm.db.engine import parse_target
 from tunedcomm.db.records import PinRecord
@@ -254,19 +252,6 @@ def _read(layer: Layer, rank: int, world_size: int, merge: _Merge, like: Problem
         merge.add_pins(pins, layer, world_size)
 
 
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Nothing is garbage before all is read, and to look for it among what a process with torch holds takes longer."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def load_snapshot(
     environment: Environment,
     world_size: int,
@@ -293,7 +278,7 @@ def load_snapshot(
         DatabaseError: only with `strict`.
     """
     merge = _Merge(environment)
-    with _no_collections():
+    with garbage.kept():
         for rank, layer in enumerate(_all_layers() if layers is None else layers):
             try:
                 if strict or not is_absent(layer):

@@ -36,7 +36,7 @@ from tunedcomm.db.snapshot import Failure, Pinned, Row, Snapshot
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate, Numerics, NumericsPolicy, Problem, admits
 
-__all__ = ["MAX_GAP", "MAX_REACH", "Decision", "Failure", "Pinned", "Row", "Snapshot", "Source", "choose"]
+__all__ = ["MAX_GAP", "MAX_REACH", "Decision", "Failure", "Pinned", "Row", "Snapshot", "Source", "choose", "relatives"]
 
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
@@ -166,7 +166,7 @@ def _near(call: Call, sizes: dict[int, list[Row]], size: int) -> Callable[[], li
     return pools
 
 
-def _relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
+def relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
     """Problems that may answer for `problem`, nearest first, each with what was relaxed."""
     dtypes = [problem.dtype, *([_SIXTEEN_BIT[problem.dtype]] if problem.dtype in _SIXTEEN_BIT else [])]
     kinds: list[Literal["plain", "symmetric"]] = [problem.input_kind]
@@ -184,7 +184,7 @@ def _relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
 
 def _interpolated(call: Call, reach: int | None) -> Decision | None:
     """Ask the family, then its relatives; `reach` None lifts the bound on extrapolation."""
-    for like, relaxed in _relatives(call.problem):
+    for like, relaxed in relatives(call.problem):
         sizes = _sizes(call, like)
         if sizes and (decision := _between_sizes(call, sizes, reach, f" with {relaxed}" if relaxed else "")):
             return decision

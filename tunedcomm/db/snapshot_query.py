@@ -8,6 +8,7 @@ only those that the rows refer to.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -18,13 +19,14 @@ from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_varian
 from tunedcomm.db.records import FAILED
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import ProblemRow, TrialRow, VariantRow
+from tunedcomm.db.select import relatives
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 
 __all__ = ["FailedTrial", "OkTrial", "failed_trials", "ok_trials"]
 
-# What of a problem all those share that may answer for it; see `select.relatives`.
-_KIN = ("op", "world_size", "layout", "scaling", "mode")
+# What tells the problems of one family from others.
+_FAMILY = tuple(item.name for item in fields(Problem) if item.name != "shape")
 
 
 class OkTrial(NamedTuple):
@@ -74,12 +76,13 @@ _STORED = tuple(
 )
 
 
-def _of_world(world_size: int, like: Problem | None, *where: Any) -> Select[Any]:
+def _of_world(world_size: int, like: Problem | None) -> Select[Any]:
     """Ids of the problems of a world size, or of those that may answer for `like`."""
-    wanted = [ProblemRow.world_size == world_size]
-    if like is not None:
-        wanted += [getattr(ProblemRow, name) == getattr(like, name) for name in _KIN]
-    return select(ProblemRow.id).where(*wanted, *where)
+    if like is None:
+        return select(ProblemRow.id).where(ProblemRow.world_size == world_size)
+    asked = [problem for problem, _ in relatives(like)]
+    kin = [getattr(ProblemRow, name).in_({getattr(problem, name) for problem in asked}) for name in _FAMILY]
+    return select(ProblemRow.id).where(*kin)
 
 
 def _finals(environment_id: int, of_world: Select[Any]) -> Select[Any]:

@@ -75,23 +75,25 @@ def _definition(function: Any) -> ast.FunctionDef:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
-    if ast.get_docstring(definition) is not None:
+    if ast.get_docstring(definition, clean=False) is not None:
         definition.body = definition.body[1:] or [ast.Pass()]
     definition.decorator_list = []
     return definition
 
 
-def _dump(node: object) -> str:
-    """A syntax tree as text that every supported Python writes alike.
+def _dump(node: object, names: set[str]) -> str:
+    """A syntax tree as text that every supported Python writes alike; the names that it uses are added to `names`.
 
     `ast.unparse` sets parentheses differently from version to version, and newer Pythons add fields to nodes: those are
     empty in code that older ones can read, so empty fields are left out.
     """
     if isinstance(node, ast.AST):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
         fields = [(n, v) for n, v in ast.iter_fields(node) if v is not None and v != [] and n not in _UNTOLD]
-        return f"{type(node).__name__}({', '.join(f'{name}={_dump(value)}' for name, value in fields)})"
+        return f"{type(node).__name__}({', '.join(f'{name}={_dump(value, names)}' for name, value in fields)})"
     if isinstance(node, list):
-        return f"[{', '.join(_dump(item) for item in node)}]"
+        return f"[{', '.join(_dump(item, names) for item in node)}]"
     return repr(node)
 
 
@@ -107,9 +109,8 @@ def _plain(function: Any) -> Any:
 @functools.cache
 def _told(function: Any) -> tuple[str, tuple[str, ...]]:
     """A function's syntax tree as text, and the names it uses; most kernels call the same few functions."""
-    definition = _definition(function)
-    names = {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
-    return _dump(definition), tuple(sorted(names))
+    names: set[str] = set()
+    return _dump(_definition(function), names), tuple(sorted(names))
 
 
 def _collect(function: Any, seen: dict[str, str]) -> None:
