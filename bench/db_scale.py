@@ -4,21 +4,17 @@ python bench/db_scale.py                                   # 1,000,000 trials, t
 python bench/db_scale.py --world-sizes 8                   # all trials of a kind in one snapshot: the worst case
 python bench/db_scale.py --hardware 5 --software 2         # a snapshot reads the trials of two software versions
 
-The trials are made up, always the same ones, in the proportions of a recorded sweep on H200 GPUs: 53 trials a problem
-of which five are finals, the rest mostly pruned, with the variants, configs and statuses that a sweep meets. On top of
-that, as years of use leave them: sweeps that were broken off before their finals, finals measured twice, sweeps of
-kernels that have changed since, and ops besides all_reduce. One line a run is appended to
-bench/results/db/db_scale.csv. Run it on an idle machine; the file goes into the folder for temporary files.
+What is in the file is said in bench/made_up.py. One line a run is appended to bench/results/db/db_scale.csv. Run it on
+an idle machine; the file goes into the folder for temporary files.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
-import itertools
 import json
 import os
-import random
 import shlex
 import sqlite3
 import statistics
@@ -26,18 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from datetime import datetime, timedelta, timezone
-from functools import cache
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
-from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord, config_digest
-from tunedcomm.db.store import Database
-from tunedcomm.hardware import Environment
-from tunedcomm.spec import InputKind, Mode, Problem, variants
+from made_up import environments, make_database
+
+from tunedcomm.hardware import HARD_FIELDS, Environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "db" / "db_scale.csv"
@@ -55,187 +47,183 @@ COLUMNS = {
     "snapshot_uncached_ms": "load_snapshot in a new process after the file left the page cache, median",
     "snapshot_cold_ms": "load_snapshot in a new process, imports not counted, median",
     "snapshot_warm_ms": "load_snapshot again in the same process, median",
-    "digest_ms": "its digest and its JSON, which a communicator broadcasts; median",
+    "to_json_ms": "the snapshot as the text that a communicator broadcasts, median",
     "lookup_ms": "`tunedcomm lookup` as a process, the file as user database beside the shipped ones; median",
     "lookup_best_ms": "the fastest of them",
-    "lookup_inside_ms": "of that, what is not start-up: from the parsed arguments to the answer; median",
     "explain_ms": "`tunedcomm explain` as a process, median",
-    "start_up_ms": "a process that imports what `lookup` imports and does nothing; median",
+    "start_up_ms": "a process that reads its arguments with Typer, imports SQLAlchemy and Triton, and ends; median",
     "repeats": "processes of each kind",
     "cpus": "of the machine",
     "python": "version, as the next four",
     "sqlite": "",
     "sqlalchemy": "",
     "triton": "",
-    "tunedcomm": "",
+    "typer": "",
     "command": "",
     "date": "UTC",
 }
 
-BATCH = 2000
-TRIALS_A_PROBLEM = 48
-START = datetime(2026, 1, 1, tzinfo=timezone.utc)
-SHAPES = tuple(512 << i for i in range(19))
-# Names, SMs, compute capabilities, fabrics and links of machines that clusters have.
-MACHINES = (
-    ("NVIDIA H200", 132, 90, 141, "nvswitch-18", 18, True),
-    ("NVIDIA H100 80GB HBM3", 132, 90, 80, "nvswitch-18", 18, True),
-    ("NVIDIA B200", 148, 100, 180, "nvswitch-18", 18, True),
-    ("NVIDIA A100-SXM4-80GB", 108, 80, 80, "nvswitch-12", 12, False),
-    ("NVIDIA GH200 480GB", 132, 90, 96, "nvlink-6", 18, False),
-    ("NVIDIA H20", 78, 90, 96, "nvswitch-18", 18, True),
-    ("NVIDIA H800", 132, 90, 80, "nvswitch-8", 8, False),
-    ("NVIDIA A100-SXM4-40GB", 108, 80, 40, "nvlink-4", 12, False),
-    ("NVIDIA H100 NVL", 132, 90, 94, "nvlink-12", 12, False),
-    ("NVIDIA B300", 148, 103, 270, "nvswitch-18", 18, True),
-)
-# Of a recorded sweep: 8,097 trials on four H200 GPUs.
-STATUSES = {"pruned": 6100, "ok": 3000, "infeasible": 870, "compile_error": 15, "incorrect": 8, "crashed": 4, "hung": 3}
-VARIANTS = {"lamport": 12, "two_shot": 32, "two_shot_lamport": 12, "one_shot": 9, "multimem_one_shot": 2}
-REASONS = {
-    "infeasible": "264 blocks of 8 warps with 166 registers a thread do not fit on 132 SMs at once (at most 132 do)",
-    "compile_error": "PTXASError: register allocation failed with register count of '255'",
-    "incorrect": "relative error 1.3e-01 above 8.0e-03 on random inputs",
-    "crashed": "rank 2 ended with signal 11 (SIGSEGV)",
-    "hung": "no progress for 20 s; killed",
-}
-FAMILIES = 12  # of finals: their configs go round
-
-
-def environments(hardware: int, software: int) -> list[Environment]:
-    """So many kinds of machines with so many versions of the software each, newest first."""
-    found = []
-    for index, minor in itertools.product(range(hardware), range(software)):
-        gpu, num_sms, capability, memory_gib, fabric, num_links, multicast = MACHINES[index % len(MACHINES)]
-        found.append(
-            Environment(
-                gpu=gpu,
-                num_sms=num_sms,
-                compute_capability=capability,
-                memory_gib=memory_gib,
-                fabric=fabric,
-                num_links=num_links,
-                multicast=multicast,
-                nodes=1 + index // len(MACHINES),
-                driver=f"580.{159 - minor}.04",
-                cuda="13.0",
-                torch=f"2.{11 - minor}.0+cu130",
-                triton="3.6.0",
-                nccl="2.28.9",
-                tunedcomm="0.1.0",
-            )
-        )
-    return found
-
-
-def problems(world_sizes: Sequence[int], rng: random.Random) -> Iterator[Problem]:
-    """What a cluster tunes: the sizes of whole sweeps, and in between the shapes of models, without end."""
-    modes: tuple[Mode, ...] = ("graph", "eager")
-    kinds: tuple[InputKind, ...] = ("plain", "symmetric")
-    ops = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    swept = (
-        Problem(op, (shape,), dtype, world_size, "sum" if "reduce" in op else "", kind, in_place, "", "", mode)
-        for op, kind, in_place, dtype, mode in itertools.product(
-            ops, kinds, (False, True), ("bfloat16", "float16"), modes
-        )
-        for shape, world_size in itertools.product(SHAPES, world_sizes)
-    )
-    seen = set()
-    for problem in itertools.chain(swept, itertools.repeat(None)):
-        if problem is not None:
-            yield problem
-        if problem is None or rng.random() < 0.3:
-            shape = rng.randrange(1, 4097) * rng.choice((2048, 2880, 4096, 5120, 7168, 8192))
-            model = Problem("all_reduce", (shape,), "bfloat16", rng.choice(world_sizes), mode=rng.choice(modes))
-            if model not in seen:
-                seen.add(model)
-                yield model
-
-
-@cache
-def points(variant: str) -> list[dict[str, int | bool | str]]:
-    """The configs of a variant, as its space enumerates them."""
-    return list(variants("all_reduce")[variant].space.enumerate())
-
-
-@cache
-def source_of(variant: str, generation: int) -> str:
-    """The source hash: of the kernels as they are, or of ones that have changed since."""
-    if generation:
-        return config_digest({"variant": variant, "generation": generation})
-    return kernels.source_hash(variants("all_reduce")[variant])
-
-
-def sweep(problem: Problem, environment: Environment, rng: random.Random, clock: Iterator[datetime]) -> list[TrialRecord]:
-    """The trials of one problem, of its search and its finals, perhaps of older kernels before them."""
-    found: list[TrialRecord] = []
-    floor_us = 2 + problem.nbytes / (environment.num_links * 20e3)
-
-    def add(variant: str, config: dict[str, int | bool | str], status: str, generation: int, *, final: bool) -> None:
-        ran = status == "ok"
-        latency_us = round(floor_us * (3 if variant == "library" else rng.lognormvariate(0.3, 0.25)), 4)
-        found.append(
-            TrialRecord(
-                problem=problem,
-                environment=environment,
-                variant=variant,
-                numerics="library" if variant == "library" else "ordered",
-                source_hash=source_of(variant, 0 if variant == "library" else generation),
-                config=config,
-                status=status,  # type: ignore[arg-type]
-                reason=REASONS.get(status, "") if not ran else "",
-                latency_p10_us=latency_us * 0.99 if ran else None,
-                latency_p50_us=latency_us if ran or status == "pruned" else None,
-                latency_p90_us=latency_us * 1.02 if ran else None,
-                samples=(200 if final else 12) if ran else 0,
-                baseline_p50_us=floor_us * 3 * rng.uniform(0.99, 1.01) if ran else None,
-                error=2e-3 if ran else None,
-                final=final,
-                created_at=next(clock),
-            )
-        )
-
-    for generation in (1, 0) if rng.random() < 0.3 else (0,):
-        add("library", {}, "ok", generation, final=False)
-        for _ in range(TRIALS_A_PROBLEM - 1):
-            (variant,) = rng.choices(list(VARIANTS), list(VARIANTS.values()))
-            (status,) = rng.choices(list(STATUSES), list(STATUSES.values()))
-            add(variant, rng.choice(points(variant)), status, generation, final=False)
-        if rng.random() < 0.1:
-            continue  # broken off before its finals
-        finalists = [(variant, points(variant)) for variant in ("lamport", "two_shot", "two_shot_lamport", "one_shot")]
-        for _ in range(2 if rng.random() < 0.15 else 1):
-            add("library", {}, "ok", generation, final=True)
-            for index, (variant, configs) in enumerate(finalists):
-                add(variant, configs[(problem.numel.bit_length() // 6 * 7 + index) % len(configs)], "ok", generation, final=True)
-    return found
-
-
-def trials_of(
-    environment: Environment, trials: int, world_sizes: Sequence[int], seed: int
-) -> Iterator[TrialRecord]:
-    """So many trials in one environment."""
-    rng = random.Random(f"{seed} {environment.digest}")
-    clock = (START + timedelta(seconds=0.15 * step) for step in itertools.count())
-    swept = (record for p in problems(world_sizes, rng) for record in sweep(p, environment, rng, clock))
-    return itertools.islice(swept, trials)
-
-
-def make_database(
-    path: Path, *, trials: int, hardware: int, software: int, world_sizes: Sequence[int], seed: int
-) -> float:
-    """Fill a new file; returns the seconds that it took."""
-    kernels.discover()
-    where = environments(hardware, software)
+SNAPSHOT = """
+import json, sys, time
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.hardware import Environment
+path, environment, world_size, repeats = json.loads(sys.argv[1])
+here, times, digests = Environment.from_dict(environment), [], []
+for _ in range(repeats):
     begin = time.perf_counter()
-    with Database.open(path, create=True) as database:
-        for environment in where:
-            run = database.start_run(command="bench/db_scale.py", seed=seed, budget="", host="made-up")
-            records = trials_of(environment, trials // len(where), world_sizes, seed)
-            while batch := [replace(record, run_id=run) for record in itertools.islice(records, BATCH)]:
-                database.record(batch)
-            database.finish_run(run)
-            sys.stderr.write(".")
-            sys.stderr.flush()
-    sys.stderr.write("\n")
-    return time.perf_counter() - begin
+    found = load_snapshot(here, world_size, layers=[Layer("user", path)], strict=True)
+    times.append(time.perf_counter() - begin)
+    begin = time.perf_counter()
+    text = found.to_json()
+    digests.append(time.perf_counter() - begin)
+print(json.dumps({"times": times, "to_json": digests, "rows": len(found.rows)}))
+"""
+# What `lookup` needs of others, and nothing of ours: the time below which no change here can bring it.
+START_UP = """
+import gc, os
+gc.disable()
+import typer
+app = typer.Typer()
+@app.command()
+def imports(shape: int) -> None:
+    import sqlalchemy.orm, sqlalchemy.dialects.sqlite, triton
+    os._exit(0)
+app(args=["8"])
+"""
+LOOKUP = ("--op", "all_reduce", "--shape", "98304", "--dtype", "bfloat16")
+
+
+def run(code: Sequence[str], **variables: str) -> tuple[float, str]:
+    """Wall seconds and output of a new Python process."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        sys.exit(f"{shlex.join(code)[:200]} failed: {done.stderr}")
+    return seconds, done.stdout
+
+
+def forget(path: Path) -> None:
+    """Ask the kernel to drop the file from its page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def ms(seconds: Sequence[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f}"
+
+
+def time_snapshots(path: Path, environment: Environment, world_size: int, repeats: int) -> dict[str, str]:
+    """How long a snapshot takes in new processes and again in the same one."""
+    task = json.dumps([str(path), environment.to_dict(), world_size, 1])
+    uncached, cold = [], []
+    for _ in range(repeats):
+        forget(path)
+        uncached += json.loads(run(["-c", SNAPSHOT, task])[1])["times"]
+        cold += json.loads(run(["-c", SNAPSHOT, task])[1])["times"]
+    warm = json.loads(run(["-c", SNAPSHOT, json.dumps([*json.loads(task)[:3], 1 + repeats])])[1])
+    return {
+        "snapshot_rows": str(warm["rows"]),
+        "snapshot_uncached_ms": ms(uncached),
+        "snapshot_cold_ms": ms(cold),
+        "snapshot_warm_ms": ms(warm["times"][1:]),
+        "to_json_ms": ms(warm["to_json"][1:]),
+    }
+
+
+def time_commands(path: Path, environment: Environment, world_size: int, repeats: int) -> dict[str, str]:
+    """How long `lookup` and `explain` take as processes; turn about, so that other load meets all alike."""
+    arguments = (*LOOKUP, "--world-size", str(world_size), "--hardware", environment.digest[:12])
+    codes = {
+        "lookup": ["-m", "tunedcomm.cli.main", "lookup", *arguments],
+        "explain": ["-m", "tunedcomm.cli.main", "explain", *arguments],
+        "start_up": ["-c", START_UP],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in codes}
+    for _ in range(repeats):
+        for name, code in codes.items():
+            seconds[name].append(run(code, TUNEDCOMM_DB=str(path), TRITON_INTERPRET="0")[0])
+    return {
+        "lookup_ms": ms(seconds["lookup"]),
+        "lookup_best_ms": f"{1000 * min(seconds['lookup']):.1f}",
+        "explain_ms": ms(seconds["explain"]),
+        "start_up_ms": ms(seconds["start_up"]),
+    }
+
+
+def append(values: Mapping[str, object], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not out.exists()
+    with out.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(values)
+    sys.stdout.write("".join(f"{name:20} {value}\n" for name, value in values.items()))
+
+
+def count(path: Path, query: str, *values: object) -> int:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return int(connection.execute(query, values).fetchone()[0])
+
+
+def measure(args: argparse.Namespace, path: Path) -> dict[str, object]:
+    world_sizes = [int(size) for size in args.world_sizes.split(",")]
+    shape = {"hardware": args.hardware, "software": args.software, "world_sizes": world_sizes, "seed": args.seed}
+    seconds = make_database(path, trials=args.trials, **shape)
+    environment, world_size = environments(args.hardware, args.software)[0], world_sizes[-1]
+    like = [f"{name} = ?" for name in HARD_FIELDS]
+    of_snapshot = (
+        "SELECT count(*) FROM trial JOIN problem ON problem.id = problem_id WHERE world_size = ? AND environment_id IN "
+        f"(SELECT id FROM environment WHERE {' AND '.join(like)})"
+    )
+    values: dict[str, object] = {
+        "trials": count(path, "SELECT count(*) FROM trial"),
+        "hardware": args.hardware,
+        "software": args.software,
+        "world_sizes": args.world_sizes.replace(",", " "),
+        "problems": count(path, "SELECT count(*) FROM problem"),
+        "seed": args.seed,
+        "file_mib": f"{path.stat().st_size / 2**20:.1f}",
+        "write_per_s": f"{args.trials / seconds:.0f}",
+        "snapshot_trials": count(path, of_snapshot, world_size, *environment.hard_key),
+        **time_snapshots(path, environment, world_size, args.repeats),
+        **time_commands(path, environment, world_size, args.repeats),
+        "repeats": args.repeats,
+        "cpus": os.cpu_count(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "sqlite": sqlite3.sqlite_version,
+        **{package: version(package) for package in ("sqlalchemy", "triton", "typer")},
+        "command": shlex.join(["python", "bench/db_scale.py", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+    assert tuple(values) == tuple(COLUMNS)
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=1_000_000)
+    parser.add_argument("--hardware", type=int, default=10, help="kinds of machines")
+    parser.add_argument("--software", type=int, default=1, help="versions of the software on each kind")
+    parser.add_argument("--world-sizes", default="2,4,8", help="of the problems; the last one is asked for")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=9, help="processes of each kind")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        append(measure(args, Path(folder) / "tuned.db"), args.out)
+
+
+if __name__ == "__main__":
+    main()
