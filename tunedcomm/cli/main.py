@@ -14,7 +14,7 @@ from tunedcomm import errors
 from tunedcomm.cli._output import note
 from tunedcomm.cli._verbs import lazy_group
 
-__all__ = ["app", "run"]
+__all__ = ["app", "code_of", "run"]
 
 BAD_USAGE = (
     errors.ConfigError,
@@ -43,13 +43,14 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     if is_quick:
         # Kernels are looked at and not run, so that their interpreter need not be imported where there is no GPU.
         os.environ.setdefault("TRITON_INTERPRET", "0")
-    code = _code_of(arguments)
+    code = code_of(arguments)
     if is_quick:
         _leave(code)
     sys.exit(code)
 
 
-def _code_of(arguments: list[str] | None) -> int:
+def code_of(arguments: list[str] | None) -> int:
+    """Run the command line and return its exit code."""
     try:
         app(args=arguments, prog_name="tunedcomm")
     except errors.TunedCommError as error:

@@ -13,6 +13,7 @@ from tunedcomm.errors import DatabaseCorruptError, DatabaseVersionError
 
 __all__ = ["ensure_schema", "schema_version"]
 
+_MAX_VERSION = 32
 # Alembic keeps its context in module globals.
 _alembic_lock = threading.Lock()
 
@@ -22,7 +23,7 @@ def schema_version(connection: Connection) -> str | None:
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     version = connection.execute(select(column("version_num", String)).select_from(table(VERSION_TABLE))).scalar()
-    return str(version) if version is not None else None
+    return str(version)[:_MAX_VERSION] if version is not None else None
 
 
 def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:

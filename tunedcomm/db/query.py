@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, Connection, String, Table, func, select, type_coerce
 
 from tunedcomm.db import rows as parse
-from tunedcomm.db.records import STATUSES, PinRecord, TrialRecord
+from tunedcomm.db.records import STATUSES, PinRecord, RunRecord, TrialRecord
 from tunedcomm.db.rows import Reader, StoredVariant
-from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, TrialRow, VariantRow
+from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.hardware import HARD_FIELDS, Environment
 from tunedcomm.spec import Problem
 
@@ -29,6 +29,7 @@ __all__ = [
     "load_variants",
     "pins",
     "raw",
+    "runs",
     "table",
     "trials",
 ]
@@ -81,7 +82,7 @@ def _load(
     for values in connection.execute(select(*columns).where(*where)).all():
         row = dict(zip(names, values, strict=True))
         try:
-            found[row["id"]] = parser(row)
+            found[parse.id_of(row["id"])] = parser(row)
         except ValueError as error:
             reader.skipped.add(f"{model.__tablename__} {row['id']}: {error}")
     return found
@@ -149,7 +150,7 @@ def trials(
     few = len(rows) <= _FEW
 
     def referred(model: type[Base], column: str) -> list[ColumnElement[bool]]:
-        return [table(model).c.id.in_({row[column] for row in rows})] if few else []
+        return [table(model).c.id.in_({row[column] for row in rows if type(row[column]) is int})] if few else []
 
     problems = load_problems(connection, reader, *referred(ProblemRow, "problem_id"))
     variants = load_variants(connection, reader, *referred(VariantRow, "variant_id"))
@@ -183,14 +184,20 @@ def _record(
         samples=parse.int_of(row["samples"], "samples"),
         error=parse.error_of(row["error"]),
         final=parse.bool_of(row["final"], "final"),
-        run_id=row["run_id"],
+        run_id=None if row["run_id"] is None else parse.id_of(row["run_id"]),
         created_at=parse.time_of(row["created_at"]),
-        id=row["id"],
+        id=parse.id_of(row["id"]),
         latency_p10_us=parse.latency_of(row["latency_p10_us"], "latency_p10_us"),
         latency_p50_us=parse.latency_of(row["latency_p50_us"], "latency_p50_us"),
         latency_p90_us=parse.latency_of(row["latency_p90_us"], "latency_p90_us"),
         baseline_p50_us=parse.latency_of(row["baseline_p50_us"], "baseline_p50_us"),
     )
+
+
+def runs(connection: Connection, reader: Reader) -> list[RunRecord]:
+    """Every run, oldest first."""
+    found = _load(connection, RunRow, (), parse.parse_run, reader)
+    return [found[key] for key in sorted(found)]
 
 
 def counts(connection: Connection) -> dict[str, int]:
@@ -226,7 +233,7 @@ def pins(connection: Connection, reader: Reader, *where: Any) -> list[PinRecord]
                     reason=parse.text_of(row["reason"], "reason"),
                     user=parse.text_of(row["user"], "user"),
                     created_at=parse.time_of(row["created_at"]),
-                    id=row["id"],
+                    id=parse.id_of(row["id"]),
                 )
             )
         except ValueError as error:

@@ -184,7 +184,7 @@ def _ok_trial(
     if variant.op != problem.op:
         raise ValueError(f"variant of {variant.op:.80} on a problem of {problem.op:.80}")
     return OkTrial(
-        trial_id,
+        parse.id_of(trial_id),
         problem,
         environment,
         reader.candidate(problem.op, variant.name, config),

@@ -326,10 +326,10 @@ class Database:
 
     def runs(self) -> list[RunRecord]:
         """Every run, oldest first."""
-        columns = query.table(RunRow).columns
-        runs = select(*columns).order_by(RunRow.id)
-        rows = self._read(lambda connection: connection.execute(runs).mappings().all())
-        return [RunRecord(**{column.key: row[column.key] for column in columns}) for row in rows]
+        reader = Reader()
+        found = self._read(lambda connection: query.runs(connection, reader))
+        self.warn_skipped(reader)
+        return found
 
     def pins(self) -> list[PinRecord]:
         """Every pin, oldest first."""
