@@ -17,19 +17,19 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 
-from tunedcomm import kernels, settings
+from tunedcomm import kernels
 from tunedcomm.agreed import AgreedSettings
 from tunedcomm.db.layers import load_snapshot
 from tunedcomm.db.once import warn_once
 from tunedcomm.db.select import Snapshot
 from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
-from tunedcomm.fabric import Fabric
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
-from tunedcomm.symm.layout import MAX_BLOCKS, MAX_WORLD_SIZE, LaneLayout
+from tunedcomm.symm.layout import LaneLayout
+from tunedcomm.symm.limits import limits_for
 from tunedcomm.symm.workspace import Workspace
 
 __all__ = [
@@ -44,23 +44,6 @@ __all__ = [
 logger = logging.getLogger("tunedcomm")
 
 T = TypeVar("T")
-
-
-def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout | None = None) -> Limits:
-    """What an environment and a workspace layout allow; needs no GPU: stored environments can be asked about."""
-    layout = layout or LaneLayout.for_messages(settings.workspace_bytes())
-    fabric = Fabric.parse(environment.fabric)
-    return Limits(
-        backend="host" if environment.is_host else "cuda",
-        num_sms=environment.num_sms,
-        multicast=environment.multicast,
-        max_blocks=MAX_BLOCKS,
-        staging_bytes=layout.staging_bytes,
-        one_shot_bytes=layout.one_shot_bytes,
-        stage_bytes=layout.stage_bytes,
-        symmetric=environment.nodes == 1 and 2 <= world_size <= MAX_WORLD_SIZE and fabric.can_share_memory,
-        launch_pdl=environment.compute_capability >= 90,
-    )
 
 
 def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:

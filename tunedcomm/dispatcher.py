@@ -7,13 +7,13 @@ costs after that is one dict lookup and the kernel's C launcher.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm import kernels, misses, settings
-from tunedcomm.communicator import Communicator, live_communicators, on_release
 from tunedcomm.db.select import Decision, Snapshot, Source, choose
 from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.space import Value
@@ -29,6 +29,9 @@ from tunedcomm.spec import (
     get_variant,
     variants,
 )
+
+if TYPE_CHECKING:
+    from tunedcomm.communicator import Communicator
 
 __all__ = [
     "MISSES",
@@ -52,7 +55,6 @@ POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
 _forced: dict[str, tuple[str, dict[str, Value] | None]] = {}
-on_release(misses.flush)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> I
 
 
 def _forget_plans() -> None:
+    from tunedcomm.communicator import live_communicators
+
     for communicator in live_communicators():
         communicator.forget_plans()
 
@@ -249,8 +253,16 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
     # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
     if source in MISSES and communicator.rank == 0 and unservable(problem, communicator.limits, "any") is None:
+        _flush_misses_on_release()
         launch = misses.counted(launch, problem, communicator.environment, source)
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
+
+
+@functools.cache
+def _flush_misses_on_release() -> None:
+    from tunedcomm.communicator import on_release
+
+    on_release(misses.flush)
 
 
 def _library_instead(decision: Decision, reason: str) -> Decision:

@@ -92,12 +92,13 @@ def _tuned(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Ent
 
 def _library(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Entrant:
     """NCCL (gloo) in place, the form that needs no copy, on memory of its own."""
-    from tunedcomm.kernels.all_reduce.library import all_reduce_by_library
+    from tunedcomm.kernels.all_reduce.library import library_reduction
 
     held = torch.empty(problem.numel, dtype=x.dtype, device=x.device)
+    reduce = library_reduction(problem.reduction, communicator.group)
 
     def run() -> None:
-        all_reduce_by_library(held, problem.reduction, communicator.group)
+        reduce(held)
 
     return Entrant("library", "in place", None, _loader(held), run, lambda: held)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm import garbage
 from tunedcomm.cli._options import ProblemOptions
 from tunedcomm.cli._output import note
 from tunedcomm.errors import DatabaseError, UnknownNameError
@@ -65,29 +66,57 @@ class Choice:
 
 
 def choose(
-    options: ProblemOptions, *, hardware: str | None, database: str | None, borrow: Sequence[str] = ()
+    options: ProblemOptions,
+    *,
+    hardware: str | None,
+    database: str | None,
+    borrow: Sequence[str] = (),
+    with_left_out: bool = True,
 ) -> Choice:
     """Resolve the problem as dispatch would, without a process group.
+
+    Args:
+        options: the problem, as typed.
+        hardware: the stored environment to answer for; None for this machine.
+        database: what to read instead of every layer.
+        borrow: other hardware whose measurements may serve where there are none.
+        with_left_out: say of the other variants too why they do not run, which takes a look at all of their trials.
 
     Raises:
         UnknownNameError: no such op, or no stored environment matches `hardware`.
         DatabaseError: `database` cannot be read.
     """
+    with garbage.kept():
+        return _choose(options, hardware, database, borrow, with_left_out=with_left_out)
+
+
+def _choose(
+    options: ProblemOptions,
+    hardware: str | None,
+    database: str | None,
+    borrow: Sequence[str],
+    *,
+    with_left_out: bool,
+) -> Choice:
     problem = options.problem()
-    from tunedcomm import communicator, dispatcher, settings
+    from tunedcomm import dispatcher, settings
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.spec import Candidate
+    from tunedcomm.symm.limits import limits_for
 
     layers = read_layers(database)
     environment = _environment(hardware, layers, problem)
-    snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=database is not None, borrow=borrow)
-    limits = communicator.limits_for(environment, problem.world_size)
+    strict = database is not None
+    snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=strict, borrow=borrow, like=problem)
+    limits = limits_for(environment, problem.world_size)
     forced = dispatcher.forced_candidate(problem, limits)
     if forced is None and settings.mode() == "off":
         forced = Candidate.of(problem.op, "library", {})
     decision = dispatcher.decide(
         problem, snapshot, limits, policy=options.policy, forced=forced, max_sms=options.max_sms
     )
+    if not with_left_out:
+        return Choice(problem, environment, decision)
     stored = _stored_reasons(problem, environment, layers)
     left_out = _left_out(problem, decision, limits, options.policy, stored)
     nearest = None if snapshot.rows else nearest_stored(environment, stored_environments(layers, is_quiet=True))
@@ -176,18 +205,26 @@ def environment_here() -> Environment:
     return detect(0 if torch.cuda.is_available() else None)
 
 
-def stored_environments(layers: Iterable[Layer], *, is_quiet: bool = False) -> list[Environment]:
-    """Environments of all readable layers, nearest layer first, each once; unreadable ones are noted on stderr."""
-    found: dict[str, Environment] = {}
+def stored_environments(
+    layers: Iterable[Layer], serving: Problem | None = None, *, is_quiet: bool = False
+) -> dict[Environment, bool]:
+    """Environments of all readable layers, nearest layer first, each once; unreadable layers are noted on stderr.
+
+    Each with whether something has run there that serves the op and world size of the problem `serving`.
+    """
+    found: dict[Environment, bool] = {}
     for layer in layers:
         try:
             with open_layer(layer) as database:
-                for environment in database.environments():
-                    found.setdefault(environment.digest, environment)
+                known = database.environments()
+                used = [] if serving is None else database.environments(op=serving.op, world_size=serving.world_size)
         except DatabaseError as error:
             if not is_quiet:
                 note(f"skipped the {layer.name} database: {error}")
-    return list(found.values())
+            continue
+        for environment in known:
+            found[environment] = environment in used or found.get(environment, False)
+    return found
 
 
 def match_environments(text: str, environments: Sequence[Environment]) -> list[Environment]:
@@ -203,21 +240,13 @@ def _environment(hardware: str | None, layers: Sequence[Layer], problem: Problem
         if here.is_host:
             note("no GPU here: answering for the host backend; use --hardware for stored GPU environments")
         return here
-    stored = stored_environments(layers)
-    matching = match_environments(hardware, stored)
+    stored = stored_environments(layers, problem)
+    matching = match_environments(hardware, list(stored))
     if not matching:
         known = ", ".join(sorted({f"{e.gpu} ({e.digest[:8]})" for e in stored})) or "none"
         raise UnknownNameError(f"no stored environment matches --hardware {hardware!r}; stored are: {known}")
-    serving = [e for e in matching if _serves(e, layers, problem)] or matching
+    serving = [e for e in matching if stored[e]] or matching
     if len({e.hard_key for e in serving}) > 1:
         listed = "; ".join(f"{e.digest[:8]} = {e}" for e in serving)
         raise UnknownNameError(f"--hardware {hardware!r} matches several environments, give a digest: {listed}")
     return serving[0]
-
-
-def _serves(environment: Environment, layers: Sequence[Layer], problem: Problem) -> bool:
-    """True if a layer holds trials of the problem's op and world size in this environment."""
-    from tunedcomm.db.layers import load_snapshot
-
-    snapshot = load_snapshot(environment, problem.world_size, layers=layers)
-    return any(row.problem.op == problem.op for row in snapshot.rows)

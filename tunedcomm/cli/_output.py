@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tunedcomm.names import printable
+
 __all__ = ["emit", "emit_json", "format_bytes", "format_ratio", "format_us", "note", "table"]
 
 KIB = 1024
@@ -14,7 +16,7 @@ KIB = 1024
 
 def emit(text: str) -> None:
     """Print one result line on stdout."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text) + "\n")
 
 
 def emit_json(value: Any) -> None:
@@ -24,7 +26,7 @@ def emit_json(value: Any) -> None:
 
 def note(text: str) -> None:
     """Print one line about the progress on stderr."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")
     sys.stderr.flush()
 
 
@@ -57,19 +59,20 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str =
 
     Columns whose cells all look like numbers are aligned to the right.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     right = [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(columns))]
     if not sys.stdout.isatty():
         _plain(columns, cells, right, title)
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text  # brackets in a cell are no markup
 
-    view = Table(title=title or None, title_justify="left")
+    view = Table(title=Text(printable(title)) if title else None, title_justify="left")
     for name, to_right in zip(columns, right, strict=True):
         view.add_column(name, justify="right" if to_right else "left", overflow="fold")
     for row in cells:
-        view.add_row(*row)
+        view.add_row(*map(Text, row))
     Console().print(view)
 
 

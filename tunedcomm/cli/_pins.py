@@ -39,7 +39,7 @@ def environment_for(hardware: str | None, database: str | None) -> Environment:
             note("no GPU here: this is about the host backend; use --hardware for stored GPU environments")
         return here
     stored = stored_environments([*([] if database is None else read_layers(database)), *read_layers(None)])
-    matching = match_environments(hardware, stored)
+    matching = match_environments(hardware, list(stored))
     if not matching:
         known = ", ".join(sorted({f"{e.gpu} ({e.digest[:8]})" for e in stored})) or "none"
         raise UnknownNameError(f"no stored environment matches --hardware {hardware!r}; stored are: {known}")

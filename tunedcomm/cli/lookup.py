@@ -59,7 +59,7 @@ def lookup(
         numerics=numerics,
         max_sms=max_sms,
     )
-    choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow))
+    choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow), with_left_out=as_json)
     if as_json:
         emit_json(choice.to_dict())
     else:

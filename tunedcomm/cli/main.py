@@ -5,36 +5,16 @@ Exit codes: 0 done, 1 a check failed or the work could not be finished, 2 bad us
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from typing import NoReturn
 
-import typer
-
 from tunedcomm import errors
-from tunedcomm.cli import (
-    bench,
-    db_check,
-    db_diff,
-    db_export,
-    db_import,
-    db_list,
-    db_merge,
-    db_pin,
-    db_prune,
-    db_show,
-    db_stats,
-    db_unpin,
-    db_upgrade,
-    db_verify,
-    demo,
-    doctor,
-    explain,
-    lookup,
-    tune,
-)
 from tunedcomm.cli._output import note
+from tunedcomm.cli._verbs import lazy_group
 
-__all__ = ["app", "run"]
+__all__ = ["app", "code_of", "run"]
 
 BAD_USAGE = (
     errors.ConfigError,
@@ -44,48 +24,67 @@ BAD_USAGE = (
     errors.UnsupportedInputError,
 )
 
-app = typer.Typer(
-    name="tunedcomm",
-    help="Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+# Verb `v` is the function `v` of the module `v` here, and `db v` the function `db_v` of the module `db_v`.
+db_app = lazy_group(
+    "Look into tuning databases, keep them in order and ship them.",
+    (
+        "list",
+        "show",
+        "stats",
+        "pin",
+        "unpin",
+        "check",
+        "verify",
+        "prune",
+        "upgrade",
+        "export",
+        "import",
+        "merge",
+        "diff",
+    ),
+    prefix="db_",
 )
-db_app = typer.Typer(
-    help="Look into tuning databases, keep them in order and ship them.", no_args_is_help=True, rich_markup_mode=None
+app = lazy_group(
+    "Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.",
+    ("tune", "lookup", "explain", "bench", "doctor", "demo"),
+    groups={"db": db_app},
 )
 
-app.command("tune")(tune.tune)
-app.command("lookup")(lookup.lookup)
-app.command("explain")(explain.explain)
-app.command("bench")(bench.bench)
-app.command("doctor")(doctor.doctor)
-app.command("demo")(demo.demo)
-db_app.command("list")(db_list.db_list)
-db_app.command("show")(db_show.db_show)
-db_app.command("stats")(db_stats.db_stats)
-db_app.command("pin")(db_pin.db_pin)
-db_app.command("unpin")(db_unpin.db_unpin)
-db_app.command("check")(db_check.db_check)
-db_app.command("verify")(db_verify.db_verify)
-db_app.command("prune")(db_prune.db_prune)
-db_app.command("upgrade")(db_upgrade.db_upgrade)
-db_app.command("export")(db_export.db_export)
-db_app.command("import")(db_import.db_import)
-db_app.command("merge")(db_merge.db_merge)
-db_app.command("diff")(db_diff.db_diff)
-app.add_typer(db_app, name="db")
+
+# Verbs that launch nothing and leave nothing open: a person or a script waits for little but their start and end.
+_QUICK = (("lookup",), ("explain",), ("db", "list"), ("db", "show"))
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave the process with its exit code."""
+    is_quick = arguments is None and any(tuple(sys.argv[1 : 1 + len(verb)]) == verb for verb in _QUICK)
+    if is_quick:
+        # Kernels are looked at and not run, so that their interpreter need not be imported where there is no GPU.
+        os.environ.setdefault("TRITON_INTERPRET", "0")
+    code = code_of(arguments)
+    if is_quick:
+        _leave(code)
+    sys.exit(code)
+
+
+def code_of(arguments: list[str] | None) -> int:
+    """Run the command line and return its exit code."""
     try:
         app(args=arguments, prog_name="tunedcomm")
     except errors.TunedCommError as error:
         note(f"tunedcomm: {type(error).__name__}: {error}")
-        sys.exit(2 if isinstance(error, BAD_USAGE) else 1)
-    sys.exit(0)
+        return 2 if isinstance(error, BAD_USAGE) else 1
+    except SystemExit as ended:  # how typer ends
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def _leave(code: int) -> None:
+    """End the process at once: to take apart what was imported takes a tenth of a second."""
+    with contextlib.suppress(OSError):  # of a closed pipe or a full disk Python tells as it always does
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

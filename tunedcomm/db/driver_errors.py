@@ -15,6 +15,7 @@ from tunedcomm.errors import (
     DatabaseError,
     DatabaseFullError,
 )
+from tunedcomm.names import printable
 
 __all__ = ["full", "named"]
 
@@ -25,11 +26,12 @@ _FULL = ("53100",)
 # What a server says that refuses a connection for now, where the driver passes no code on.
 _REFUSED_FOR_NOW = ("starting up", "shutting down", "recovery mode", "too many", "connection slots", "terminating")
 _NO_SPACE_BYTES = 1 << 20
+_MAX_TEXT = 500  # what a driver quotes of a damaged file has no end
 
 
 def named(target: Target, error: Any) -> DatabaseError:
     """The `DatabaseError` that says what the driver's exception means and what to do next."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))[:_MAX_TEXT]
     low = text.lower()
     found = _sqlite(target, text, low) if target.is_sqlite else _server(target, error, text, low)
     if found is not None:
@@ -58,10 +60,15 @@ def _sqlite(target: Target, text: str, low: str) -> DatabaseError | None:
     # A log that cannot grow is reported as an I/O error.
     if "disk is full" in low or ("disk i/o" in low and _no_space(target)):
         return full(target, text)
-    if "not a database" in low or "malformed" in low or "corrupt" in low:
+    if "not a database" in low or "malformed" in low or "corrupt" in low or "can't decode" in low:
         return DatabaseCorruptError(
             f"{target} is damaged ({text}); move it away and tune again, or restore a copy. Read what is left with "
             "`sqlite3 FILE .recover`"
+        )
+    if "interrupted" in low or "too big" in low:
+        return DatabaseCorruptError(
+            f"{target} takes more to read than a file of its size can hold ({text}); it is damaged, or was made to do "
+            "harm: leave it out, or restore a copy of it"
         )
     if "unable to open" in low:
         return DatabaseAccessError(

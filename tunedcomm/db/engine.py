@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import sqlite3
 import stat
 import time
@@ -14,7 +15,9 @@ from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.pool import ConnectionPoolEntry
 
+from tunedcomm.db import guard
 from tunedcomm.db.driver_errors import named
 from tunedcomm.db.home import expanded
 from tunedcomm.db.netfs import network_of
@@ -37,6 +40,7 @@ _HEADER = b"SQLite format 3\x00"
 # Execution option of connections that will write: SQLite takes its write lock at BEGIN. A transaction that begins by
 # reading and writes later fails at once, whatever the busy timeout, when another writer came between.
 IMMEDIATE = "tunedcomm_immediate"
+_STEPS = "tunedcomm_steps"  # in a connection's info: what bounds its transactions
 # Seconds, but for the last, which is in milliseconds: unanswered data, a machine that is gone.
 _LIBPQ_DEFAULTS = {
     "application_name": "tunedcomm",
@@ -94,6 +98,7 @@ def prepare_file(path: Path, *, create: bool) -> None:
         raise DatabaseAccessError(f"database {path} is a directory; give a file in it, e.g. {path / 'tuned.db'}")
     if not stat.S_ISREG(mode):
         raise DatabaseAccessError(f"database {path} is not a regular file; give the path of a SQLite file")
+    guard.check_side_files(path)
     try:
         with path.open("rb") as file:
             header = file.read(len(_HEADER))
@@ -144,11 +149,17 @@ def make_engine(target: Target, *, readonly: bool, immutable: bool, busy_timeout
     journal = None if target.path is None or readonly else _journal_for(target.path)
 
     @event.listens_for(engine, "connect")
-    def _on_connect(connection: sqlite3.Connection, record: object) -> None:
+    def _on_connect(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
         _set_pragmas(connection, busy_timeout_s, journal=journal)
+        if target.path is not None:
+            guard.refuse_computed(connection, target, writing=not readonly)
+            if readonly:
+                record.info[_STEPS] = guard.restrain(connection, target.path)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
+        if steps := connection.info.get(_STEPS):
+            steps.begin()
         immediate = connection.get_execution_options().get(IMMEDIATE, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
@@ -196,9 +207,9 @@ def _opener(path: Path, readonly: bool, immutable: bool, busy_timeout_s: float) 
     return open_connection
 
 
-def _lenient_text(raw: bytes) -> str:
-    """A damaged row must not end a whole query; what does not decode is rejected as a value later."""
-    return raw.decode("utf-8", "replace")
+# A damaged row must not end a whole query: what does not decode is rejected as a value later. No function of our own,
+# since it is called for every text.
+_lenient_text = operator.methodcaller("decode", "utf-8", "replace")
 
 
 def _journal_for(path: Path) -> str:
@@ -240,5 +251,5 @@ def translated(target: Target) -> Iterator[None]:
         raise DatabaseError(f"{target} refused a row: {error.orig}; nothing of this call was stored") from error
     except DBAPIError as error:
         raise named(target, error.orig) from error
-    except (sqlite3.Error, OverflowError) as error:
+    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:  # the last of what SQLite says of names
         raise named(target, error) from error

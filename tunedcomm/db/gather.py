@@ -6,15 +6,31 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tunedcomm.db.query import FailedTrial, OkTrial
 from tunedcomm.db.records import PinRecord
-from tunedcomm.db.snapshot import Failure, Pinned, Row, Snapshot, is_drift
+from tunedcomm.db.snapshot import Failure, Numbers, Pinned, Row, Snapshot, is_drift
+from tunedcomm.db.snapshot_query import FailedTrial, OkTrial
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.spec import Candidate, Problem
 
-__all__ = ["Gathered", "snapshot_of"]
+__all__ = ["Gathered", "Names", "snapshot_of"]
 
-_Key: TypeAlias = tuple[Problem, Candidate, str]
+# Problem and candidate as numbers, and the source hash.
+_Key: TypeAlias = tuple[int, int, str]
+
+
+@dataclass(slots=True)
+class Names:
+    """Numbers of the problems and candidates that all rows of one reading refer to; tens of thousands share hundreds."""
+
+    problems: Numbers[Problem] = field(default_factory=Numbers)
+    candidates: Numbers[Candidate] = field(default_factory=Numbers)
+
+    def key(self, trial: OkTrial | FailedTrial) -> _Key:
+        return (self.problems.of(trial.problem), self.candidates.of(trial.candidate), trial.source_hash)
+
+    def family(self, key: _Key) -> tuple[Problem, Candidate, str]:
+        problem, candidate, source_hash = key
+        return (self.problems.values[problem].family, self.candidates.values[candidate], source_hash)
 
 
 @dataclass(slots=True)
@@ -23,17 +39,27 @@ class Gathered:
 
     Attributes:
         environment: where the calls will run.
+        names: shared by what is compared with each other.
         borrowed: the rows are of other hardware, whose measurements the user lets stand in.
         rows, failures, pins: what is kept.
         good: when each candidate last ran well, in a row that is kept or in one that is not.
     """
 
     environment: Environment
+    names: Names
     borrowed: bool = False
     rows: dict[_Key, Row] = field(default_factory=dict)
     good: dict[_Key, str] = field(default_factory=dict)
     failures: dict[_Key, FailedTrial] = field(default_factory=dict)
     pins: dict[Problem, Pinned] = field(default_factory=dict)
+    _drifts: dict[int, bool] = field(default_factory=dict)
+
+    def _is_drift(self, there: Environment) -> bool:
+        # By identity: the environments of a reading are few and live as long as its rows.
+        found = self._drifts.get(id(there))
+        if found is None:
+            found = self._drifts[id(there)] = is_drift(self.environment, there)
+        return found
 
     def add_trial(self, trial: OkTrial, *, layer: str, rank: int) -> None:
         """Keep the trial if it is the most conclusive one of its candidate so far."""
@@ -48,14 +74,14 @@ class Gathered:
             samples=trial.samples,
             baseline_p50_us=trial.baseline_p50_us,
             final=trial.final,
-            drift=is_drift(self.environment, trial.environment),
+            drift=self._is_drift(trial.environment),
             borrowed=self.borrowed,
             layer=layer,
             layer_rank=rank,
             created_at=trial.created_at,
             trial_id=trial.id,
         )
-        key = (row.problem, row.candidate, row.source_hash)
+        key = self.names.key(trial)
         self.good[key] = max(row.created_at, self.good.get(key, ""))
         known = self.rows.get(key)
         if known is None or _better(row, known):
@@ -63,7 +89,7 @@ class Gathered:
 
     def add_failure(self, trial: FailedTrial) -> None:
         """Keep the candidate's latest failure."""
-        key = (trial.problem, trial.candidate, trial.source_hash)
+        key = self.names.key(trial)
         known = self.failures.get(key)
         if known is None or (trial.created_at, trial.status) > (known.created_at, known.status):
             self.failures[key] = trial
@@ -92,8 +118,9 @@ def snapshot_of(own: Gathered, borrowed: Gathered, world_size: int, notes: Seque
     """
     failures = own.failed()
     rows = {key: row for key, row in own.rows.items() if key not in failures}
-    doubtful = {_family(key) for key in (*failures, *borrowed.failed())}
-    lent = {k: row for k, row in borrowed.rows.items() if k not in own.rows and _family(k) not in doubtful}
+    family = own.names.family
+    doubtful = {family(key) for key in (*failures, *borrowed.failed())} if borrowed.rows else set()
+    lent = {k: row for k, row in borrowed.rows.items() if k not in own.rows and family(k) not in doubtful}
     return Snapshot(
         environment=own.environment,
         world_size=world_size,
@@ -102,11 +129,6 @@ def snapshot_of(own: Gathered, borrowed: Gathered, world_size: int, notes: Seque
         failures=_one_a_family(failures.values()),
         notes=(*_drift_notes(own.environment, rows.values()), *_borrow_notes(lent.values()), *notes),
     )
-
-
-def _family(key: _Key) -> _Key:
-    problem, candidate, source_hash = key
-    return (problem.family, candidate, source_hash)
 
 
 def _better(row: Row, known: Row) -> bool:
@@ -123,7 +145,7 @@ def _age(row: Row) -> tuple[Any, ...]:
 
 def _one_a_family(trials: Iterable[FailedTrial]) -> tuple[Failure, ...]:
     """The failure at the first problem of each family: one is enough to keep a candidate from being predicted."""
-    kept: dict[_Key, FailedTrial] = {}
+    kept: dict[tuple[Problem, Candidate, str], FailedTrial] = {}
     for trial in sorted(trials, key=lambda t: (t.problem, t.created_at, t.status)):
         kept.setdefault((trial.problem.family, trial.candidate, trial.source_hash), trial)
     return tuple(

@@ -11,6 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from tunedcomm.db.engine import exclusive
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, VariantRow
+from tunedcomm.errors import DatabaseCorruptError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem, format_shape
 
@@ -25,7 +26,7 @@ def environment_ids(connection: Connection, environments: Iterable[Environment])
     distinct = dict.fromkeys(environments)
     wanted = {(e.digest,): {"digest": e.digest, **e.to_dict()} for e in distinct}
     ids = _intern(connection, EnvironmentRow, ("digest",), wanted)
-    return {e: ids[e.digest,] for e in distinct}
+    return {e: _sound(ids, (e.digest,)) for e in distinct}
 
 
 def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Problem, int]:
@@ -33,7 +34,7 @@ def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Pro
     distinct = dict.fromkeys(problems)
     wanted = {(p.digest,): {"digest": p.digest, **p.to_dict(), "shape": format_shape(p.shape)} for p in distinct}
     ids = _intern(connection, ProblemRow, ("digest",), wanted)
-    return {p: ids[p.digest,] for p in distinct}
+    return {p: _sound(ids, (p.digest,)) for p in distinct}
 
 
 def variant_key(record: TrialRecord) -> VariantKey:
@@ -45,7 +46,18 @@ def variant_ids(connection: Connection, records: Iterable[TrialRecord]) -> dict[
     """Ids by `variant_key` of the records' variants, which are added where they are new."""
     columns = ("source_hash", "op", "name", "numerics")
     keys = sorted({variant_key(record) for record in records})
-    return _intern(connection, VariantRow, columns, {key: dict(zip(columns, key, strict=True)) for key in keys})
+    ids = _intern(connection, VariantRow, columns, {key: dict(zip(columns, key, strict=True)) for key in keys})
+    return {key: _sound(ids, key) for key in keys}
+
+
+def _sound(ids: Mapping[tuple[Any, ...], int], key: tuple[Any, ...]) -> int:
+    """The id of a row that was found or added just now: it is not there where an index does not fit its table."""
+    if key not in ids:
+        raise DatabaseCorruptError(
+            f"the database does not find the row of {key[0]!r:.80} that it holds: an index of it is damaged; restore a "
+            "copy of it, or read what is left with `sqlite3 FILE .recover`"
+        )
+    return ids[key]
 
 
 def _intern(

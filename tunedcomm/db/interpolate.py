@@ -23,9 +23,9 @@ from typing import Literal
 from tunedcomm.db.decision import Call, Decision, settle
 from tunedcomm.db.score import Pool, between, pool
 from tunedcomm.db.snapshot import Row
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Mode, Problem
 
-__all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "near_pools", "sizes_of"]
+__all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "kin", "near_pools", "relatives", "sizes_of"]
 
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
@@ -55,7 +55,7 @@ def near_pools(call: Call, sizes: dict[int, list[Row]], size: int) -> Callable[[
     return pools
 
 
-def _relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
+def relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
     """Problems that may answer for `problem`, nearest first, each with what was relaxed."""
     dtypes = [problem.dtype, *([_SIXTEEN_BIT[problem.dtype]] if problem.dtype in _SIXTEEN_BIT else [])]
     kinds: list[Literal["plain", "symmetric"]] = [problem.input_kind]
@@ -71,9 +71,15 @@ def _relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
         yield like, ", ".join(f"{n}={getattr(like, n)}" for n in changed)
 
 
+def kin(problem: Problem) -> list[Problem]:
+    """Every problem, of whatever size, whose rows the choice for `problem` may look at."""
+    modes: tuple[Mode, ...] = ("eager", "graph") if problem.mode == "eager" else ("graph",)
+    return [like for mode in modes for like, _ in relatives(replace(problem, mode=mode))]
+
+
 def interpolated(call: Call, reach: int | None) -> Decision | None:
     """Ask the family, then its relatives; `reach` None lifts the bound on extrapolation."""
-    for like, relaxed in _relatives(call.problem):
+    for like, relaxed in relatives(call.problem):
         sizes = sizes_of(call, like)
         if sizes and (decision := _betweensizes_of(call, sizes, reach, f" with {relaxed}" if relaxed else "")):
             return decision

@@ -13,19 +13,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunedcomm import settings
-from tunedcomm.db import query
+from tunedcomm import garbage, settings
+from tunedcomm.db import query, snapshot_query
 from tunedcomm.db.borrow import Loan, loans, matches
 from tunedcomm.db.engine import parse_target
-from tunedcomm.db.gather import Gathered, snapshot_of
+from tunedcomm.db.gather import Gathered, Names, snapshot_of
 from tunedcomm.db.home import data_directory, expanded
 from tunedcomm.db.netfs import network_of, other_hosts, own_file
 from tunedcomm.db.once import warn_once
 from tunedcomm.db.rows import Reader
+from tunedcomm.db.schema import PinRow
 from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
+from tunedcomm.spec import Problem
 
 __all__ = [
     "Layer",
@@ -210,14 +212,16 @@ class _Reading:
         return sorted(said) + [f"nothing is borrowed from {n!r}: no database holds such hardware" for n in unknown]
 
 
-def _read(layer: Layer, rank: int, world_size: int, into: _Reading) -> None:
+def _read(layer: Layer, rank: int, world_size: int, into: _Reading, like: Problem | None) -> None:
     """Add a layer, read again if somebody wrote to it meanwhile who cannot be locked out."""
     deadline = time.monotonic() + _READ_TIMEOUT_S
-    while not _read_once(layer, rank, world_size, into, is_last=time.monotonic() > deadline):
+    while not _read_once(layer, rank, world_size, into, like, is_last=time.monotonic() > deadline):
         time.sleep(_READ_AGAIN_S)
 
 
-def _read_once(layer: Layer, rank: int, world_size: int, into: _Reading, *, is_last: bool) -> bool:
+def _read_once(
+    layer: Layer, rank: int, world_size: int, into: _Reading, like: Problem | None, *, is_last: bool
+) -> bool:
     """False if the file changed under the reader, who is to try again."""
     immutable = True if layer.name == "packaged" else None
     own, lent = into.own, into.borrowed
@@ -232,9 +236,10 @@ def _read_once(layer: Layer, rank: int, world_size: int, into: _Reading, *, is_l
                 others = {key: there for key, there in stored.items() if there.digest in serving}
                 trials, failures = [], []
                 for here in (environments, others):
-                    trials.append(query.ok_trials(connection, here, world_size, reader) if here else [])
-                    failures.append(query.failed_trials(connection, here, world_size, reader) if here else [])
-                pins = query.pins(connection, reader) if environments else []
+                    asked = (connection, here, world_size, reader)
+                    trials.append(snapshot_query.ok_trials(*asked, like=like) if here else [])
+                    failures.append(snapshot_query.failed_trials(*asked, like=like) if here else [])
+                pins = query.pins(connection, reader, PinRow.environment_id.in_(list(environments)))
         except DatabaseError:
             if database.is_overtaken and not is_last:
                 return False
@@ -263,6 +268,7 @@ def load_snapshot(
     layers: Sequence[Layer] | None = None,
     strict: bool = False,
     borrow: Sequence[str] = (),
+    like: Problem | None = None,
 ) -> Snapshot:
     """Merge what every layer knows about this environment's hard fields and this world size.
 
@@ -276,22 +282,27 @@ def load_snapshot(
         strict: raise what is wrong with a layer instead of leaving the layer out with a warning; a user database
             that was never made counts as wrong too.
         borrow: names of other hardware whose rows may serve where there are none of this, as TUNEDCOMM_BORROW has them.
+        like: keep only what the choice for this problem may depend on, which takes a fraction of the time. Such a
+            snapshot answers for this problem alone.
 
     Raises:
         DatabaseError: only with `strict`.
     """
-    into = _Reading(Gathered(environment), Gathered(environment, borrowed=True), borrow, {})
+    names = Names()
+    own, lent = Gathered(environment, names), Gathered(environment, names, borrowed=True)
+    into = _Reading(own, lent, borrow, {})
     rank = -1
-    for layer in _all_layers() if layers is None else layers:
-        rank += rank < 0 or not layer.is_beside
-        try:
-            if strict or not is_absent(layer):
-                _read(layer, rank, world_size, into)
-        except DatabaseError as error:
-            if strict:
-                raise
-            warn_once(f"tuning database left out ({layer.name}): {error}")
-    snapshot = snapshot_of(into.own, into.borrowed, world_size, into.notes())
+    with garbage.kept():
+        for layer in _all_layers() if layers is None else layers:
+            rank += rank < 0 or not layer.is_beside
+            try:
+                if strict or not is_absent(layer):
+                    _read(layer, rank, world_size, into, like)
+            except DatabaseError as error:
+                if strict:
+                    raise
+                warn_once(f"tuning database left out ({layer.name}): {error}")
+        snapshot = snapshot_of(own, lent, world_size, into.notes())
     for note in snapshot.notes:
         warn_once(note)
     return snapshot

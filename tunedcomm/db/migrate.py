@@ -18,6 +18,7 @@ __all__ = ["Migrated", "ensure_schema", "known", "migrate", "schema_version"]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _log = logging.getLogger("tunedcomm")
+_MAX_VERSION = 32
 # Alembic keeps its context in module globals.
 _alembic_lock = threading.Lock()
 
@@ -27,7 +28,7 @@ def schema_version(connection: Connection) -> str | None:
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     version = connection.execute(select(column("version_num", String)).select_from(table(VERSION_TABLE))).scalar()
-    return str(version) if version is not None else None
+    return str(version)[:_MAX_VERSION] if version is not None else None
 
 
 def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:

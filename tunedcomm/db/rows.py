@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NoReturn, cast
 
-from tunedcomm.db.records import STATUSES, Status
+from tunedcomm.db.records import STATUSES, RunRecord, Status
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
@@ -25,6 +26,7 @@ _MAX_TEXT = 100_000
 _MAX_CONFIG = 10_000
 _MAX_EXTENTS = 16
 _MAX_EXTENT = 2**63
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON can name and UTF-8 cannot
 
 
 @dataclass(slots=True)
@@ -65,6 +67,10 @@ def int_of(value: object, name: str, *, low: int = 0) -> int:
     return value
 
 
+def id_of(value: object) -> int:
+    return int_of(value, "id", low=-(2**63))
+
+
 def bool_of(value: object, name: str) -> bool:
     if value not in (0, 1, False, True):
         raise ValueError(f"{name} is not a boolean: {value!r:.80}")
@@ -74,6 +80,8 @@ def bool_of(value: object, name: str) -> bool:
 def latency_of(value: object, name: str) -> float | None:
     if value is None:
         return None
+    if type(value) is float and 0 < value < math.inf:  # nearly all of them
+        return value
     if type(value) not in (int, float) or not math.isfinite(cast(float, value)) or cast(float, value) <= 0:
         raise ValueError(f"{name} is not a time: {value!r:.80}")
     return float(cast(float, value))
@@ -91,8 +99,20 @@ def time_of(value: object) -> datetime:
     if isinstance(value, str):
         value = datetime.fromisoformat(value)
     if not isinstance(value, datetime):
-        raise ValueError(f"created_at is not a time: {value!r:.80}")
-    return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+        raise ValueError(f"not a time: {value!r:.80}")
+    try:
+        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+    except OverflowError:
+        raise ValueError(f"not a time that UTC knows: {value}") from None
+
+
+def time_text(value: object) -> str:
+    """ISO 8601 in UTC of what `time_of` reads; aware times cost as much as the rest of a row."""
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+        if value.tzinfo is None:
+            return f"{value.isoformat()}+00:00"
+    return time_of(value).isoformat()
 
 
 def status_of(value: object) -> Status:
@@ -111,7 +131,9 @@ def parse_config(value: object) -> dict[str, Value]:
     except RecursionError:
         raise ValueError("config is nested too deeply") from None
     if not isinstance(config, dict) or not all(isinstance(v, (bool, int, str)) for v in config.values()):
-        raise ValueError(f"config is not a flat JSON object of int, bool and str: {text:.80}")
+        raise ValueError(f"config is not a flat JSON object of int, bool and str: {text!r:.80}")
+    if any(_SURROGATE.search(part) for item in config.items() for part in item if isinstance(part, str)):
+        raise ValueError(f"config holds half a character, which nothing can print: {text!r:.80}")
     return config
 
 
@@ -153,6 +175,18 @@ def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
     return StoredVariant(text_of(row["op"], "op"), name, numerics, text_of(row["source_hash"], "source_hash"))
 
 
+def parse_run(row: Mapping[str, Any]) -> RunRecord:
+    texts = {name: text_of(row[name], name) for name in ("command", "budget", "host", "user", "version")}
+    seed, finished_at = row["seed"], row["finished_at"]
+    return RunRecord(
+        id=id_of(row["id"]),
+        seed=None if seed is None else int_of(seed, "seed", low=-(2**63)),
+        started_at=time_of(row["started_at"]),
+        finished_at=None if finished_at is None else time_of(finished_at),
+        **texts,
+    )
+
+
 class Reader:
     """Parses rows of one query, each distinct config once, and counts what it had to skip."""
 
@@ -177,6 +211,7 @@ class Reader:
     def candidate(self, op: str, variant: str, config: object) -> Candidate:
         """The candidate with a stored config; one object for all rows that name it."""
         key = (op, variant, config)
-        if key not in self._candidates:
-            self._candidates[key] = Candidate.of(op, variant, self.config(config))
-        return self._candidates[key]
+        known = self._candidates.get(key)
+        if known is None:
+            known = self._candidates[key] = Candidate.of(op, variant, self.config(config))
+        return known

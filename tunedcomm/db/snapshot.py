@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.spec import Candidate, Problem
 
-__all__ = ["Failure", "Pinned", "Row", "Snapshot", "is_drift"]
+__all__ = ["Failure", "Numbers", "Pinned", "Row", "Snapshot", "is_drift"]
 
-_FORMAT = 1
+_FORMAT = 2
+
+T = TypeVar("T")
 
 
 def is_drift(here: Environment, there: Environment) -> bool:
@@ -120,17 +125,29 @@ class Snapshot:
     _families: Mapping[tuple[Problem, bool], tuple[Row, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        def order(item: Row | Failure) -> tuple[Problem, str, str]:
-            return (item.problem, str(item.candidate), item.source_hash)
-
         put = object.__setattr__
-        put(self, "rows", tuple(sorted(self.rows, key=order)))
-        put(self, "failures", tuple(sorted(self.failures, key=order)))
+        problems: Numbers[Problem] = Numbers()
+        candidates: Numbers[Candidate] = Numbers()
+        items: list[Row | Failure] = [*self.rows, *self.failures]
+        numbered = [(problems.of(item.problem), candidates.of(item.candidate), item) for item in items]
+        # Thousands of rows share some hundred problems and candidates: those are compared, rows by their places.
+        place = _places(problems.values, key=lambda problem: problem)
+        other = _places(candidates.values, key=str)
+        numbered.sort(key=lambda item: (place[item[0]], other[item[1]], item[2].source_hash))
+        put(self, "rows", tuple(item for _, _, item in numbered if isinstance(item, Row)))
+        put(self, "failures", tuple(item for _, _, item in numbered if isinstance(item, Failure)))
         put(self, "pins", tuple(sorted(self.pins, key=lambda pin: pin.problem)))
         put(self, "digest", hashlib.sha256(_dump(self._encode(with_ids=False)).encode()).hexdigest())
+        family_of = [problem.family for problem in problems.values]
         families: dict[tuple[Problem, bool], list[Row]] = {}
-        for row in self.rows:
-            families.setdefault((row.problem.family, row.borrowed), []).append(row)
+        last: tuple[int, bool] | None = None
+        rows: list[Row] = []
+        for problem, _, item in numbered:
+            if not isinstance(item, Row):
+                continue
+            if (problem, item.borrowed) != last:
+                last, rows = (problem, item.borrowed), families.setdefault((family_of[problem], item.borrowed), [])
+            rows.append(item)
         put(self, "_families", {family: tuple(rows) for family, rows in families.items()})
 
     def family_rows(self, problem: Problem, *, borrowed: bool = False) -> tuple[Row, ...]:
@@ -138,32 +155,33 @@ class Snapshot:
         return self._families.get((problem.family, borrowed), ())
 
     def _encode(self, *, with_ids: bool) -> dict[str, Any]:
-        """Plain JSON values; environments and problems, which repeat, are listed once and referred to by index."""
-        environments = _Table([row.environment for row in self.rows])
-        items: list[Row | Pinned | Failure] = [*self.rows, *self.pins, *self.failures]
-        problems = _Table([item.problem for item in items])
-        candidates = _Table([item.candidate for item in items])
-        rows = [
-            [
-                problems.index(row.problem),
-                candidates.index(row.candidate),
-                environments.index(row.environment),
-                *(getattr(row, name) for name in _ROW_FIELDS),
-                row.trial_id if with_ids else None,
-            ]
-            for row in self.rows
-        ]
-        pins = [[problems.index(p.problem), candidates.index(p.candidate), p.reason, p.layer] for p in self.pins]
+        """Plain JSON values; what repeats is listed once and referred to by index, and rows are listed by column."""
+        environments: Numbers[Environment] = Numbers()
+        problems: Numbers[Problem] = Numbers()
+        candidates: Numbers[Candidate] = Numbers()
+        texts: Numbers[str] = Numbers()
+        numbers: dict[str, Numbers[Any]] = {"problem": problems, "candidate": candidates, "environment": environments}
+        numbers |= dict.fromkeys(_REPEATED, texts)
+        rows: dict[str, Any] = {}
+        for name in _ROW_FIELDS:
+            column = map(attrgetter(name), self.rows)
+            rows[name] = list(map(numbers[name].of, column) if name in numbers else column)
+        for name in _TIMES:
+            rows[name] = _pack(rows[name])
+        if with_ids:
+            rows["trial_id"] = [row.trial_id for row in self.rows]
+        pins = [(problems.of(p.problem), candidates.of(p.candidate), p.reason, p.layer) for p in self.pins]
         failures = [
-            [problems.index(f.problem), candidates.index(f.candidate), f.source_hash, f.status] for f in self.failures
+            (problems.of(f.problem), candidates.of(f.candidate), f.source_hash, f.status) for f in self.failures
         ]
         return {
             "format": _FORMAT,
             "environment": self.environment.to_dict(),
             "world_size": self.world_size,
-            "environments": [environment.to_dict() for environment in environments.items],
-            "problems": [problem.to_dict() for problem in problems.items],
-            "candidates": [[c.op, c.variant, c.config_dict] for c in candidates.items],
+            "environments": [environment.to_dict() for environment in environments.values],
+            "problems": list(map(_problem_fields, problems.values)),
+            "candidates": [[c.op, c.variant, c.config_dict] for c in candidates.values],
+            "texts": texts.values,
             "rows": rows,
             "pins": pins,
             "failures": failures,
@@ -183,7 +201,7 @@ class Snapshot:
         """
         try:
             return cls._decode(json.loads(text))
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, struct.error) as error:
             raise ValueError(f"not a tunedcomm snapshot of format {_FORMAT}: {text[:60]!r} ({error})") from None
 
     @classmethod
@@ -191,20 +209,20 @@ class Snapshot:
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']!r}")
         environments = [Environment.from_dict(item) for item in data["environments"]]
-        problems = [Problem.from_dict(item) for item in data["problems"]]
+        problems = [Problem.from_dict(dict(zip(_PROBLEM, item, strict=True))) for item in data["problems"]]
         candidates = [Candidate.of(op, variant, config) for op, variant, config in data["candidates"]]
+        listed: dict[str, Any] = {"problem": problems, "candidate": candidates, "environment": environments}
+        listed |= dict.fromkeys(_REPEATED, data["texts"])
+        columns: dict[str, Any] = {
+            name: [listed[name][number] for number in column] if name in listed else column
+            for name, column in data["rows"].items()
+        }
+        columns |= {name: _unpack(columns[name]) for name in _TIMES}
         return cls(
             environment=Environment.from_dict(data["environment"]),
             world_size=data["world_size"],
             rows=tuple(
-                Row(
-                    problem=problems[problem],
-                    candidate=candidates[candidate],
-                    environment=environments[environment],
-                    trial_id=rest[-1],
-                    **dict(zip(_ROW_FIELDS, rest[:-1], strict=True)),
-                )
-                for problem, candidate, environment, *rest in data["rows"]
+                Row(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)
             ),
             pins=tuple(
                 Pinned(problem=problems[p], candidate=candidates[c], reason=reason, layer=layer)
@@ -218,7 +236,12 @@ class Snapshot:
         )
 
 
+_REPEATED = ("source_hash", "layer")
+_TIMES = ("latency_p50_us", "latency_p10_us", "latency_p90_us", "baseline_p50_us")
 _ROW_FIELDS = (
+    "problem",
+    "candidate",
+    "environment",
     "source_hash",
     "latency_p50_us",
     "latency_p10_us",
@@ -234,20 +257,54 @@ _ROW_FIELDS = (
 )
 
 
-class _Table:
-    """Distinct values in the order of their first appearance."""
+_PROBLEM = tuple(item.name for item in fields(Problem))
+_problem_fields = attrgetter(*_PROBLEM)
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._positions: dict[Any, int] = {}
-        for value in values:
-            self._positions.setdefault(value, len(self._positions))
 
-    @property
-    def items(self) -> list[Any]:
-        return list(self._positions)
+class Numbers(Generic[T]):
+    """Numbers equal values alike, in the order of their first appearance; compares each object only once.
 
-    def index(self, value: Any) -> int:
-        return self._positions[value]
+    Problems and candidates are slow to compare, and thousands of rows refer to the same few hundred objects.
+    """
+
+    __slots__ = ("_by_identity", "_by_value", "_kept", "values")
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self._by_value: dict[T, int] = {}
+        self._by_identity: dict[int, int] = {}
+        # While an object is kept, no other one has its identity.
+        self._kept: list[T] = []
+
+    def of(self, value: T) -> int:
+        """The value's number."""
+        try:
+            return self._by_identity[id(value)]
+        except KeyError:
+            number = self._by_value.setdefault(value, len(self.values))
+            if number == len(self.values):
+                self.values.append(value)
+            self._kept.append(value)
+            self._by_identity[id(value)] = number
+            return number
+
+
+def _pack(times: Sequence[float | None]) -> str:
+    """Times as the hexadecimal digits of doubles: to write them as decimals takes longer than all the rest."""
+    return struct.pack(f"<{len(times)}d", *(math.nan if time is None else time for time in times)).hex()
+
+
+def _unpack(text: str) -> list[float | None]:
+    """Inverse of `_pack`."""
+    return [None if math.isnan(time) else time for (time,) in struct.iter_unpack("<d", bytes.fromhex(text))]
+
+
+def _places(values: Sequence[T], key: Callable[[T], Any]) -> list[int]:
+    """By number of a value, its place among them all in the order of `key`."""
+    places = [0] * len(values)
+    for place, number in enumerate(sorted(range(len(values)), key=lambda number: key(values[number]))):
+        places[number] = place
+    return places
 
 
 def _dump(value: object) -> str:

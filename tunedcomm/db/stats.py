@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, String, case, func, select, true, type_coerce
 
-from tunedcomm.db import query
+from tunedcomm.db import query, snapshot_query
 from tunedcomm.db import rows as parse
-from tunedcomm.db.query import OkTrial
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import ProblemRow, TrialRow
 from tunedcomm.db.score import pool
 from tunedcomm.db.snapshot import Row
+from tunedcomm.db.snapshot_query import OkTrial
 from tunedcomm.db.sources import SourceHash, is_current
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
@@ -118,7 +118,7 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
         tallies = _count(connection, environments, query.load_variants(connection, reader), source_hash)
         for environment_id, world_size in sorted({(key[0], key[2]) for key in tallies}):
             environment = environments[environment_id]
-            trials = query.ok_trials(connection, {environment_id: environment}, world_size, reader)
+            trials = snapshot_query.ok_trials(connection, {environment_id: environment}, world_size, reader)
             _add_winners(tallies, environment_id, trials, source_hash)
     database.warn_skipped(reader)
     groups = [_group(environments[key[0]], key, tally) for key, tally in tallies.items()]

@@ -327,10 +327,16 @@ class Database:
         wanted = select(TrialRow.id).where(TrialRow.problem_id == same, TrialRow.id > after_id, others)
         return self._read(lambda connection: list(connection.execute(wanted).scalars()))
 
-    def environments(self) -> list[Environment]:
-        """Every environment, in the order in which they were first seen."""
+    def environments(self, *, op: str | None = None, world_size: int | None = None) -> list[Environment]:
+        """Every environment, in the order in which they were first seen; those where something of `op` ran, if given.
+
+        Args:
+            op: only those with an ok trial of this op.
+            world_size: only those with an ok trial of this world size.
+        """
         reader = Reader()
-        found = self._read(lambda connection: query.load_environments(connection, reader))
+        where = [] if op is None and world_size is None else [query.has_run(op, world_size)]
+        found = self._read(lambda connection: query.load_environments(connection, reader, *where))
         self.warn_skipped(reader)
         return [found[key] for key in sorted(found)]
 
@@ -344,10 +350,10 @@ class Database:
 
     def runs(self) -> list[RunRecord]:
         """Every run, oldest first."""
-        columns = query.table(RunRow).columns
-        runs = select(*columns).order_by(RunRow.id)
-        rows = self._read(lambda connection: connection.execute(runs).mappings().all())
-        return [RunRecord(**{column.key: row[column.key] for column in columns}) for row in rows]
+        reader = Reader()
+        found = self._read(lambda connection: query.runs(connection, reader))
+        self.warn_skipped(reader)
+        return found
 
     def pins(self) -> list[PinRecord]:
         """Every pin, oldest first."""

@@ -15,14 +15,14 @@ import os
 import pkgutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from tunedcomm.spec import Variant
 
 __all__ = ["discover", "source_hash"]
 
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of the driver on Linux, and under Windows
 _UNTOLD = ("ctx", "kind", "type_comment")  # fields of syntax trees that say nothing about what runs
 
 
@@ -32,7 +32,7 @@ def _choose_interpreter() -> None:
     Kernels are decorated when their module is imported, and Triton's own `tl.max` and the like when Triton is: so this
     must come before either, and a program that imported Triton before stays without interpreted kernels.
     """
-    if "TRITON_INTERPRET" in os.environ or torch.cuda.is_available():
+    if "TRITON_INTERPRET" in os.environ or _has_gpu():
         return
     if "triton" in sys.modules:
         logging.getLogger("tunedcomm").warning(
@@ -41,6 +41,20 @@ def _choose_interpreter() -> None:
         )
         return
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _has_gpu() -> bool:
+    """What torch says, where it is imported: whoever launches kernels imports it first.
+
+    Who only reads databases should not wait for torch. Without it, no device file means no GPU; one that is there and
+    cannot be used is taken for a GPU, which changes nothing for a reader.
+    """
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.cuda.is_available()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return not hidden and any(Path(device).exists() for device in _DEVICE_FILES)
 
 
 @functools.cache
@@ -61,23 +75,25 @@ def _definition(function: Any) -> ast.FunctionDef:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
-    if ast.get_docstring(definition) is not None:
+    if ast.get_docstring(definition, clean=False) is not None:
         definition.body = definition.body[1:] or [ast.Pass()]
     definition.decorator_list = []
     return definition
 
 
-def _dump(node: object) -> str:
-    """A syntax tree as text that every supported Python writes alike.
+def _dump(node: object, names: set[str]) -> str:
+    """A syntax tree as text that every supported Python writes alike; the names that it uses are added to `names`.
 
     `ast.unparse` sets parentheses differently from version to version, and newer Pythons add fields to nodes: those are
     empty in code that older ones can read, so empty fields are left out.
     """
     if isinstance(node, ast.AST):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
         fields = [(n, v) for n, v in ast.iter_fields(node) if v is not None and v != [] and n not in _UNTOLD]
-        return f"{type(node).__name__}({', '.join(f'{name}={_dump(value)}' for name, value in fields)})"
+        return f"{type(node).__name__}({', '.join(f'{name}={_dump(value, names)}' for name, value in fields)})"
     if isinstance(node, list):
-        return f"[{', '.join(_dump(item) for item in node)}]"
+        return f"[{', '.join(_dump(item, names) for item in node)}]"
     return repr(node)
 
 
@@ -90,13 +106,18 @@ def _plain(function: Any) -> Any:
     return inner if inspect.isfunction(inner) and not module.startswith("triton.") else None
 
 
+@functools.cache
+def _told(function: Any) -> tuple[str, tuple[str, ...]]:
+    """A function's syntax tree as text, and the names it uses; most kernels call the same few functions."""
+    names: set[str] = set()
+    return _dump(_definition(function), names), tuple(sorted(names))
+
+
 def _collect(function: Any, seen: dict[str, str]) -> None:
     name = f"{function.__module__}.{function.__qualname__}"
     if name in seen:
         return
-    definition = _definition(function)
-    seen[name] = _dump(definition)
-    used = sorted({node.id for node in ast.walk(definition) if isinstance(node, ast.Name)})
+    seen[name], used = _told(function)
     for global_name in used:
         value = function.__globals__.get(global_name)
         inner = _plain(value)
@@ -108,18 +129,26 @@ def _collect(function: Any, seen: dict[str, str]) -> None:
                 seen[f"{function.__module__}:{global_name}"] = repr(constant)
 
 
-@functools.cache
 def source_hash(variant: Variant) -> str:
     """SHA-256 over the sources of the variant's kernels and all they call, first 16 hex digits.
 
     Comments, docstrings and formatting do not count, so that only a change of code retires stored rows. Variants
     without kernels hash to their version alone.
     """
-    seen: dict[str, str] = {}
+    functions = []
     for kernel in variant.kernels:
         inner = _plain(kernel)
         if inner is None:
             raise TypeError(f"{variant.op}.{variant.name}: {kernel!r} is not a Triton function")
-        _collect(inner, seen)
-    text = "\n".join([f"version {variant.version}", *(f"{name}\n{seen[name]}" for name in sorted(seen))])
+        functions.append(inner)
+    return _hash_of(variant.version, *functions)
+
+
+@functools.cache
+def _hash_of(version: int, *functions: Any) -> str:
+    # Of plain functions, since a Triton function that is looked up in a cache works out a hash of its own.
+    seen: dict[str, str] = {}
+    for function in functions:
+        _collect(function, seen)
+    text = "\n".join([f"version {version}", *(f"{name}\n{seen[name]}" for name in sorted(seen))])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

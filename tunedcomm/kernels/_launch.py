@@ -11,13 +11,14 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels import _sync
 from tunedcomm.space import Value
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["AddressLaunch", "BoundKernel", "CompileRequest", "bind_kernel", "compile_request", "current_target"]
 
@@ -206,6 +207,8 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
     """
     if _sync.INTERPRET:
         return _interpreted(request, grid)
+    import torch
+
     with torch.cuda.device(device):
         compiled = compile_request(request)
         compiled._init_handles()

@@ -26,6 +26,8 @@ __all__ = ["main"]
 
 
 def _load_kernels(settings: Settings) -> None:
+    import torch  # noqa: F401 - before the kernels, which ask it whether there are GPUs
+
     from tunedcomm import kernels
 
     kernels.discover()

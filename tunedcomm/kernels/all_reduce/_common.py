@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
 from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = [
     "Launch",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels.all_reduce._common import Launch, bind_plain, blocks_and_threads, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["SPACE", "bind_multimem", "refuse_multimem", "request_multimem"]
 

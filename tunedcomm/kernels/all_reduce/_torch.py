@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.spec import Limits, Problem
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    import torch
+
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["refuse_torch", "staging_of"]
 

@@ -20,7 +20,7 @@ synchronisation), redesigned for Triton: packets of 16 bytes, one thread each.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -40,7 +40,9 @@ from tunedcomm.kernels.all_reduce._common import (
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["LAMPORT", "lamport_kernel"]
 

@@ -6,29 +6,40 @@ Numerics: library. Graph-safe on NCCL.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.all_reduce._common import Launch
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["LIBRARY", "all_reduce_by_library"]
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
-_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["LIBRARY", "library_reduction"]
 
 
-def all_reduce_by_library(out: torch.Tensor, reduction: str, group: dist.ProcessGroup) -> None:
-    """Reduce `out` in place over `group`, ordered after what the current stream holds."""
-    if reduction == "avg" and out.is_cuda:
-        dist.all_reduce(out, dist.ReduceOp.AVG, group=group)
-        return
-    dist.all_reduce(out, _OPS[reduction], group=group)
-    if reduction == "avg":  # gloo has no average
-        out.div_(dist.get_world_size(group))
+def library_reduction(reduction: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
+    """What reduces a tensor in place over `group`, ordered after what the current stream holds."""
+    import torch.distributed as dist
+
+    ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    all_reduce, op = dist.all_reduce, ops[reduction]
+
+    def reduce(out: torch.Tensor) -> None:
+        all_reduce(out, op, group=group)
+
+    def average(out: torch.Tensor) -> None:
+        if out.is_cuda:
+            all_reduce(out, dist.ReduceOp.AVG, group=group)
+            return
+        all_reduce(out, op, group=group)
+        out.div_(dist.get_world_size(group))  # gloo has no average
+
+    return average if reduction == "avg" else reduce
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -43,14 +54,14 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     del config
-    group, reduction = workspace.group, problem.reduction
+    reduce = library_reduction(problem.reduction, workspace.group)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         del stream
         out = outputs[0]
         if out is not inputs[0]:
             out.copy_(inputs[0])
-        all_reduce_by_library(out, reduction, group)
+        reduce(out)
 
     return run
 

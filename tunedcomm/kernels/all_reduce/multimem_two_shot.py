@@ -13,7 +13,7 @@ Source: NVLink SHARP as PyTorch's multimem operators use it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -26,7 +26,9 @@ from tunedcomm.kernels.all_reduce._common import Launch, closest, kernel_blocks,
 from tunedcomm.kernels.all_reduce._multimem import SPACE, bind_multimem, refuse_multimem, request_multimem
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["MULTIMEM_TWO_SHOT", "multimem_two_shot_kernel"]
 

@@ -14,7 +14,7 @@ Source: the one-shot scheme of NCCL-free serving stacks and PyTorch's symmetric 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -42,7 +42,9 @@ from tunedcomm.kernels.all_reduce._common import (
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["ONE_SHOT", "one_shot_kernel"]
 

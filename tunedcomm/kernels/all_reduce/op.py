@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import OpSpec, Problem, register_op
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ALL_REDUCE"]
 
@@ -16,6 +17,8 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
+    import torch
+
     dtype = getattr(torch, problem.dtype)
     generator = torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
     if kind == "integers":
@@ -27,10 +30,14 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
 
 
 def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
+    import torch
+
     return (torch.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=device),)
 
 
 def _reduce(problem: Problem, inputs: Sequence[tuple[Any, ...]], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
     total = torch.zeros_like(inputs[0][0], dtype=dtype)
     if problem.reduction in ("max", "min"):
         pick = torch.maximum if problem.reduction == "max" else torch.minimum
@@ -44,11 +51,15 @@ def _reduce(problem: Problem, inputs: Sequence[tuple[Any, ...]], dtype: torch.dt
 
 
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+    import torch
+
     del rank
     return (_reduce(problem, inputs, torch.float64),)
 
 
 def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+    import torch
+
     del rank
     rounded = _reduce(problem, inputs, torch.float32).to(inputs[0][0].dtype)
     return (rounded + 0.0,)  # a mean that rounds to −0.0 is written as +0.0

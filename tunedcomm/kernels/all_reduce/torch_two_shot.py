@@ -6,15 +6,15 @@ it only runs when it is forced.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.all_reduce._common import Launch
 from tunedcomm.kernels.all_reduce._torch import refuse_torch, staging_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["TORCH_TWO_SHOT"]
 
@@ -30,6 +30,8 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    import torch
+
     del config
     name = workspace.group.group_name
     if problem.input_kind == "symmetric" and problem.in_place:

@@ -14,7 +14,7 @@ Source: the packets of `lamport` in the two-shot scheme known from NCCL's LL pro
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -35,7 +35,9 @@ from tunedcomm.kernels.all_reduce._common import (
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["TWO_SHOT_LAMPORT", "two_shot_lamport_kernel"]
 

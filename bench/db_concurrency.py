@@ -1,0 +1,278 @@
+"""Processes that write to one database while others read it: nothing may fail, get lost or be seen in part.
+
+python bench/db_concurrency.py                                    # 8 write and 8 read for 60 s, one SQLite file
+python bench/db_concurrency.py --db postgresql+psycopg://user@host/name
+
+Writers record batches as tuners do, each row known by its writer, batch and place; runs, pins and problems are made on
+the way. Readers load snapshots, list trials, count and look for environments. A reader must see a batch as a whole or
+not at all, and never fewer trials than before. At the end every row must be there once. One line a run is appended to
+bench/results/db/db_concurrency.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shlex
+import sqlite3
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import text
+
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import TrialRecord, utc_now
+from tunedcomm.db.store import Database
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Problem
+
+RESULTS = Path(__file__).parent / "results" / "db" / "db_concurrency.csv"
+COLUMNS = {
+    "database": "kind",
+    "writers": "processes that only write",
+    "readers": "processes that only read",
+    "seconds": "from the start of the first to the end of the last",
+    "batches": "transactions that added trials",
+    "rows_written": "trials added",
+    "rows_written_per_s": "",
+    "longest_write_ms": "one transaction, the waiting for other writers included",
+    "reads": "snapshots, lists of trials, counts",
+    "rows_read": "trials and snapshot rows that came of them",
+    "rows_read_per_s": "",
+    "longest_read_ms": "",
+    "errors": "exceptions in any process",
+    "lost": "rows that were recorded and are not there",
+    "doubled": "rows that are there more than once",
+    "torn": "batches of which a reader saw a part",
+    "shrunk": "times a reader saw fewer trials than before",
+    "integrity": "what SQLite's integrity_check says at the end",
+    "file_mib": "of the SQLite file at the end",
+    "cpus": "of the machine",
+    "python": "version, as the next two",
+    "sqlite": "",
+    "sqlalchemy": "",
+    "command": "",
+    "date": "UTC",
+}
+WORLD_SIZE = 4
+NUM_PROBLEMS = 200
+BATCHES_A_PROBLEM = 20
+SOFTWARE = {"driver": "580.159.04", "cuda": "13.0", "triton": "3.6.0", "nccl": "2.28.9", "tunedcomm": "0.1.0"}
+FABRIC = {"fabric": "nvswitch-18", "num_links": 18, "multicast": True, "nodes": 1}
+HERE = [
+    Environment(gpu=gpu, num_sms=132, compute_capability=90, memory_gib=80, torch=torch, **FABRIC, **SOFTWARE)
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20")
+    for torch in ("2.11.0", "2.10.0")
+]
+
+
+@dataclass
+class Tally:
+    """What one process has done and seen."""
+
+    name: str
+    rows: int = 0
+    batches: int = 0
+    longest_s: float = 0.0
+    torn: int = 0
+    shrunk: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    def timed(self, action: Callable[[], int]) -> None:
+        begin = time.perf_counter()
+        self.rows += action()
+        self.batches += 1
+        self.longest_s = max(self.longest_s, time.perf_counter() - begin)
+
+
+def problem_of(batch: int) -> Problem:
+    index = batch // BATCHES_A_PROBLEM % NUM_PROBLEMS
+    return Problem("all_reduce", (512 * (1 + index),), "bfloat16", WORLD_SIZE)
+
+
+def environment_of(writer: int) -> Environment:
+    return HERE[writer % len(HERE)]
+
+
+def write(url: str, writer: int, until: float, tally: Tally) -> None:
+    """Batches of 1 to 20 trials, now and then another run and a pin."""
+    rng = random.Random(writer)
+    with Database.open(url, create=True) as database:
+        run = database.start_run(command="write", seed=writer, budget="", host=tally.name)
+        while time.time() < until:
+            batch = tally.batches
+            problem, environment, size = problem_of(batch), environment_of(writer), rng.randint(1, 20)
+            records = [
+                TrialRecord(
+                    problem=problem,
+                    environment=environment,
+                    variant=f"{tally.name}_{rng.randint(0, 3)}",
+                    numerics="ordered",
+                    source_hash="current",
+                    config={"writer": writer, "batch": batch, "place": place, "size": size},
+                    status="ok",
+                    latency_p50_us=rng.uniform(2, 50),
+                    baseline_p50_us=10.0,
+                    final=rng.random() < 0.1,
+                    run_id=run,
+                    created_at=utc_now(),
+                )
+                for place in range(size)
+            ]
+            tally.timed(lambda records=records: len(database.record(records)))
+            if batch % 50 == 49:
+                database.pin(problem, Candidate.of("all_reduce", "library", {}), environment=environment, reason="")
+                database.finish_run(run)
+                run = database.start_run(command="write", seed=writer, budget="", host=tally.name)
+        database.finish_run(run)
+
+
+def look(tally: Tally, database: Database, problem: Problem, seen: Counter[Problem]) -> int:
+    """List the trials of a problem; count what is not as it must be."""
+    trials = database.trials(problem=problem)
+    batches = Counter((t.config["writer"], t.config["batch"], t.config["size"]) for t in trials)
+    tally.torn += sum(number != size for (_, _, size), number in batches.items())
+    tally.shrunk += len(trials) < seen[problem]
+    seen[problem] = len(trials)
+    return len(trials)
+
+
+def load(url: str, environment: Environment) -> int:
+    return len(load_snapshot(environment, WORLD_SIZE, layers=[Layer("user", url)], strict=True).rows)
+
+
+def read(url: str, reader: int, until: float, tally: Tally) -> None:
+    """What dispatch and the command line read, in turn."""
+    rng = random.Random(-reader - 1)
+    seen: Counter[Problem] = Counter()
+    counted = 0
+    while time.time() < until:
+        tally.timed(lambda: load(url, environment_of(rng.randrange(len(HERE)))))
+        with Database.open(url, readonly=True) as database:
+            for _ in range(5):
+                tally.timed(lambda: look(tally, database, problem_of(rng.randrange(4000)), seen))
+            trials = database.stats()["trials"]
+            tally.shrunk += trials < counted
+            counted = trials
+            database.environments(op="all_reduce", world_size=WORLD_SIZE)
+
+
+def work(
+    body: Callable[[str, int, float, Tally], None], url: str, index: int, seconds: float, gate: Any, results: Any
+) -> None:
+    logging.getLogger("tunedcomm").setLevel(logging.ERROR)  # readers are told of other software at every turn
+    tally = Tally(f"{body.__name__}_{index}")
+    gate.wait()
+    try:
+        body(url, index, time.time() + seconds, tally)
+    except Exception:  # noqa: BLE001 - counted and shown
+        tally.errors.append(traceback.format_exc())
+    results.put(tally)
+
+
+def check(url: str, tallies: Mapping[str, Tally]) -> dict[str, object]:
+    """Every row that was recorded, once."""
+    with Database.open(url, readonly=True) as database, database.reading() as connection:
+        rows = connection.execute(text("SELECT config FROM trial")).scalars()
+        stored = Counter((c["writer"], c["batch"], c["place"], c["size"]) for c in map(json.loads, rows))
+        integrity = "-"
+        if database.path is not None:
+            integrity = str(connection.execute(text("PRAGMA integrity_check")).scalar())
+    whole = Counter((writer, batch, size) for writer, batch, _, size in stored)
+    wanted = sum(tally.rows for tally in tallies.values() if tally.name.startswith("write"))
+    return {
+        "lost": wanted - len(stored) + sum(number != size for (_, _, size), number in whole.items()),
+        "doubled": sum(stored.values()) - len(stored),
+        "integrity": integrity,
+    }
+
+
+def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
+    with Database.open(url, create=True):
+        pass
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    roles = [(write, i) for i in range(args.writers)] + [(read, i) for i in range(args.readers)]
+    gate = spawn.Barrier(1 + len(roles))
+    processes = [spawn.Process(target=work, args=(body, url, i, args.seconds, gate, results)) for body, i in roles]
+    for process in processes:
+        process.start()
+    gate.wait()
+    begin = time.time()
+    found = [results.get(timeout=args.seconds + 300) for _ in processes]
+    for process in processes:
+        process.join()
+    seconds = time.time() - begin
+    tallies = {tally.name: tally for tally in found}
+    errors = [error for tally in found for error in tally.errors]
+    sys.stderr.write("".join(errors))
+    wrote = [tally for tally in found if tally.name.startswith("write")]
+    reads = [tally for tally in found if tally.name.startswith("read")]
+    rows_written, rows_read = (sum(tally.rows for tally in group) for group in (wrote, reads))
+    path = Path(url)
+    values = {
+        "database": "sqlite" if "://" not in url else url.partition(":")[0],
+        "writers": args.writers,
+        "readers": args.readers,
+        "seconds": f"{seconds:.1f}",
+        "batches": sum(tally.batches for tally in wrote),
+        "rows_written": rows_written,
+        "rows_written_per_s": f"{rows_written / seconds:.0f}",
+        "longest_write_ms": f"{1000 * max(tally.longest_s for tally in wrote):.0f}",
+        "reads": sum(tally.batches for tally in reads),
+        "rows_read": rows_read,
+        "rows_read_per_s": f"{rows_read / seconds:.0f}",
+        "longest_read_ms": f"{1000 * max(tally.longest_s for tally in reads):.0f}",
+        "errors": len(errors) + sum(process.exitcode != 0 for process in processes),
+        "torn": sum(tally.torn for tally in found),
+        "shrunk": sum(tally.shrunk for tally in found),
+        **check(url, tallies),
+        "file_mib": f"{path.stat().st_size / 2**20:.1f}" if "://" not in url else "-",
+        "cpus": os.cpu_count(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "sqlite": sqlite3.sqlite_version,
+        "sqlalchemy": version("sqlalchemy"),
+        "command": shlex.join(["python", "bench/db_concurrency.py", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+    return {name: values[name] for name in COLUMNS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--writers", type=int, default=8)
+    parser.add_argument("--readers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--db", help="URL of a server's empty database; by default a new SQLite file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        row = measure(args, args.db or str(Path(folder) / "tuned.db"))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not args.out.exists()
+    with args.out.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+    sys.stdout.write("".join(f"{name:18} {value}\n" for name, value in row.items()))
+    if row["errors"] or row["lost"] or row["doubled"] or row["torn"] or row["shrunk"]:
+        sys.exit("something failed, was lost, doubled, or seen in part")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""A database as large as a busy cluster's: how long a snapshot, `lookup` and `explain` take on it.
+
+python bench/db_scale.py                                   # 1,000,000 trials, ten kinds of machines, one file
+python bench/db_scale.py --world-sizes 8                   # all trials of a kind in one snapshot: the worst case
+python bench/db_scale.py --hardware 5 --software 2         # a snapshot reads the trials of two software versions
+
+What is in the file is said in bench/made_up.py. One line a run is appended to bench/results/db/db_scale.csv. Run it on
+an idle machine; the file goes into the folder for temporary files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import shlex
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+from made_up import environments, make_database
+
+from tunedcomm.hardware import HARD_FIELDS, Environment
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "db" / "db_scale.csv"
+COLUMNS = {
+    "trials": "rows of the trial table",
+    "hardware": "kinds of machines, with as many trials each",
+    "software": "environments of each kind, which differ in versions only",
+    "world_sizes": "of the problems; a snapshot holds one of them",
+    "problems": "rows of the problem table",
+    "seed": "of the made-up trials",
+    "file_mib": "size of the SQLite file, with its indexes",
+    "write_per_s": "trials a second, recorded in batches of 2,000",
+    "snapshot_trials": "trials of the snapshot's kind of machine and world size",
+    "snapshot_rows": "what the snapshot keeps of them",
+    "snapshot_uncached_ms": "load_snapshot in a new process after the file left the page cache, median",
+    "snapshot_cold_ms": "load_snapshot in a new process, imports not counted, median",
+    "snapshot_warm_ms": "load_snapshot again in the same process, median",
+    "to_json_ms": "the snapshot as the text that a communicator broadcasts, median",
+    "lookup_ms": "`tunedcomm lookup` as a process, the file as user database beside the shipped ones; median",
+    "lookup_best_ms": "the fastest of them",
+    "explain_ms": "`tunedcomm explain` as a process, median",
+    "start_up_ms": "a process that reads its arguments with Typer, imports SQLAlchemy and Triton, and ends; median",
+    "repeats": "processes of each kind",
+    "cpus": "of the machine",
+    "python": "version, as the next four",
+    "sqlite": "",
+    "sqlalchemy": "",
+    "triton": "",
+    "typer": "",
+    "command": "",
+    "date": "UTC",
+}
+
+SNAPSHOT = """
+import json, sys, time
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.hardware import Environment
+path, environment, world_size, repeats = json.loads(sys.argv[1])
+here, times, digests = Environment.from_dict(environment), [], []
+for _ in range(repeats):
+    begin = time.perf_counter()
+    found = load_snapshot(here, world_size, layers=[Layer("user", path)], strict=True)
+    times.append(time.perf_counter() - begin)
+    begin = time.perf_counter()
+    text = found.to_json()
+    digests.append(time.perf_counter() - begin)
+print(json.dumps({"times": times, "to_json": digests, "rows": len(found.rows)}))
+"""
+# What `lookup` needs of others, and nothing of ours: the time below which no change here can bring it.
+START_UP = """
+import gc, os
+gc.disable()
+import typer
+app = typer.Typer()
+@app.command()
+def imports(shape: int) -> None:
+    import sqlalchemy.orm, sqlalchemy.dialects.sqlite, triton
+    os._exit(0)
+app(args=["8"])
+"""
+LOOKUP = ("--op", "all_reduce", "--shape", "98304", "--dtype", "bfloat16")
+
+
+def run(code: Sequence[str], **variables: str) -> tuple[float, str]:
+    """Wall seconds and output of a new Python process."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        sys.exit(f"{shlex.join(code)[:200]} failed: {done.stderr}")
+    return seconds, done.stdout
+
+
+def forget(path: Path) -> None:
+    """Ask the kernel to drop the file from its page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def ms(seconds: Sequence[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.1f}"
+
+
+def time_snapshots(path: Path, environment: Environment, world_size: int, repeats: int) -> dict[str, str]:
+    """How long a snapshot takes in new processes and again in the same one."""
+    task = json.dumps([str(path), environment.to_dict(), world_size, 1])
+    uncached, cold = [], []
+    for _ in range(repeats):
+        forget(path)
+        uncached += json.loads(run(["-c", SNAPSHOT, task])[1])["times"]
+        cold += json.loads(run(["-c", SNAPSHOT, task])[1])["times"]
+    warm = json.loads(run(["-c", SNAPSHOT, json.dumps([*json.loads(task)[:3], 1 + repeats])])[1])
+    return {
+        "snapshot_rows": str(warm["rows"]),
+        "snapshot_uncached_ms": ms(uncached),
+        "snapshot_cold_ms": ms(cold),
+        "snapshot_warm_ms": ms(warm["times"][1:]),
+        "to_json_ms": ms(warm["to_json"][1:]),
+    }
+
+
+def time_commands(path: Path, environment: Environment, world_size: int, repeats: int) -> dict[str, str]:
+    """How long `lookup` and `explain` take as processes; turn about, so that other load meets all alike."""
+    arguments = (*LOOKUP, "--world-size", str(world_size), "--hardware", environment.digest[:12])
+    codes = {
+        "lookup": ["-m", "tunedcomm.cli.main", "lookup", *arguments],
+        "explain": ["-m", "tunedcomm.cli.main", "explain", *arguments],
+        "start_up": ["-c", START_UP],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in codes}
+    for _ in range(repeats):
+        for name, code in codes.items():
+            seconds[name].append(run(code, TUNEDCOMM_DB=str(path), TRITON_INTERPRET="0")[0])
+    return {
+        "lookup_ms": ms(seconds["lookup"]),
+        "lookup_best_ms": f"{1000 * min(seconds['lookup']):.1f}",
+        "explain_ms": ms(seconds["explain"]),
+        "start_up_ms": ms(seconds["start_up"]),
+    }
+
+
+def append(values: Mapping[str, object], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not out.exists()
+    with out.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(values)
+    sys.stdout.write("".join(f"{name:20} {value}\n" for name, value in values.items()))
+
+
+def count(path: Path, query: str, *values: object) -> int:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return int(connection.execute(query, values).fetchone()[0])
+
+
+def measure(args: argparse.Namespace, path: Path) -> dict[str, object]:
+    world_sizes = [int(size) for size in args.world_sizes.split(",")]
+    shape = {"hardware": args.hardware, "software": args.software, "world_sizes": world_sizes, "seed": args.seed}
+    seconds = make_database(path, trials=args.trials, **shape)
+    environment, world_size = environments(args.hardware, args.software)[0], world_sizes[-1]
+    like = [f"{name} = ?" for name in HARD_FIELDS]
+    of_snapshot = (
+        "SELECT count(*) FROM trial JOIN problem ON problem.id = problem_id WHERE world_size = ? AND environment_id IN "
+        f"(SELECT id FROM environment WHERE {' AND '.join(like)})"
+    )
+    values: dict[str, object] = {
+        "trials": count(path, "SELECT count(*) FROM trial"),
+        "hardware": args.hardware,
+        "software": args.software,
+        "world_sizes": args.world_sizes.replace(",", " "),
+        "problems": count(path, "SELECT count(*) FROM problem"),
+        "seed": args.seed,
+        "file_mib": f"{path.stat().st_size / 2**20:.1f}",
+        "write_per_s": f"{args.trials / seconds:.0f}",
+        "snapshot_trials": count(path, of_snapshot, world_size, *environment.hard_key),
+        **time_snapshots(path, environment, world_size, args.repeats),
+        **time_commands(path, environment, world_size, args.repeats),
+        "repeats": args.repeats,
+        "cpus": os.cpu_count(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "sqlite": sqlite3.sqlite_version,
+        **{package: version(package) for package in ("sqlalchemy", "triton", "typer")},
+        "command": shlex.join(["python", "bench/db_scale.py", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+    assert tuple(values) == tuple(COLUMNS)
+    return values
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=1_000_000)
+    parser.add_argument("--hardware", type=int, default=10, help="kinds of machines")
+    parser.add_argument("--software", type=int, default=1, help="versions of the software on each kind")
+    parser.add_argument("--world-sizes", default="2,4,8", help="of the problems; the last one is asked for")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=9, help="processes of each kind")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        append(measure(args, Path(folder) / "tuned.db"), args.out)
+
+
+if __name__ == "__main__":
+    main()
