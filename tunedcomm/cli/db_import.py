@@ -33,10 +33,10 @@ def db_import(
 
     Example: tunedcomm db import from-a-colleague.jsonl --db tuned.db
     """
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import writable_database
     from tunedcomm.db.transfer import import_databases
 
-    done = import_databases(sources, db or user_database())
+    done = import_databases(sources, writable_database(db))
     if as_json:
         emit_json(to_dict(done))
         return
