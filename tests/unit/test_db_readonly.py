@@ -165,7 +165,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(
     """A writer whom no lock of ours reaches: whatever was read meanwhile may be torn."""
     monkeypatch.setattr(netfs, "file_system", lambda path, mountinfo: "nfs4")
     path = _make(media, "delete")
-    real = layers_module.query.ok_trials
+    real = layers_module.snapshot_query.ok_trials
     calls = []
 
     def written_meanwhile(*arguments: object) -> object:
@@ -176,7 +176,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(
             connection.close()
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(layers_module.query, "ok_trials", written_meanwhile)
+    monkeypatch.setattr(layers_module.snapshot_query, "ok_trials", written_meanwhile)
     monkeypatch.setattr(layers_module, "_READ_TIMEOUT_S", 0.3)
     if writes == 1:
         assert _latencies(path) == [6.0] * COMMITTED

@@ -20,7 +20,7 @@ _Key: TypeAlias = tuple[int, int, str]
 
 @dataclass(slots=True)
 class Names:
-    """Numbers of the problems and candidates that all rows of one reading refer to; tens of thousands share hundreds."""
+    """Numbers of the problems and candidates that the rows of one reading refer to: thousands share hundreds."""
 
     problems: Numbers[Problem] = field(default_factory=Numbers)
     candidates: Numbers[Candidate] = field(default_factory=Numbers)

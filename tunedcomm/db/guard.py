@@ -1,7 +1,7 @@
 """What keeps a damaged or hostile SQLite file from doing more to its reader than being refused.
 
-SQLite reads any file that looks like its own, and a file can be more than rows: a view or a trigger with the name of one
-of our tables runs whatever it likes, and for as long as it likes; a column can be computed; a handful of pages that
+SQLite reads any file that looks like its own, and a file can be more than rows: a view or a trigger with the name of
+one of our tables runs whatever it likes, and for as long as it likes; a column can be computed; a handful of pages that
 point at each other hold more rows than there are atoms; one text can be declared to be a gigabyte. So tables have to be
 tables, a read transaction may not take more steps than a sound file of that size needs, and values have a largest size.
 """
@@ -30,7 +30,8 @@ _OURS = (*Base.metadata.tables, VERSION_TABLE)
 _NAMES = ", ".join(f"'{name}'" for name in _OURS)
 _COMPUTED = f"""
 SELECT 'a ' || type || ' ' || name FROM sqlite_master WHERE lower(tbl_name) IN ({_NAMES})
-  AND (type = 'view' OR (type = 'trigger' AND :writing) OR (type = 'table' AND upper(ltrim(sql)) LIKE 'CREATE VIRTUAL%'))
+  AND (type = 'view' OR (type = 'trigger' AND :writing)
+       OR (type = 'table' AND upper(ltrim(sql)) LIKE 'CREATE VIRTUAL%'))
 UNION ALL
 SELECT 'a computed column ' || t.name || '.' || c.name FROM sqlite_master AS t, pragma_table_xinfo(t.name) AS c
   WHERE t.type = 'table' AND lower(t.name) IN ({_NAMES}) AND c.hidden > 1

@@ -1,8 +1,8 @@
 """What a snapshot needs of one database: every final, the best of each variant where there are none, and failures.
 
 A database of a cluster holds a million trials, a snapshot a few thousand of them. What can be left out is left out by
-SQL, over the index `ix_trial_snapshot`; only columns that are used are fetched; problems and variants are read once, and
-only those that the rows refer to.
+SQL, over the index `ix_trial_snapshot`; only columns that are used are fetched; problems and variants are read once,
+and only those that the rows refer to.
 """
 
 from __future__ import annotations
