@@ -168,13 +168,13 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(
     real = layers_module.snapshot_query.ok_trials
     calls = []
 
-    def written_meanwhile(*arguments: object) -> object:
+    def written_meanwhile(*arguments: object, like: object) -> object:
         calls.append(1)
         if len(calls) <= writes:
             with sqlite3.connect(path) as connection:
                 connection.execute("UPDATE trial SET latency_p50_us = ?", (5.0 + len(calls),))
             connection.close()
-        return real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments, like=like)  # type: ignore[arg-type]
 
     monkeypatch.setattr(layers_module.snapshot_query, "ok_trials", written_meanwhile)
     monkeypatch.setattr(layers_module, "_READ_TIMEOUT_S", 0.3)
