@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         wanted = marker.args[0] if marker.args else 1
         if _num_gpus() < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPUs, this machine has {_num_gpus()}"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier test was warned of is said again."""
+    once = sys.modules.get("tunedcomm.db.once")  # most tests of one process never import it
+    if once is not None:
+        monkeypatch.setattr(once, "_warned", set())
 
 
 @pytest.fixture(autouse=True)

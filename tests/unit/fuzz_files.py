@@ -193,7 +193,7 @@ def _by_values(rng: random.Random, path: Path, bases: list[Base]) -> None:
         for _ in range(rng.choice((1, 1, 3, 10))):
             table = rng.choice(TABLES)
             column = rng.choice(_columns(connection, table))
-            where = rng.choice(("1", "rowid = 1", "rowid % 3 = 0", "rowid = (SELECT max(rowid) FROM {})".format(table)))
+            where = rng.choice(("1", "rowid = 1", "rowid % 3 = 0", f"rowid = (SELECT max(rowid) FROM {table})"))
             with suppress(sqlite3.IntegrityError):
                 connection.execute(f'UPDATE {table} SET "{column}" = ? WHERE {where}', (rng.choice(VALUES),))
 

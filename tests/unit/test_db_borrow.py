@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from tunedcomm import kernels
 from tunedcomm.cli import bench, main
 from tunedcomm.cli._db_checks import check_borrowing, check_this_machine
-from tunedcomm.db import once
 from tunedcomm.db.borrow import loans, matches, objection
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
@@ -28,11 +27,6 @@ from tunedcomm.spec import get_variant
 
 H100 = replace(H200, gpu="NVIDIA H100 80GB HBM3", memory_gib=80)
 A100 = replace(H200, gpu="NVIDIA A100-SXM4-80GB", num_sms=108, compute_capability=80, fabric="nvswitch-12")
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_warned", set())
 
 
 def lent(variant: str, latency_us: float, message_bytes: int = 4096, **changes: Any) -> Row:

@@ -25,7 +25,6 @@ from tunedcomm.errors import DatabaseAccessError, SettingError
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_warned", set())
     monkeypatch.setattr(layers_module, "packaged_databases", list)
 
 

@@ -183,7 +183,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("trial", {"final": 1}, "final is not true or false: 1"),
     ("trial", {"created_at": "yesterday"}, "yesterday"),
     ("trial", {"created_at": 5}, "created_at is not a time"),
-    ("trial", {"created_at": "0001-01-01T00:00:00+12:00"}, "outside of the years"),
+    ("trial", {"created_at": "0001-01-01T00:00:00+12:00"}, "not a time that UTC knows"),
     ("trial", {"created_at": None}, "created_at is missing"),
     ("trial", {"error": "NaN"}, "error is not a number: 'NaN'"),
     ("trial", {"reason": "\x00"}, "reason holds a NUL"),
