@@ -233,7 +233,7 @@ def test_a_pin_comes_before_measurements_but_not_before_policy_and_feasibility()
 LIBRARY = {4096: 10.0, 8192: 20.0, 16384: 20.0}
 
 
-def test_between_two_sizes_the_larger_one_bounds_what_is_expected() -> None:
+def test_between_two_sizes_both_bound_what_is_expected() -> None:
     rows = [
         *curve("one_shot", {4096: 4.0, 8192: 16.0}, LIBRARY),
         *curve("two_shot", {4096: 7.0, 8192: 7.5}, LIBRARY),
@@ -244,13 +244,19 @@ def test_between_two_sizes_the_larger_one_bounds_what_is_expected() -> None:
     way = math.log2(5000 / 4096)
     assert decision.library_us == pytest.approx(10.0 * 2**way)
     assert decision.latency_us == pytest.approx(7.0 * (7.5 / 7.0) ** way), "the line, where it is worse"
-    assert decision.runner_up == candidate("lamport")
-    assert decision.runner_up_us == pytest.approx(15.0 / 20.0 * 10.0 * 2**way), "the ratio, which is all there is"
+    assert decision.runner_up == candidate("one_shot")
+    assert decision.runner_up_us == pytest.approx(8.0), "twice what half takes, less than by the ratio"
     assert decision.why.startswith("predicted between 4096 and 8192 bytes: two_shot(num_blocks=4) takes 7.14 µs")
     assert decide(rows, problem(4098)).candidate == candidate("two_shot"), "one_shot is on the edge of a step here"
-    assert decide(rows[:2], problem(5000)).latency_us == pytest.approx(16.0 / 20.0 * 10.0 * 2**way), (
-        "the ratio is worse"
-    )
+
+
+def test_a_candidate_measured_at_the_smaller_size_alone_may_take_twice_as_long() -> None:
+    rows = [*curve("one_shot", {4096: 2.0}, LIBRARY), *curve("two_shot", {4096: 9.0, 8192: 9.5}, LIBRARY)]
+    decision = decide(rows, problem(8000))
+    assert decision.candidate == candidate("one_shot")
+    assert decision.latency_us == pytest.approx(4.0)
+    slower = [*curve("one_shot", {4096: 5.0}, LIBRARY), *rows[1:]]
+    assert decide(slower, problem(8000)).candidate == candidate("two_shot")
 
 
 def test_of_sizes_far_apart_twice_the_size_is_the_bound() -> None:

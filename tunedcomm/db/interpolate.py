@@ -4,24 +4,24 @@ What a candidate takes at twice a size bounds what it takes there, for there it 
 two measured sizes is no such bound: kernels go round their loops a whole number of times, so their latency is a
 staircase, and a grid that fits one size to the packet goes round once more just above it. Nor are the finals enough:
 each of them has been fitted to some measured size, and few can run at any size between. So every challenger with a
-trial at the next larger measured size takes part, and is expected to take
+trial at the next larger or the next smaller measured size takes part, and is expected to take
 
 - what the straight line in log-log between both measured sizes says, or
-- as many times less than the library as at twice the size (at the larger measured size, if that is nearer),
+- as many times less than the library as at twice the size (at the larger measured size, if that is nearer), or twice
+  what it takes at half the size, whichever is less,
 
-whichever is worse. A challenger that was not measured at the smaller size has the second, from the larger one.
+whichever is worse. Of a challenger that was measured at one of the sizes alone only one of the bounds is known.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
 from tunedcomm.db.decision import Call, Decision, settle
-from tunedcomm.db.score import Pool, between, pool
+from tunedcomm.db.score import Place, Pool, between, pool
 from tunedcomm.db.snapshot import Row
 from tunedcomm.spec import Mode, Problem
 
@@ -105,8 +105,7 @@ def _betweensizes_of(call: Call, sizes: dict[int, list[Row]], reach: int | None,
     if below is not None and above is not None and above <= MAX_GAP * below:
         rows = [*sizes[below], *sizes[above]]
         usable = call.usable(rows, predicted=True)
-        weight, doubled = (math.log(at / below) / math.log(above / below) for at in (size, min(2 * size, above)))
-        found = between(sizes[below], sizes[above], weight, doubled, usable)
+        found = between(sizes[below], sizes[above], Place.of(size, below, above), usable)
         if found.scored:
             call.report(rows, usable)
             text = f"predicted between {below} and {above} bytes{relaxed}: "

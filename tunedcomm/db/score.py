@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tunedcomm.db.snapshot import Row
 from tunedcomm.spec import Candidate
 
-__all__ = ["MAX_NOISE", "MIN_NOISE", "Pool", "Scored", "between", "noise", "pool"]
+__all__ = ["MAX_NOISE", "MIN_NOISE", "Place", "Pool", "Scored", "between", "noise", "pool"]
 
 # Below one per cent two medians of one machine cannot be told apart whatever the sample count says (clocks drift);
 # above five the bound would let a slow but erratic candidate pass for a tie.
@@ -127,48 +127,61 @@ def pool(rows: Sequence[Row], usable: Mapping[Candidate, str | None], *, every_t
     return Pool(scored, baseline_us, outranked)
 
 
-def between(
-    low: Sequence[Row], high: Sequence[Row], weight: float, doubled: float, usable: Mapping[Candidate, str | None]
-) -> Pool:
-    """Expect from two measured sizes the latencies at a size between them; see `interpolate` for the reasons.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a size lies between two measured ones.
 
-    Challengers measured at the larger size take part; of these, only those of the most conclusive rows.
+    Attributes:
+        weight: 0 at the smaller size, 1 at the larger, linear in the logarithm of the bytes.
+        doubled: the same for twice the size, at most 1.
+        doublings: how often the smaller size has to be doubled until it is no less.
+    """
+
+    weight: float
+    doubled: float
+    doublings: int
+
+    @classmethod
+    def of(cls, size: int, below: int, above: int) -> Place:
+        """Of `size`, which lies between `below` and `above`."""
+        span = math.log(above / below)
+        weight, doubled = (math.log(at / below) / span for at in (size, min(2 * size, above)))
+        return cls(weight, doubled, math.ceil(math.log2(size / below)))
+
+
+def between(low: Sequence[Row], high: Sequence[Row], place: Place, usable: Mapping[Candidate, str | None]) -> Pool:
+    """Expect from two measured sizes the latencies at a size between them; see `interpolate` for the reasons.
 
     Args:
         low: rows of the smaller size.
         high: rows of the larger size.
-        weight: 0 at the smaller size, 1 at the larger, linear in the logarithm of the bytes.
-        doubled: the same for twice the size, at most 1.
-        usable: as for `pool`.
+        place: where the size lies.
+        usable: as for `pool`; only challengers of the most conclusive rows take part.
     """
-    at_low = {row.candidate: row for row in low}
-    challengers = [row for row in high if not row.is_library and usable.get(row.candidate, "") is None]
-    pairs = [(at_low.get(row.candidate), row) for row in challengers]
+    at_low, at_high = (
+        {row.candidate: row for row in rows if not row.is_library and usable.get(row.candidate, "") is None}
+        for rows in (low, high)
+    )
+    pairs = {c: (at_low.get(c), at_high.get(c)) for c in {**at_high, **at_low}}
     if not pairs:
         return Pool((), None)
-    standing = {row.candidate: max(_standing(one or row), _standing(row)) for one, row in pairs}
-    best = min(standing.values())
-    kept = [(one, row) for one, row in pairs if standing[row.candidate] == best]
-    reference = next(row if one is None or _standing(row) == best else one for one, row in kept)
-    outranked = tuple(
-        (worse, _why_outranked(worse, reference))
-        for one, row in pairs
-        if standing[row.candidate] != best
-        for worse in [max((one or row, row), key=_standing)]
-    )
-    base_low = _baseline(one for one, _ in kept if one) or _baseline(low)
-    base_high = _baseline(row for _, row in kept) or _baseline(high)
+    worst = {c: max((row for row in pair if row is not None), key=_standing) for c, pair in pairs.items()}
+    reference = min(worst.values(), key=_standing)
+    kept = [c for c, row in worst.items() if _standing(row) == _standing(reference)]
+    outranked = tuple((row, _why_outranked(row, reference)) for c, row in worst.items() if c not in kept)
+    base_low = _baseline(at_low[c] for c in kept if c in at_low) or _baseline(low)
+    base_high = _baseline(at_high[c] for c in kept if c in at_high) or _baseline(high)
     library = _Line(base_low, base_high)
-    here, there = library.at(weight), library.at(doubled)
+    here, there = library.at(place.weight), library.at(place.doubled)
     shrunk = here / there if here is not None and there is not None else 1.0
     scored = []
-    for one, row in kept:
-        at_high = _score(row, base_high)
-        own = _Line(None if one is None else _score(one, base_low), at_high)
-        bound = (own.at(doubled) or at_high) * shrunk
-        near = one if one is not None and weight < 0.5 else row
-        expected = max(own.at(weight) or bound, bound)
-        scored.append(Scored(row=near, score=expected, noise=max(noise(one or row), noise(row))))
+    for candidate in kept:
+        one, other = pairs[candidate]
+        own = _Line(None if one is None else _score(one, base_low), None if other is None else _score(other, base_high))
+        near = one if one is not None and (other is None or place.weight < 0.5) else other
+        assert near is not None
+        expected = own.expected(place, shrunk)
+        scored.append(Scored(row=near, score=expected, noise=max(noise(row) for row in (one, other) if row)))
     return Pool(_sorted(scored), here, outranked)
 
 
@@ -183,3 +196,16 @@ class _Line:
         if self.low is None or self.high is None:
             return None
         return math.exp((1 - weight) * math.log(self.low) + weight * math.log(self.high))
+
+    def expected(self, place: Place, shrunk: float) -> float:
+        """A candidate's latency: the line, or a bound where that is worse; `shrunk` is the library's part of the way.
+
+        The bounds are what it takes at twice the size, less what the library saves, and what it took at the smaller
+        size, once more for each doubling.
+        """
+        bounds = []
+        if self.high is not None:
+            bounds.append((self.at(place.doubled) or self.high) * shrunk)
+        if self.low is not None:
+            bounds.append(self.low * 2**place.doublings)
+        return max(self.at(place.weight) or 0.0, min(bounds))
