@@ -193,7 +193,7 @@ def _by_values(rng: random.Random, path: Path, bases: list[Base]) -> None:
         for _ in range(rng.choice((1, 1, 3, 10))):
             table = rng.choice(TABLES)
             column = rng.choice(_columns(connection, table))
-            where = rng.choice(("1", "rowid = 1", "rowid % 3 = 0", "rowid = (SELECT max(rowid) FROM {})".format(table)))
+            where = rng.choice(("1", "rowid = 1", "rowid % 3 = 0", f"rowid = (SELECT max(rowid) FROM {table})"))
             with suppress(sqlite3.IntegrityError):
                 connection.execute(f'UPDATE {table} SET "{column}" = ? WHERE {where}', (rng.choice(VALUES),))
 
@@ -296,7 +296,18 @@ def _by_path(rng: random.Random, path: Path, bases: list[Base]) -> None:
             side.symlink_to(rng.choice((side, path, Path("/dev/zero"), path.with_name("nothing"))))
 
 
-NAMES = ("lamport", "library", "one_shot", "two_shot", "torch_one_shot", "nothing", "", "../../x", "lamport\x00", "🦀" * 99)
+NAMES = (
+    "lamport",
+    "library",
+    "one_shot",
+    "two_shot",
+    "torch_one_shot",
+    "nothing",
+    "",
+    "../../x",
+    "lamport\x00",
+    "🦀" * 99,
+)
 # How often each kind is drawn: most of what can be wrong is in the bytes.
 KINDS: Mapping[str, tuple[int, Callable[[random.Random, Path, list[Base]], None]]] = {
     "bytes": (44, _by_bytes),
