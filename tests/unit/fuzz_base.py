@@ -1,4 +1,4 @@
-"""Sound databases to be spoilt: a small sweep with everything in it, in every state in which SQLite leaves its files."""
+"""Sound databases to be spoilt: a small sweep with all there is, in every state in which SQLite leaves its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class Base:
     """
 
     name: str
-    files: dict[str, bytes]
+    files: dict[str, bytes] = field(repr=False)
     page_size: int
 
 
@@ -96,7 +96,9 @@ def _records(run: int) -> list[TrialRecord]:
         found.append(record(problem, "multimem_one_shot", status="infeasible", reason="no multicast", samples=0))
     first = problems()[0]
     older = replace(HERE, torch="2.9.0")
-    found.append(record(first, "two_shot", status="hung", reason="no progress for 20 s", latency_p50_us=None, samples=0))
+    found.append(
+        record(first, "two_shot", status="hung", reason="no progress for 20 s", latency_p50_us=None, samples=0)
+    )
     found.append(replace(record(replace(first, world_size=2), "lamport", final=True), environment=older))
     found.append(replace(record(replace(first, dtype="float16"), "lamport"), environment=older))
     return [replace(r, run_id=run, created_at=START + timedelta(seconds=i)) for i, r in enumerate(found)]

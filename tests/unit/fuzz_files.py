@@ -296,7 +296,18 @@ def _by_path(rng: random.Random, path: Path, bases: list[Base]) -> None:
             side.symlink_to(rng.choice((side, path, Path("/dev/zero"), path.with_name("nothing"))))
 
 
-NAMES = ("lamport", "library", "one_shot", "two_shot", "torch_one_shot", "nothing", "", "../../x", "lamport\x00", "🦀" * 99)
+NAMES = (
+    "lamport",
+    "library",
+    "one_shot",
+    "two_shot",
+    "torch_one_shot",
+    "nothing",
+    "",
+    "../../x",
+    "lamport\x00",
+    "🦀" * 99,
+)
 # How often each kind is drawn: most of what can be wrong is in the bytes.
 KINDS: Mapping[str, tuple[int, Callable[[random.Random, Path, list[Base]], None]]] = {
     "bytes": (44, _by_bytes),

@@ -151,7 +151,7 @@ SCHEMAS: tuple[str, ...] = (
     "ALTER TABLE {table} DROP COLUMN {column}",
     "ALTER TABLE {table} ADD COLUMN computed TEXT AS (hex(zeroblob(900000000))) VIRTUAL",
     "ALTER TABLE {table} ADD COLUMN more TEXT DEFAULT 'x'",
-    "ALTER TABLE {table} RENAME COLUMN {column} TO other; ALTER TABLE {table} ADD COLUMN {column} AS (randomblob(1000))",
+    "ALTER TABLE {table} RENAME COLUMN {column} TO other; ALTER TABLE {table} ADD COLUMN {column} AS (randomblob(9))",
     f"CREATE TRIGGER t BEFORE INSERT ON {{table}} BEGIN DELETE FROM trial WHERE id IN ({_ENDLESS} i FROM n); END",
     "CREATE TRIGGER t AFTER INSERT ON {table} BEGIN SELECT RAISE(ABORT, 'no'); END",
     "DROP INDEX ix_trial_snapshot; CREATE INDEX ix_trial_snapshot ON trial (reason)",

@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, select
 
 from tunedcomm.db.engine import exclusive
-from tunedcomm.db.intern import environment_ids, problem_ids, variant_ids, variant_key
+from tunedcomm.db.intern import environment_ids, problem_ids, row_id, variant_ids, variant_key
 from tunedcomm.db.query import table
 from tunedcomm.db.records import TrialRecord, canonical_json, config_digest
 from tunedcomm.db.schema import Base, RunRow, TrialRow
@@ -66,7 +66,7 @@ def append_trials(connection: Connection, batch: Sequence[TrialRecord], *, key: 
     if again and (stored := _stored(connection, TrialRow, _TRIAL_IDENTITY, rows)):
         return stored
     statement = insert(TrialRow).returning(TrialRow.id, sort_by_parameter_order=True)
-    return [int(id_) for id_ in connection.execute(statement, rows).scalars()]
+    return [row_id(id_) for id_ in connection.execute(statement, rows).scalars()]
 
 
 def append_run(connection: Connection, values: dict[str, Any], *, key: str, again: bool) -> int:
@@ -74,7 +74,7 @@ def append_run(connection: Connection, values: dict[str, Any], *, key: str, agai
     exclusive(connection, key)
     if again and (stored := _stored(connection, RunRow, _RUN_IDENTITY, [values])):
         return stored[0]
-    return int(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
+    return row_id(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
 
 
 def _stored(

@@ -23,7 +23,7 @@ SIDE_FILES = ("-wal", "-shm", "-journal")
 _MAX_VALUE_BYTES = 16 << 20
 # Of SQLite's virtual machine. To read every row of a sound file takes a tenth of a step a byte, to sort and compare
 # them all takes less than one.
-_FREE_STEPS = 5_000_000
+_FREE_STEPS = 1_000_000
 _STEPS_A_BYTE = 5
 _STEPS_A_LOOK = 100_000
 _OURS = (*Base.metadata.tables, VERSION_TABLE)

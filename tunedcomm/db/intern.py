@@ -15,7 +15,7 @@ from tunedcomm.errors import DatabaseCorruptError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem, format_shape
 
-__all__ = ["VariantKey", "environment_ids", "problem_ids", "variant_ids", "variant_key"]
+__all__ = ["VariantKey", "environment_ids", "problem_ids", "row_id", "variant_ids", "variant_key"]
 
 VariantKey: TypeAlias = tuple[str, str, str, str]
 _CHUNK = 500  # below every driver's limit of parameters in one statement
@@ -26,7 +26,7 @@ def environment_ids(connection: Connection, environments: Iterable[Environment])
     distinct = dict.fromkeys(environments)
     wanted = {(e.digest,): {"digest": e.digest, **e.to_dict()} for e in distinct}
     ids = _intern(connection, EnvironmentRow, ("digest",), wanted)
-    return {e: _sound(ids, (e.digest,)) for e in distinct}
+    return {e: row_id(ids.get((e.digest,))) for e in distinct}
 
 
 def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Problem, int]:
@@ -34,7 +34,7 @@ def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Pro
     distinct = dict.fromkeys(problems)
     wanted = {(p.digest,): {"digest": p.digest, **p.to_dict(), "shape": format_shape(p.shape)} for p in distinct}
     ids = _intern(connection, ProblemRow, ("digest",), wanted)
-    return {p: _sound(ids, (p.digest,)) for p in distinct}
+    return {p: row_id(ids.get((p.digest,))) for p in distinct}
 
 
 def variant_key(record: TrialRecord) -> VariantKey:
@@ -47,17 +47,21 @@ def variant_ids(connection: Connection, records: Iterable[TrialRecord]) -> dict[
     columns = ("source_hash", "op", "name", "numerics")
     keys = sorted({variant_key(record) for record in records})
     ids = _intern(connection, VariantRow, columns, {key: dict(zip(columns, key, strict=True)) for key in keys})
-    return {key: _sound(ids, key) for key in keys}
+    return {key: row_id(ids.get(key)) for key in keys}
 
 
-def _sound(ids: Mapping[tuple[Any, ...], int], key: tuple[Any, ...]) -> int:
-    """The id of a row that was found or added just now: it is not there where an index does not fit its table."""
-    if key not in ids:
+def row_id(value: object) -> int:
+    """The id of a row that was found or added just now.
+
+    Raises:
+        DatabaseCorruptError: there is none, as an index does not fit its table, or the table has no primary key.
+    """
+    if type(value) is not int:
         raise DatabaseCorruptError(
-            f"the database does not find the row of {key[0]!r:.80} that it holds: an index of it is damaged; restore a "
-            "copy of it, or read what is left with `sqlite3 FILE .recover`"
+            "the database does not find a row that it holds: an index of it is damaged, or a table was made by another "
+            "program; restore a copy of it, or read what is left with `sqlite3 FILE .recover`"
         )
-    return ids[key]
+    return value
 
 
 def _intern(
@@ -93,5 +97,5 @@ def _find(
         chunk = first[start : start + _CHUNK]
         for row in connection.execute(select(*selected).where(selected[1].in_(chunk))):
             if (key := tuple(row[1:])) in keys:
-                found[key] = int(row[0])
+                found[key] = row_id(row[0])
     return found

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, delete, insert, select, update
 from tunedcomm.db import query
 from tunedcomm.db.append import append_run, append_trials, login
 from tunedcomm.db.engine import IMMEDIATE, Target, make_engine, parse_target, prepare_file, translated
-from tunedcomm.db.intern import environment_ids, problem_ids
+from tunedcomm.db.intern import environment_ids, problem_ids, row_id
 from tunedcomm.db.migrate import ensure_schema
 from tunedcomm.db.patience import Patience
 from tunedcomm.db.readonly import Reading, cannot_change
@@ -259,7 +259,7 @@ class Database:
                 "environment_id": environment_ids(connection, [environment])[environment],
             }
             self._remove_pins(connection, keys["problem_id"], environment)
-            return int(connection.execute(insert(PinRow).values(keys | values).returning(PinRow.id)).scalar_one())
+            return row_id(connection.execute(insert(PinRow).values(keys | values).returning(PinRow.id)).scalar_one())
 
         return self._write(replace)
 
