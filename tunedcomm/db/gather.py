@@ -20,10 +20,11 @@ _Key: TypeAlias = tuple[int, int, str]
 
 @dataclass(slots=True)
 class Names:
-    """Numbers of the problems and candidates that the rows of one reading refer to: thousands share hundreds."""
+    """Numbers of the problems, candidates and environments that a reading's rows refer to: thousands share hundreds."""
 
     problems: Numbers[Problem] = field(default_factory=Numbers)
     candidates: Numbers[Candidate] = field(default_factory=Numbers)
+    environments: Numbers[Environment] = field(default_factory=Numbers)
 
     def key(self, trial: OkTrial | FailedTrial) -> _Key:
         return (self.problems.of(trial.problem), self.candidates.of(trial.candidate), trial.source_hash)
@@ -55,10 +56,10 @@ class Gathered:
     _drifts: dict[int, bool] = field(default_factory=dict)
 
     def _is_drift(self, there: Environment) -> bool:
-        # By identity: the environments of a reading are few and live as long as its rows.
-        found = self._drifts.get(id(there))
+        number = self.names.environments.of(there)
+        found = self._drifts.get(number)
         if found is None:
-            found = self._drifts[id(there)] = is_drift(self.environment, there)
+            found = self._drifts[number] = is_drift(self.environment, there)
         return found
 
     def add_trial(self, trial: OkTrial, *, layer: str, rank: int) -> None:

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import hashlib
 import importlib
 import inspect
+import linecache
 import logging
 import os
 import pkgutil
@@ -70,11 +72,21 @@ def discover() -> None:
 _choose_interpreter()
 
 
+@functools.lru_cache(maxsize=64)
+def _functions_in(lines: tuple[str, ...]) -> dict[int, ast.FunctionDef]:
+    """Functions at the top of a module by their first line, which may be a decorator's: a module is parsed once."""
+    found = [node for node in ast.parse("".join(lines)).body if isinstance(node, ast.FunctionDef)]
+    return {min(part.lineno for part in (node, *node.decorator_list)): node for node in found}
+
+
 def _definition(function: Any) -> ast.FunctionDef:
     """Syntax tree of a function without comments, docstring, decorators and formatting."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    definition = tree.body[0]
-    assert isinstance(definition, ast.FunctionDef)
+    lines = linecache.getlines(inspect.getsourcefile(function) or "", function.__globals__)
+    found: ast.stmt | None = _functions_in(tuple(lines)).get(function.__code__.co_firstlineno)
+    if found is None:  # inside of another function, say
+        found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(found, ast.FunctionDef)
+    definition = copy.copy(found)
     if ast.get_docstring(definition, clean=False) is not None:
         definition.body = definition.body[1:] or [ast.Pass()]
     definition.decorator_list = []
