@@ -76,7 +76,7 @@ _choose_interpreter()
 def _functions_in(lines: tuple[str, ...]) -> dict[int, ast.FunctionDef]:
     """Functions at the top of a module by their first line, which may be a decorator's: a module is parsed once."""
     found = [node for node in ast.parse("".join(lines)).body if isinstance(node, ast.FunctionDef)]
-    return {min(part.lineno for part in (node, *node.decorator_list)): node for node in found}
+    return {min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]): node for node in found}
 
 
 def _definition(function: Any) -> ast.FunctionDef:
