@@ -131,7 +131,7 @@ def _damage(where: Target) -> list[Finding]:
             dangling = connection.execute("PRAGMA foreign_key_check").fetchall() if faults == ["ok"] else []
             strange = connection.execute("SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view')")
             made = [f"{_text(kind)} {_text(name)}" for kind, name in strange]
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the last of what SQLite says of names
         if "locked" in str(error):
             raise DatabaseBusyError(f"{where} is locked by another process ({error}); run the command again") from error
         return [Finding("integrity", "fail", f"SQLite cannot read it: {error}", _RESTORE)]

@@ -27,12 +27,14 @@ from sqlalchemy import (
 
 from tunedcomm.db import query
 from tunedcomm.db.check import invalid_rows
+from tunedcomm.db.engine import parse_target, translated
 from tunedcomm.db.needed import needed_trials
 from tunedcomm.db.rows import Reader
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.db.sources import SourceHash, is_current
 from tunedcomm.db.stats import num_bytes
 from tunedcomm.db.store import Database
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseFullError
 
 __all__ = ["FAILURES", "Pruned", "PrunedGroup", "Selection", "prune"]
 
@@ -140,7 +142,7 @@ def prune(database: Database, selection: Selection, source_hash: SourceHash, *, 
         dry_run: remove nothing, only say what would be.
 
     Raises:
-        DatabaseError: it cannot be written; nothing was removed then.
+        DatabaseError: it cannot be written, and nothing was removed then; or it is too damaged to be made smaller.
     """
     before = None if database.path is None else num_bytes(database.path)
     invalid = invalid_rows(database, source_hash).invalid if selection.invalid else {}
@@ -275,10 +277,13 @@ def _remove(connection: Connection, model: type[Base], ids: list[int]) -> None:
 def _compact(path: Path) -> bool:
     """Give the space back to the file system, unless others use the database at this moment."""
     try:
-        with closing(sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None)) as connection:
+        with (
+            translated(parse_target(path)),
+            closing(sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None)) as connection,
+        ):
             connection.execute("VACUUM")
             # With a write-ahead log it lies in there first, and readers of the old pages keep it there.
             (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    except sqlite3.OperationalError:
+    except (DatabaseAccessError, DatabaseBusyError, DatabaseFullError):
         return False
     return not busy

@@ -155,12 +155,12 @@ def _readable(path: Path) -> bool:
     except sqlite3.OperationalError as error:
         # Anything else, a lock among them, is said by whoever opens the file.
         return not any(text in str(error).lower() for text in ("unable to open", "readonly", "locking protocol"))
-    except sqlite3.DatabaseError:
+    except (sqlite3.DatabaseError, UnicodeDecodeError):
         return True
     return True
 
 
 def _repair(copy: Path) -> None:
     # Damage is named when the copy is opened.
-    with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(copy)) as connection:
+    with suppress(sqlite3.DatabaseError, UnicodeDecodeError), closing(sqlite3.connect(copy)) as connection:
         connection.execute("SELECT count(*) FROM sqlite_master")
