@@ -36,10 +36,12 @@ from rows import Line, append
 
 from tunedcomm import kernels
 from tunedcomm.communicator import limits_for
+from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.select import Snapshot, choose
 from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
+from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, variants
 from tunedcomm.tuner.finals import BEST_OF_SHAPE
 from tunedcomm.tuner.recording import read_recording, write_recording
@@ -74,6 +76,13 @@ class Known:
 
     snapshot: Snapshot
     limits: Limits
+
+    @classmethod
+    def stored(cls, database: str, environment: Environment, world_size: int) -> Known:
+        """What dispatch itself reads of a database: bf16 sums of plain tensors out of place, in graphs."""
+        snapshot = load_snapshot(environment, world_size, layers=[Layer("user", database)], strict=True)
+        rows = [row for row in snapshot.rows if is_asked(row.problem)]
+        return cls(replace(snapshot, rows=tuple(rows)), limits_for(environment, world_size))
 
     @classmethod
     def of(cls, records: Iterable[TrialRecord]) -> Known:
@@ -214,8 +223,9 @@ def measure(args: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     communicator, stream = get_communicator(), torch.cuda.Stream()
-    with Database.open(args.base, readonly=True) as base, Database.open(args.tuned, readonly=True) as tuned:
-        known, trials = Known.of(trials_of(base)), trials_of(tuned)
+    known = Known.stored(args.base, communicator.environment, communicator.world_size)
+    with Database.open(args.tuned, readonly=True) as tuned:
+        trials = trials_of(tuned)
     op, fence, lines = get_op("all_reduce"), Fence(), []
     for numel in sizes():
         problem = Problem("all_reduce", (numel,), "bfloat16", communicator.world_size)
@@ -244,14 +254,14 @@ def measure(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def is_asked(problem: Problem) -> bool:
+    asked = (problem.dtype, problem.mode, problem.input_kind, problem.in_place, problem.reduction)
+    return problem.op == "all_reduce" and asked == ("bfloat16", "graph", "plain", False, "sum")
+
+
 def trials_of(database: Database) -> list[TrialRecord]:
     """All bf16 sums of plain tensors out of place, in graphs, in the environment that was measured last."""
-    found = [
-        t
-        for t in database.trials(op="all_reduce")
-        if (t.problem.dtype, t.problem.mode, t.problem.input_kind, t.problem.in_place, t.problem.reduction)
-        == ("bfloat16", "graph", "plain", False, "sum")
-    ]
+    found = [t for t in database.trials(op="all_reduce") if is_asked(t.problem)]
     return [t for t in found if t.environment == found[-1].environment]
 
 
