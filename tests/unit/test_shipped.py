@@ -73,6 +73,16 @@ def test_calls_in_place_on_two_gpus_are_answered_by_what_was_tuned_in_place() ->
         assert_won(path, Problem("all_reduce", shape, "bfloat16", 2, in_place=True))
 
 
+def test_an_odd_size_runs_in_one_round() -> None:
+    """169 packets of 16 bytes: both neighbours' winners have 128 threads or cannot run."""
+    path = next(path for path in SHIPPED if "x2" in path.name)
+    snapshot, limits = snapshot_of(path, 2)
+    decision = decide(Problem("all_reduce", (1349,), "bfloat16", 2), snapshot, limits)
+    assert decision.source == "interpolated"
+    config = decision.candidate.config_dict
+    assert (decision.candidate.variant, config["num_blocks"], config["num_warps"]) == ("lamport", 2, 4)
+
+
 def assert_won(path: Path, problem: Problem) -> None:
     """By a final of this very problem, which is no slower than the library."""
     snapshot, limits = snapshot_of(path, problem.world_size)

@@ -24,9 +24,11 @@ __all__ = [
     "closest",
     "constants_of",
     "kernel_blocks",
+    "message_rounds",
     "packet_request",
     "refuse",
     "slice_packets",
+    "slice_rounds",
 ]
 
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
@@ -58,6 +60,21 @@ def kernel_blocks(problem: Problem, config: Config) -> int:
     """Thread blocks of a config that has a `num_blocks` axis."""
     del problem
     return int(config["num_blocks"])
+
+
+def message_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose threads share the whole message."""
+    return _rounds(packets_of(problem.nbytes), config)
+
+
+def slice_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose threads share one rank's share of the message."""
+    return _rounds(slice_packets(problem), config)
+
+
+def _rounds(work_packets: int, config: Config) -> int:
+    per_round = int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config.get("items", 1))
+    return -(-work_packets // per_round)
 
 
 def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:

@@ -35,6 +35,7 @@ from tunedcomm.kernels.all_reduce._common import (
     blocks_and_threads,
     closest,
     kernel_blocks,
+    message_rounds,
     packet_request,
     refuse,
 )
@@ -136,6 +137,7 @@ LAMPORT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=message_rounds,
         kernels=(lamport_kernel,),
         compile_requests=_requests,
     )

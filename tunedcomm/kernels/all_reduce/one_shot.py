@@ -38,6 +38,7 @@ from tunedcomm.kernels.all_reduce._common import (
     closest,
     constants_of,
     kernel_blocks,
+    message_rounds,
     refuse,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -151,6 +152,7 @@ ONE_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=message_rounds,
         kernels=(one_shot_kernel,),
         compile_requests=_requests,
     )

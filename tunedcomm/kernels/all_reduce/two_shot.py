@@ -51,6 +51,7 @@ from tunedcomm.kernels.all_reduce._common import (
     kernel_blocks,
     refuse,
     slice_packets,
+    slice_rounds,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -232,6 +233,7 @@ TWO_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=slice_rounds,
         kernels=(two_shot_kernel, two_shot_inplace_kernel),
         compile_requests=_requests,
     )

@@ -32,6 +32,7 @@ from tunedcomm.kernels.all_reduce._common import (
     packet_request,
     refuse,
     slice_packets,
+    slice_rounds,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -148,6 +149,7 @@ TWO_SHOT_LAMPORT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=slice_rounds,
         kernels=(two_shot_lamport_kernel,),
         compile_requests=_requests,
     )
