@@ -37,6 +37,7 @@ __all__ = [
     "get_communicator",
     "limits_for",
     "live_communicators",
+    "on_forget",
     "on_release",
     "release_communicators",
 ]
@@ -65,7 +66,7 @@ class Communicator:
         snapshot: the table all ranks agreed on.
         workspace: symmetric memory; None where the ranks cannot address each other (the library serves then).
         plans: the dispatcher's cache.
-        fast_calls, last_call: the ops' cache of plans with all that a call needs besides, and the one used last.
+        fast_calls: the ops' cache of plans with all that a call needs besides.
 
     Raises:
         AgreementError: the ranks' settings or machines differ; the text says in what.
@@ -90,7 +91,6 @@ class Communicator:
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
         self.fast_calls: dict[Any, Any] = {}
-        self.last_call: Any = None
         self.any_symmetric = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
@@ -207,8 +207,13 @@ class Communicator:
     def forget_plans(self) -> None:
         """Choose anew from the next calls on."""
         self.plans.clear()
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Drop what makes calls fast; it is made anew with the next ones."""
         self.fast_calls.clear()
-        self.last_call = None
+        for callback in _on_forget:
+            callback()
 
     def bind(self, problem: Problem, candidate: Candidate) -> Callable[[tuple[Any, ...], tuple[Any, ...], int], None]:
         """A launch of `candidate`; compiles, so never while a graph is captured.
@@ -258,7 +263,9 @@ class Communicator:
         """Let kernels address `tensor` on the peers; the same call on every rank."""
         if self.workspace is not None:
             self.workspace.register(tensor, buffer)
-            self.any_symmetric = True
+            if not self.any_symmetric:
+                self.any_symmetric = True
+                self.forget_calls()  # those that were made before do not ask whether a tensor is symmetric
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """True if the tensor lies in a registered symmetric allocation."""
@@ -360,3 +367,11 @@ _on_release: list[Callable[[], None]] = []
 def on_release(callback: Callable[[], None]) -> None:
     """Call `callback` whenever communicators are released: for caches that hold them."""
     _on_release.append(callback)
+
+
+_on_forget: list[Callable[[], None]] = []
+
+
+def on_forget(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever a communicator drops its fast calls: for caches that hold some of them."""
+    _on_forget.append(callback)
