@@ -236,6 +236,7 @@ class OpSpec:
         default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
         ordered_reference: like `reference`, but the exact bits that every `ordered` variant must give, in the payload's
             dtype.
+        in_place: the result may overwrite the input.
     """
 
     name: str
@@ -252,6 +253,7 @@ class OpSpec:
     busbw_factor: Callable[[int], float] | None
     default_shapes: Callable[[str, int], list[tuple[int, ...]]]
     ordered_reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]] | None = None
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)

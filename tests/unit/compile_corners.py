@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # `discover` must choose between compiler and interpreter bef
     from tunedcomm.kernels._launch import CompileRequest
 
 CAPABILITIES = (90, 100)
-DTYPES = ("bfloat16", "float16", "float32")
 REDUCTIONS = ("sum", "avg")
 INPUTS: tuple[tuple[InputKind, bool], ...] = (("plain", False), ("symmetric", False), ("symmetric", True))
 WORLD_SIZES = (2, 3, 4, 8)
@@ -103,8 +102,13 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
 
 def every_corner(variant: Variant) -> list[Corner]:
     """All distinct binaries of the corners, in a fixed order."""
+    from tunedcomm.spec import get_op
+
     found: dict[Corner, None] = {}
-    problems = itertools.product(DTYPES, REDUCTIONS, INPUTS, WORLD_SIZES, (False, True))
+    spec = get_op(variant.op)
+    reductions = [name for name in REDUCTIONS if name in spec.reductions] or [""]
+    inputs = [(kind, in_place) for kind, in_place in INPUTS if spec.in_place or not in_place]
+    problems = itertools.product(spec.dtypes, reductions, inputs, WORLD_SIZES, (False, True))
     for (dtype, reduction, (kind, in_place), world_size, tail), config in itertools.product(
         problems, list(end_points(variant))
     ):

@@ -64,6 +64,11 @@ def complaints(binary: dict[str, Any]) -> list[str]:
     return [*about_resources(binary), *about_accesses(binary), *about_arithmetic(binary), *about_multimem(binary)]
 
 
+def moves_whole_packets(binary: dict[str, Any]) -> bool:
+    """True where neither a tail of single elements nor an odd alignment asks for narrower accesses."""
+    return not binary.get("TAIL", False) and binary.get("ALIGN", 16) == 16
+
+
 def about_resources(binary: dict[str, Any]) -> list[str]:
     kernels.discover()
     from tunedcomm.kernels._launch import resident_blocks
@@ -71,7 +76,7 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
     found = []
     if re.fullmatch(rf"sm_{binary['capability']}a?", binary["target"]) is None:
         found.append(f"is for {binary['target']!r}")
-    most = MAX_STACK_BYTES_TAIL if binary["TAIL"] else MAX_STACK_BYTES
+    most = MAX_STACK_BYTES if moves_whole_packets(binary) else MAX_STACK_BYTES_TAIL
     if binary["stack"] > most or binary["local"] > 0:
         found.append(f"spills: {binary['stack']} bytes of stack and {binary['local']} local, at most {most} and 0")
     threads = 32 * binary["num_warps"]
@@ -87,7 +92,7 @@ def about_accesses(binary: dict[str, Any]) -> list[str]:
         if not any(re.fullmatch(rf"{kind}\.(\w+\.)*global\.v4\.u32", opcode) for opcode in opcodes):
             found.append(f"no 16-byte {kind} among {sorted(opcodes)}")
     narrow = {op for op in opcodes if re.fullmatch(r"(ld|st)\.global\.(v2\.)?[bus](8|16|32)", op)}
-    if narrow and not binary["TAIL"]:
+    if narrow and moves_whole_packets(binary):
         found.append(f"moves full packets by {sorted(narrow)}")
     return found
 
@@ -103,11 +108,11 @@ def about_arithmetic(binary: dict[str, Any]) -> list[str]:
 def about_multimem(binary: dict[str, Any]) -> list[str]:
     found = []
     opcodes = {op for op in binary["instructions"] if op.startswith("multimem.")}
-    payload = {"bfloat16": "acc::f32.v4.bf16x2", "float16": "acc::f32.v4.f16x2", "float32": "v4.f32"}[binary["DTYPE"]]
+    payloads = {"bfloat16": "acc::f32.v4.bf16x2", "float16": "acc::f32.v4.f16x2", "float32": "v4.f32"}
     expected = set()
-    if binary["variant"].startswith("multimem"):
-        expected.add(f"multimem.ld_reduce.relaxed.sys.global.add.{payload}")
-    if binary["variant"] == "multimem_two_shot":
+    if binary["variant"].startswith("multimem") and "DTYPE" in binary:
+        expected.add(f"multimem.ld_reduce.relaxed.sys.global.add.{payloads[binary['DTYPE']]}")
+    if binary["variant"] == "multimem_two_shot" or (binary["variant"] == "multimem" and "DTYPE" not in binary):
         expected.add("multimem.st.relaxed.sys.global.v4.f32")
     if opcodes != expected:
         found.append(f"has {sorted(opcodes)}, not {sorted(expected)}")
@@ -117,8 +122,8 @@ def about_multimem(binary: dict[str, Any]) -> list[str]:
 
 
 def name_of(binary: dict[str, Any]) -> str:
-    named = ("DTYPE", "WORLD_SIZE", "AVG", "TAIL", "BLOCK", "num_warps", "launch_pdl", "capability")
-    return f"{binary['function']}({', '.join(f'{name}={binary[name]}' for name in named)})"
+    named = ("DTYPE", "WORLD_SIZE", "AVG", "TAIL", "ALIGN", "BLOCK", "num_warps", "launch_pdl", "capability")
+    return f"{binary['op']}.{binary['function']}({', '.join(f'{name}={binary[name]}' for name in named if name in binary)})"
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -194,8 +199,11 @@ def test_the_corners_cover_every_pair_of_values() -> None:
         assert {pair for corner in chosen for pair in compile_corners.pairs(corner)} == every
         assert len(chosen) < len(corners) / 8
         values = {(name, value) for corner in chosen for name, value in corner.fields.items()}
-        assert values >= {("WORLD_SIZE", n) for n in (2, 3, 4, 8)} | {("TAIL", True), ("AVG", True)}
-        assert values >= {("DTYPE", dtype) for dtype in ("bfloat16", "float16", "float32")}
+        names = {name for name, _ in values}
+        assert values >= {("WORLD_SIZE", n) for n in (2, 3, 4, 8)}
+        every = {("TAIL", True), ("AVG", True), *(("ALIGN", align) for align in (16, 4, 2))}
+        every |= {("DTYPE", dtype) for dtype in ("bfloat16", "float16", "float32")}
+        assert values >= {(name, value) for name, value in every if name in names}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
