@@ -123,7 +123,8 @@ def about_multimem(binary: dict[str, Any]) -> list[str]:
 
 def name_of(binary: dict[str, Any]) -> str:
     named = ("DTYPE", "WORLD_SIZE", "AVG", "TAIL", "ALIGN", "BLOCK", "num_warps", "launch_pdl", "capability")
-    return f"{binary['op']}.{binary['function']}({', '.join(f'{name}={binary[name]}' for name in named if name in binary)})"
+    told = ", ".join(f"{name}={binary[name]}" for name in named if name in binary)
+    return f"{binary['op']}.{binary['function']}({told})"
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
