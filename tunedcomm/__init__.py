@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         UnsupportedInputError,
         WorkspaceError,
     )
+    from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
@@ -60,6 +61,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedInputError",
     "WorkspaceError",
+    "all_gather",
     "all_reduce",
     "all_reduce_",
     "check_agreement",
@@ -75,6 +77,7 @@ _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
     "Problem": "spec",
+    "all_gather": "ops.all_gather",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "check_agreement": "agreement",
