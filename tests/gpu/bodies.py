@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -307,7 +308,14 @@ def lose_peer(variant: str, mode: str, *, kill: bool) -> float:
     return waited
 
 
-def miss(run: Callable[[], None], x: torch.Tensor, group: dist.ProcessGroup, said: str) -> float:
+def miss(
+    run: Callable[[], None],
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    said: str,
+    *,
+    call: Callable[..., torch.Tensor] = tunedcomm.all_reduce,
+) -> float:
     """Run what one rank does not run; seconds until the device was free again."""
     begin = time.monotonic()
     with contextlib.suppress(tunedcomm.PeerTimeoutError):  # eager calls may learn of it while they are made
@@ -316,7 +324,7 @@ def miss(run: Callable[[], None], x: torch.Tensor, group: dist.ProcessGroup, sai
     waited = time.monotonic() - begin
     for _ in range(2):
         try:
-            tunedcomm.all_reduce(x, group=group)
+            call(x, group=group)
         except tunedcomm.PeerTimeoutError as error:
             assert re.search(said, str(error)), str(error)
         else:
@@ -353,7 +361,8 @@ def dispatch_body() -> dict[str, object]:
     return {}
 
 
-def main(name: str) -> None:
+def main(name: str, bodies: Mapping[str, Any]) -> None:
+    """Run `NAME_body` of `bodies` as one rank."""
     rank = int(os.environ["LOCAL_RANK"])
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
     torch.cuda.set_device(rank)
@@ -361,7 +370,7 @@ def main(name: str) -> None:
     kernels.discover()
     assert spec.variants("all_reduce")
     begin = time.monotonic()
-    result = globals()[f"{name}_body"]()
+    result = bodies[f"{name}_body"]()
     torch.cuda.synchronize()
     result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
     sys.stdout.write(json.dumps(result) + "\n")
@@ -373,4 +382,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], globals())
