@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.progress import GatherProgress, all_gather_with_progress
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
 
@@ -50,6 +51,7 @@ __all__ = [
     "DatabaseError",
     "DatabaseFullError",
     "DatabaseVersionError",
+    "GatherProgress",
     "GroupError",
     "InfeasibleError",
     "NotInitializedError",
@@ -62,6 +64,7 @@ __all__ = [
     "UnsupportedInputError",
     "WorkspaceError",
     "all_gather",
+    "all_gather_with_progress",
     "all_reduce",
     "all_reduce_",
     "check_agreement",
@@ -76,8 +79,10 @@ __all__ = [
 _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
+    "GatherProgress": "ops.progress",
     "Problem": "spec",
     "all_gather": "ops.all_gather",
+    "all_gather_with_progress": "ops.progress",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "check_agreement": "agreement",

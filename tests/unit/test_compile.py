@@ -33,7 +33,7 @@ MAX_STACK_BYTES = 16
 MAX_STACK_BYTES_TAIL = 320
 NUM_SMS = 132
 # Kernels that order what others move, and touch flags alone.
-WITHOUT_PAYLOAD = ("flags_kernel",)
+WITHOUT_PAYLOAD = ("flags_kernel", "begin_kernel", "end_kernel")
 
 
 def run_corners(version: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ def test_the_corners_cover_every_pair_of_values() -> None:
         chosen = compile_corners.covering(corners)
         every = {pair for corner in corners for pair in compile_corners.pairs(corner)}
         assert {pair for corner in chosen for pair in compile_corners.pairs(corner)} == every
-        assert len(chosen) < len(corners) / 6 or len(corners) <= 16
+        assert len(chosen) < len(corners) / 4 or len(corners) <= 16
         values = {(name, value) for corner in chosen for name, value in corner.fields.items()}
         names = {name for name, _ in values}
         assert values >= {("WORLD_SIZE", n) for n in (2, 3, 4, 8)}
