@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
 
@@ -66,6 +67,7 @@ __all__ = [
     "explain",
     "force",
     "get_communicator",
+    "reduce_scatter",
     "register_symmetric",
     "release_communicators",
     "symmetric_empty",
@@ -81,6 +83,7 @@ _HOME = {
     "explain": "dispatcher",
     "force": "dispatcher",
     "get_communicator": "communicator",
+    "reduce_scatter": "ops.reduce_scatter",
     "register_symmetric": "ops.symmetric",
     "release_communicators": "communicator",
     "symmetric_empty": "ops.symmetric",
