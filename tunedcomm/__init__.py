@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.all_to_all import all_to_all
     from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
@@ -63,6 +64,7 @@ __all__ = [
     "WorkspaceError",
     "all_reduce",
     "all_reduce_",
+    "all_to_all",
     "check_agreement",
     "explain",
     "force",
@@ -79,6 +81,7 @@ _HOME = {
     "Problem": "spec",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
+    "all_to_all": "ops.all_to_all",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",
