@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         UnsupportedInputError,
         WorkspaceError,
     )
+    from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
     from tunedcomm.ops.all_to_all import all_to_all
     from tunedcomm.ops.reduce_scatter import reduce_scatter
@@ -62,6 +63,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedInputError",
     "WorkspaceError",
+    "all_gather",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
@@ -79,6 +81,7 @@ _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
     "Problem": "spec",
+    "all_gather": "ops.all_gather",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "all_to_all": "ops.all_to_all",
