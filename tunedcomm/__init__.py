@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
 
@@ -62,6 +63,7 @@ __all__ = [
     "WorkspaceError",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_rms_norm",
     "check_agreement",
     "explain",
     "force",
@@ -77,6 +79,7 @@ _HOME = {
     "Problem": "spec",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
+    "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",
