@@ -25,7 +25,7 @@ from tunedcomm.db.select import Snapshot
 from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout
@@ -231,6 +231,8 @@ class Communicator:
         # The interpreter has run the kernel to its end: a peer that did not come is known in this very call.
         if isinstance(launch, AddressLaunch):
             return AddressLaunch(self._then_look(launch.by_address))
+        if isinstance(launch, ManyLaunch):
+            return replace(launch, by_address=self._then_look(launch.by_address))
         return self._then_look(launch)
 
     def _then_look(self, launch: Callable[..., None]) -> Callable[..., None]:
