@@ -15,7 +15,7 @@ from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import store_bytes
 from tunedcomm.kernels._multimem import store_all
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, refuse
+from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, refuse, refuse_items
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
@@ -133,11 +133,9 @@ def _cut(problem: Problem, config: Config, staging_bytes: int) -> _Cut:
 
 def refuse_ring(problem: Problem, config: Config, limits: Limits) -> str | None:
     """Why the kernel cannot run `problem` with `config`, or None."""
-    if reason := refuse(problem, limits):
+    if reason := refuse(problem, limits) or refuse_items(problem, config):
         return reason
     packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
-    if 32 * int(config["num_warps"]) * int(config["items"]) > 1024:
-        return "more than 1024 packets a block at once spill registers"
     rounds = -(-packets // _step(config))
     if rounds < chunks and chunks > 1:
         return f"{rounds} rounds cannot be split into {chunks} chunks"
