@@ -88,8 +88,9 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
 def about_accesses(binary: dict[str, Any]) -> list[str]:
     opcodes = binary["instructions"]
     found = []
-    # Chunks that begin anywhere are read by narrower loads alone where the peers' inputs are read.
-    for kind in ("ld", "st") if binary.get("ALIGN", 16) == 16 else ("st",):
+    # Kernels without packets only exchange flags. Chunks that begin anywhere may be read by narrower loads alone.
+    kinds = ("ld", "st") if binary.get("ALIGN", 16) == 16 else ("st",)
+    for kind in kinds if "BLOCK" in binary else ():
         if not any(re.fullmatch(rf"{kind}\.(\w+\.)*global\.v4\.u32", opcode) for opcode in opcodes):
             found.append(f"no 16-byte {kind} among {sorted(opcodes)}")
     narrow = {op for op in opcodes if re.fullmatch(r"(ld|st)\.global\.(v2\.)?[bus](8|16|32)", op)}
@@ -144,6 +145,7 @@ GOOD: dict[str, Any] = {
     "variant": "one_shot",
     "DTYPE": "float32",
     "TAIL": False,
+    "BLOCK": 512,
     "num_warps": 16,
     "launch_pdl": False,
     "capability": 90,
