@@ -30,13 +30,12 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, sum_packets, write_elements
+from tunedcomm.kernels._data import PACKET_BYTES, num_packets
 from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._move import load_bytes
-from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
+from tunedcomm.kernels.reduce_scatter._pieces import push_piece, sum_piece
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -46,44 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["PUSH", "RING", "push_kernel"]
 
 RING = tl.constexpr(4)
-
-
-@triton.jit
-def _push_piece(
-    x, peers, place, first, end, step, total, nbytes, rank,
-    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Push packets `first` … `end` of every chunk to its owner; packet p of a chunk goes to `place` + 16 p there."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        packet = start + lanes
-        here = packet < total
-        words = ()
-        for i in tl.static_range(WORLD_SIZE - 1):
-            owner = (rank + 1 + i) % WORLD_SIZE
-            words = words + load_bytes(x + owner * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
-        for i in tl.static_range(WORLD_SIZE - 1):
-            at = peers[i] + place + packet * 16
-            store_packets(at, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
-
-
-@triton.jit
-def _sum_piece(
-    x, out, numel, place, slot_bytes, first, end, step, total, nbytes, rank,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum packets `first` … `end` of the own chunk; rank i's packet p lies at `place` + i × `slot_bytes` + 16 p."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        packet = start + lanes
-        here = packet < total
-        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
-        words = ()
-        for i in tl.static_range(WORLD_SIZE):
-            words = words + load_packets(place + i * slot_bytes + packet * 16, here & (rank != i))
-        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
 
 
 @triton.jit
@@ -117,15 +78,15 @@ def push_kernel(
                 await_at(local, lane, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
             place = scatter + rank * slot_bytes - (c - c % ring) * span * 16
             end = tl.minimum(total, (c + 1) * span)
-            _push_piece(x, peers, place, first + c * span, end, step, total, nbytes, rank, WORLD_SIZE, ALIGN, BLOCK)
+            push_piece(x, peers, place, first + c * span, end, step, nbytes, rank, WORLD_SIZE, ALIGN, BLOCK)
             arrive_at(told, q0, q1, q2, q3, q4, q5, q6, rank, epoch + c + 1, WORLD_SIZE)
         if (c >= 1) & sums:
             d = c - 1
             await_at(local, told, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
             place = local + scatter - (d - d % ring) * span * 16
             end = tl.minimum(total, (d + 1) * span)
-            _sum_piece(
-                x, out, numel, place, slot_bytes, first + d * span, end, step, total, nbytes, rank,
+            sum_piece(
+                x, out, numel, place, slot_bytes, first + d * span, end, step, nbytes, rank,
                 WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN, BLOCK,
             )  # fmt: skip
             if SPLIT:
