@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
     from tunedcomm.ops.all_to_all import all_to_all
+    from tunedcomm.ops.all_to_all_v import all_to_all_v
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
 
@@ -64,6 +65,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "all_to_all",
+    "all_to_all_v",
     "check_agreement",
     "explain",
     "force",
@@ -80,6 +82,7 @@ _HOME = {
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "all_to_all": "ops.all_to_all",
+    "all_to_all_v": "ops.all_to_all_v",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",

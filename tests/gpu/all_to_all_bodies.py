@@ -178,6 +178,36 @@ def public_body() -> dict[str, object]:
     return {}
 
 
+def uneven_body() -> dict[str, object]:
+    """all_to_all_v with random counts, eager and in a graph, beside even calls on the same lane."""
+    world_size, rank, numbers, calls = dist.get_world_size(), dist.get_rank(), random.Random(3), 0
+    for most, columns in ((3, 8), (700, 3), (512, 4096)):
+        for _ in range(4):
+            rows = [
+                [numbers.choice((0, most, numbers.randint(0, most))) for _ in range(world_size)]
+                for _ in range(world_size)
+            ]
+            make = [torch.Generator(device="cuda").manual_seed(calls * 8 + r) for r in range(world_size)]
+            sent = [torch.randn(sum(rows[r]), columns, generator=make[r], device="cuda") for r in range(world_size)]
+            wanted = torch.cat([sent[r].split(rows[r])[rank] for r in range(world_size)])
+            recv = [rows[r][rank] for r in range(world_size)]
+            for name in sorted(variants("all_to_all_v")):
+                with tunedcomm.force("all_to_all_v", name):
+                    out = tunedcomm.all_to_all_v(sent[rank], rows[rank], recv, max_count=most)
+                    assert torch.equal(out, wanted), (most, columns, name)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        tunedcomm.all_to_all_v(sent[rank], rows[rank], recv, max_count=most, out=out)
+                    for _ in range(3):
+                        out.fill_(7.0)
+                        graph.replay()
+                        tunedcomm.all_to_all(torch.ones(world_size * 9, device="cuda"))
+                        assert torch.equal(out, wanted), (most, columns, name)
+                calls += 1
+    return {"calls": calls}
+
+
 def main(name: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))

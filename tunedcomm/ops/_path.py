@@ -144,7 +144,7 @@ class CallPath:
         except AttributeError:
             raise UnsupportedInputError(f"{self.form.op} wants a torch.Tensor, got {type(x).__name__}") from None
         if communicator is None:
-            communicator = self._first_call(x, group)
+            communicator = self.communicator(x, group)
         asked = Asked(option, target_kind(x, out), numerics, max_sms, is_capturing())
         try:
             result = self._known_call(communicator, x, out, asked, group)
@@ -152,7 +152,15 @@ class CallPath:
             result = None
         return self._slow(communicator, x, out, asked) if result is None else result
 
-    def _first_call(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+    def communicator(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+        """The communicator that serves `x` on `group`; its first call makes it.
+
+        Raises:
+            UnsupportedInputError: `x` is on another device than the group's tensors.
+        """
+        known = self._communicators.get((group, x.device))
+        if known is not None:
+            return known
         if x.device.type not in ("cuda", "cpu"):
             raise UnsupportedInputError(f"{self.form.op} serves cuda and cpu tensors, not {x.device}")
         communicator = get_communicator(group, x.device)
