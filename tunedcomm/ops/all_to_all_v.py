@@ -63,12 +63,13 @@ def _check_rows(x: torch.Tensor, send: Sequence[int], recv: Sequence[int], rank:
         )
 
 
-def _unbounded_plan(communicator: Communicator, dtype: str) -> Plan:
+def _unbounded_plan(communicator: Communicator, dtype: str, mode: Mode) -> Plan:
     """The library, for calls whose ranks have nothing in common by which a kernel could be chosen."""
-    problem = Problem(_OP, (0,), dtype, communicator.world_size, reduction="", mode="eager")
+    problem = Problem(_OP, (0,), dtype, communicator.world_size, reduction="", mode=mode)
     library = Candidate.of(_OP, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    return Plan(problem, decision, communicator.bind(problem, library), False, "any")
+    launch = communicator.guarded(problem, communicator.bind(problem, library))
+    return Plan(problem, decision, launch, False, "any")
 
 
 def _plan(communicator: Communicator, x: torch.Tensor, row: int, max_count: int | None, max_sms: int | None) -> Plan:
@@ -80,7 +81,8 @@ def _plan(communicator: Communicator, x: torch.Tensor, row: int, max_count: int 
         return plan
     dtype, world_size = MOVED[x.dtype], communicator.world_size
     if max_count is None:
-        plan = communicator.plans[(*key, capturing)] = _unbounded_plan(communicator, dtype)
+        mode: Mode = "graph" if capturing else "eager"
+        plan = communicator.plans[(*key, capturing)] = _unbounded_plan(communicator, dtype, mode)
         return plan
     layout = layout_of(row * x.element_size(), max_count)
     problem = Problem(_OP, (max_count * row,), dtype, world_size, reduction="", layout=layout, mode="eager")
