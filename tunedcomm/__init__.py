@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         DatabaseVersionError,
         GroupError,
         InfeasibleError,
+        NanInputError,
         NotInitializedError,
         PeerTimeoutError,
         SettingError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
     from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from tunedcomm.ops.all_to_all import all_to_all
+    from tunedcomm.ops.all_to_all_v import all_to_all_v
     from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
@@ -55,6 +57,7 @@ __all__ = [
     "DatabaseVersionError",
     "GroupError",
     "InfeasibleError",
+    "NanInputError",
     "NotInitializedError",
     "PeerTimeoutError",
     "Problem",
@@ -69,6 +72,7 @@ __all__ = [
     "all_reduce_",
     "all_reduce_rms_norm",
     "all_to_all",
+    "all_to_all_v",
     "check_agreement",
     "explain",
     "force",
@@ -88,6 +92,7 @@ _HOME = {
     "all_reduce_": "ops.all_reduce",
     "all_to_all": "ops.all_to_all",
     "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
+    "all_to_all_v": "ops.all_to_all_v",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",

@@ -161,15 +161,24 @@ class CallPath:
         except AttributeError:
             raise UnsupportedInputError(f"{self.form.op} wants a torch.Tensor, got {type(x).__name__}") from None
         if communicator is None:
-            communicator = self._first_call(x, group)
+            communicator = self.communicator(x, group)
         asked = Asked(option, target_kind(x, out), numerics, max_sms, is_capturing())
         try:
-            result = self._known_call(communicator, x, out, asked, group)
+            hash(asked)
         except TypeError:  # an option that cannot even be a key: the slow way says so
-            result = None
+            return self._slow(communicator, x, out, asked)
+        result = self._known_call(communicator, x, out, asked, group)
         return self._slow(communicator, x, out, asked) if result is None else result
 
-    def _first_call(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+    def communicator(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+        """The communicator that serves `x` on `group`; its first call makes it.
+
+        Raises:
+            UnsupportedInputError: `x` is on another device than the group's tensors.
+        """
+        known = self._communicators.get((group, x.device))
+        if known is not None:
+            return known
         communicator = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
         return communicator
 
