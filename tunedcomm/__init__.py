@@ -33,8 +33,11 @@ if TYPE_CHECKING:
         UnsupportedInputError,
         WorkspaceError,
     )
+    from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
     from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
+    from tunedcomm.ops.all_to_all import all_to_all
+    from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
 
@@ -61,13 +64,16 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedInputError",
     "WorkspaceError",
+    "all_gather",
     "all_reduce",
     "all_reduce_",
     "all_reduce_rms_norm",
+    "all_to_all",
     "check_agreement",
     "explain",
     "force",
     "get_communicator",
+    "reduce_scatter",
     "register_symmetric",
     "release_communicators",
     "symmetric_empty",
@@ -77,13 +83,16 @@ _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
     "Problem": "spec",
+    "all_gather": "ops.all_gather",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
+    "all_to_all": "ops.all_to_all",
     "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",
     "get_communicator": "communicator",
+    "reduce_scatter": "ops.reduce_scatter",
     "register_symmetric": "ops.symmetric",
     "release_communicators": "communicator",
     "symmetric_empty": "ops.symmetric",

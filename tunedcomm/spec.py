@@ -279,6 +279,8 @@ class Variant:
             handle (0 on the host). Compiles; never called while a graph is captured.
         num_blocks: `(problem, config)` to the number of thread blocks (SMs at most) it occupies; 0 for copy engines
             and -1 where it is not known (library calls).
+        num_rounds: `(problem, config)` to how often its grid goes round to do all the work; 0 where that is not known.
+            Dispatch between the measured sizes goes by whether once is enough.
         kernels: the Triton functions whose source, with all they call, makes the variant's source hash.
         compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels._launch`.
         version: raise it to retire stored rows when something outside `kernels` changes what is measured.
@@ -296,6 +298,7 @@ class Variant:
     num_blocks: Callable[[Problem, Config], int]
     kernels: tuple[Any, ...] = ()
     compile_requests: Callable[[Problem, Config], Iterable[Any]] = field(default=lambda problem, config: ())
+    num_rounds: Callable[[Problem, Config], int] = field(default=lambda problem, config: 0)
     version: int = 1
     bounded: bool = True
 

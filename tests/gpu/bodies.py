@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -353,7 +354,8 @@ def dispatch_body() -> dict[str, object]:
     return {}
 
 
-def main(name: str) -> None:
+def main(name: str, found: Mapping[str, Any] | None = None) -> None:
+    """Run `NAME_body` of this module, or of the module whose names are `found`."""
     rank = int(os.environ["LOCAL_RANK"])
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
     torch.cuda.set_device(rank)
@@ -361,7 +363,7 @@ def main(name: str) -> None:
     kernels.discover()
     assert spec.variants("all_reduce")
     begin = time.monotonic()
-    result = globals()[f"{name}_body"]()
+    result = (globals() if found is None else found)[f"{name}_body"]()
     torch.cuda.synchronize()
     result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
     sys.stdout.write(json.dumps(result) + "\n")

@@ -12,6 +12,7 @@ from tunedcomm.errors import UnsupportedInputError
 __all__ = [
     "FLOATS",
     "INTEGERS",
+    "MOVED",
     "check_apart",
     "check_differentiable",
     "check_dtype",
@@ -32,6 +33,20 @@ INTEGERS: Mapping[torch.dtype, str] = {
     torch.uint8: "uint8",
     torch.int32: "int32",
     torch.int64: "int64",
+}
+# What ops that move and do not reduce take: dtypes that have no name among the problems' go by one of their size.
+MOVED: Mapping[torch.dtype, str] = {
+    **FLOATS,
+    **INTEGERS,
+    torch.int16: "int16",
+    torch.bool: "uint8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.float8_e4m3fnuz: "uint8",
+    torch.float8_e5m2fnuz: "uint8",
+    torch.uint16: "int16",
+    torch.uint32: "int32",
+    torch.uint64: "int64",
 }
 
 
