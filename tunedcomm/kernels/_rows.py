@@ -25,7 +25,7 @@ from tunedcomm.kernels._sync import INTERPRET, as_mask, load_packets, store_pack
 
 __all__ = ["MAX_ROW_PACKETS", "row_block"]
 
-MAX_ROW_PACKETS = 4096  # 32768 elements of 16 bits; beyond that a block holds too much of a row in registers
+MAX_ROW_PACKETS = 2048  # 16384 elements of 16 bits; beyond that a block holds too much of a row in registers
 
 _E4M3_MAX = tl.constexpr(448.0)
 

@@ -85,23 +85,28 @@ def row_packets(problem: Problem) -> int:
     return problem.shape[-1] * ITEMSIZE[problem.dtype] // PACKET_BYTES
 
 
-def refuse(problem: Problem, limits: Limits, config: Config) -> str | None:
-    """Why no kernel of ours can run `problem` with these warps; None if one might."""
+def refuse(problem: Problem, limits: Limits, config: Config, *, slots: int = 1) -> str | None:
+    """Why no kernel of ours can run `problem` with these warps; None if one might.
+
+    Args:
+        problem, limits, config: what is asked, where, and with what.
+        slots: ranks from which a thread holds packets of a row at once. What fits is what compiles without spills.
+    """
     if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):
         return reason
     if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
         return f"rows of {problem.shape[-1]} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
-    packets = row_packets(problem)
+    packets, threads = row_packets(problem), 32 * int(config["num_warps"])
     if packets > MAX_ROW_PACKETS:
         return f"a row of {packets} packets; a block holds at most {MAX_ROW_PACKETS}"
-    threads = 32 * int(config["num_warps"])
     block = row_block(packets)
     if block < threads:
         return f"{threads} threads for the {packets} packets of a row: some would repeat what others do"
-    # 64 registers a thread are there for blocks of 1024 threads, 128 for smaller ones.
-    most = 1 if threads > 512 or problem.world_size > 4 else 2 if problem.world_size > 2 else 4
-    if block > most * threads and limits.backend == "cuda":
-        return f"{block // threads} packets of a row for each of {threads} threads, at most {most} fit into registers"
+    share = -(-block // threads)
+    if limits.backend == "cuda" and (share * slots > (8 if slots == 1 else 16) or block * slots > 2048 * min(slots, 2)):
+        return f"{share} packets of a row from {slots} ranks for each of {threads} threads do not fit into registers"
+    if limits.backend == "cuda" and threads > 512 and problem.world_size > 4:
+        return f"packets from {problem.world_size} ranks do not fit into the 64 registers of each of {threads} threads"
     if config.get("launch_pdl") and not limits.launch_pdl:
         return "programmatic dependent launch is not available here"
     return None
@@ -143,10 +148,11 @@ def rows_constants(problem: Problem) -> dict[str, Value]:
 
 def rows_request(kernel: Any, problem: Problem, config: Config) -> CompileRequest:
     """The binary of a kernel that talks to peers."""
-    constants = {**rows_constants(problem), "WORLD_SIZE": problem.world_size}
+    threads = 32 * int(config["num_warps"])
+    constants = {**rows_constants(problem), "WORLD_SIZE": problem.world_size, "THREADS": threads}
     pdl = bool(config.get("launch_pdl", False))
     if "launch_pdl" in config:
-        constants |= {"PDL": pdl, "THREADS": 32 * int(config["num_warps"])}
+        constants["PDL"] = pdl
     return CompileRequest.of(kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=pdl)
 
 

@@ -72,13 +72,14 @@ def _square_sum(h: torch.Tensor) -> torch.Tensor:
 def norm_of(h: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None) -> torch.Tensor:
     """Y of the stored h.
 
-    Divisors are tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs.
+    Divisors are tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs. Its fp32
+    root on CPUs may be a bit off, that of fp64 rounded to fp32 is not.
     """
     import torch
 
     total = _square_sum(h)
     mean = total / torch.full_like(total, h.shape[-1])
-    root = (mean + torch.full_like(total, eps)).sqrt()
+    root = (mean + torch.full_like(total, eps)).double().sqrt().float()
     factor = (torch.ones_like(root) / root).unsqueeze(-1)
     y = h.float() * factor * weight.float()
     if scale is not None:

@@ -94,7 +94,7 @@ _SPACE = Space(
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits, config):
+    if reason := refuse(problem, limits, config, slots=problem.world_size):
         return reason
     packets = packets_of(problem.nbytes)
     if packets * 16 * problem.world_size > limits.stage_bytes:

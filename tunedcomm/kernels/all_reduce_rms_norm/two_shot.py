@@ -46,7 +46,7 @@ def rms_norm_two_shot_kernel(
     x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
     local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather, num_chunks, rows,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """In round c: push chunk c, reduce chunk c − 1, finish chunk c − 2.
 
@@ -57,6 +57,7 @@ def rms_norm_two_shot_kernel(
     block, grid = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     share = (row + WORLD_SIZE - 1) // WORLD_SIZE
     ring = tl.minimum(num_chunks, RING)
+    lanes = tl.arange(0, THREADS)
     at = tl.arange(0, BLOCK)
     of_row = at < row
     owner = at // share.to(tl.int32)
@@ -80,11 +81,12 @@ def rms_norm_two_shot_kernel(
             d = c - 1
             chunk = (d % ring * grid + block) * rows
             await_peers(local, rank, epoch + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
-            for start in tl.range(0, rows * mine, BLOCK):
-                j = (start + at) // tl.maximum(mine, 1).to(tl.int32)
-                column = rank * share + start + at - j * mine
+            for start in tl.range(0, rows * mine, THREADS):
+                index = start + lanes
+                j = index // tl.maximum(mine, 1).to(tl.int32)
+                column = rank * share + index - j * mine
                 r = block + (d * rows + j) * grid
-                here = (start + at < rows * mine) & (r < tokens)
+                here = (index < rows * mine) & (r < tokens)
                 own = load_packets(x + (r * row + column) * 16, here)
                 place = local + scatter + ((chunk * WORLD_SIZE + j) * share + column - rank * share) * 16
                 words = ()
@@ -128,7 +130,8 @@ def _chunks(problem: Problem, config: Config) -> int:
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits, config):
+    # What is worked out once for every packet of a row takes as many registers as packets of four ranks.
+    if reason := refuse(problem, limits, config, slots=4):
         return reason
     blocks, rows, row = int(config["num_blocks"]), int(config["rows"]), row_packets(problem)
     if rows > 1 and blocks * rows > problem.shape[0]:
