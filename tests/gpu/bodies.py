@@ -361,8 +361,8 @@ def dispatch_body() -> dict[str, object]:
     return {}
 
 
-def main(name: str, bodies: Mapping[str, Any]) -> None:
-    """Run `NAME_body` of `bodies` as one rank."""
+def main(name: str, found: Mapping[str, Any] | None = None) -> None:
+    """Run `NAME_body` of this module, or of the module whose names are `found`."""
     rank = int(os.environ["LOCAL_RANK"])
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
     torch.cuda.set_device(rank)
@@ -370,7 +370,7 @@ def main(name: str, bodies: Mapping[str, Any]) -> None:
     kernels.discover()
     assert spec.variants("all_reduce")
     begin = time.monotonic()
-    result = bodies[f"{name}_body"]()
+    result = (globals() if found is None else found)[f"{name}_body"]()
     torch.cuda.synchronize()
     result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
     sys.stdout.write(json.dumps(result) + "\n")

@@ -120,6 +120,12 @@ def test_a_rank_gathers_its_share_of_the_tokens() -> None:
     assert found == ((8192,), (2 * 8192,), (1024 * 8192,))
 
 
+def test_reduce_scatter_leaves_each_rank_its_tokens() -> None:
+    llama = find_model("llama3-8b")
+    assert shapes_for([llama], 4, [1, 4, 6, 64], "reduce_scatter") == ((4096,), (2 * 4096,), (16 * 4096,))
+    assert shapes_for([llama], 8, [64], "reduce_scatter") == ((8 * 4096,),)
+
+
 def test_a_later_op_needs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHAPES", {**SHAPES, "gather_vocab": lambda model, tp, tokens: [(tokens, tp)]})
     assert shapes_for([find_model("llama3-8b")], 2, [3], "gather_vocab") == ((3, 2),)

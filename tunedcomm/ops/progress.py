@@ -14,7 +14,7 @@ from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
 from tunedcomm.ops._checks import check_differentiable, check_input
 from tunedcomm.ops._fast import is_capturing, raw_stream
 from tunedcomm.ops._path import is_usable
-from tunedcomm.spec import Mode
+from tunedcomm.spec import Mode, Problem
 from tunedcomm.symm.buffer import allocate
 from tunedcomm.symm.workspace import LANES
 
@@ -203,6 +203,9 @@ def all_gather_with_progress(
         _num_blocks=num_blocks,
         _x=x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format),
     )
+    if communicator.nan_watch is not None:
+        asked = Problem("all_gather", (x.nbytes,), "uint8", communicator.world_size, reduction="", mode=mode)
+        communicator.guarded(asked, lambda inputs, outputs, stream: None)((x,), (out,), gathers.stream())
     gathers.begin(gather, x.nbytes, communicator.workspace.peers_of(out))
     if communicator.device.type == "cpu":
         communicator.check_peers()

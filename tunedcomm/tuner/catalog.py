@@ -3,7 +3,7 @@
 The sizes are in models.json beside this file, each with its source. A projection that is split by columns has its input
 gathered (`ag_gemm`); one that is split by rows leaves every rank a partial sum of the whole output, which is reduced
 (`all_reduce`, `gemm_rs`, `gemm_ar`). Between the two, sequence parallelism leaves every rank the hidden states of its
-share of the tokens (`all_gather`). Routed experts are a grouped GEMM, no shape of these ops.
+share of the tokens (`all_gather`, `reduce_scatter`). Routed experts are a grouped GEMM, no shape of these ops.
 """
 
 from __future__ import annotations
@@ -315,6 +315,7 @@ def _row_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
 SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
     "all_gather": _hidden_states_a_rank,
     "all_reduce": _hidden_states,
+    "reduce_scatter": _hidden_states_a_rank,
     "ag_gemm": _column_gemms,
     "gemm_rs": _row_gemms,
     "gemm_ar": _row_gemms,
