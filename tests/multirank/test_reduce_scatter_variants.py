@@ -84,7 +84,7 @@ def many_chunks(rank: int) -> None:
                 for seed in (1, 2):
                     check_variant(communicator, problem, variant, seed=seed, config=config)
                     count += 1
-    assert count == 16
+    assert count == 20
 
 
 def shared_lane(rank: int) -> None:
