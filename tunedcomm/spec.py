@@ -239,6 +239,7 @@ class OpSpec:
             dtype.
         in_place: the result may overwrite the input.
         layouts: what `Problem.layout` may be, the one that is swept by default first.
+        scalings: what `Problem.scaling` may be, likewise.
     """
 
     name: str
@@ -257,6 +258,7 @@ class OpSpec:
     ordered_reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]] | None = None
     in_place: bool = False
     layouts: tuple[str, ...] = ("",)
+    scalings: tuple[str, ...] = ("",)
 
     def tolerance_of(self, problem: Problem) -> float:
         """The tolerance for results of `problem`: that of its scaling, where it has one, else of its dtype."""

@@ -27,6 +27,7 @@ class SweepSpec:
         world_size: ranks; all GPUs, or 2 on the host.
         backend: `cuda` where there are at least two GPUs, else `host`.
         reductions, input_kinds, in_place: further options of the problems.
+        layouts: the op's first if empty.
         problems: tune exactly these instead of the product of the above.
         variants: only these variants besides the library.
         trials: most candidates a problem, stored ones counted.
@@ -54,6 +55,7 @@ class SweepSpec:
     reductions: tuple[str, ...] = ("sum",)
     input_kinds: tuple[InputKind, ...] = ("plain",)
     in_place: tuple[bool, ...] = (False,)
+    layouts: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     variants: tuple[str, ...] = ()
     trials: int | None = None
@@ -164,12 +166,17 @@ def gang_devices(settings: Settings) -> list[str]:
 def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> tuple[Problem, ...]:
     op = get_op(spec.op)
     modes: tuple[Mode, ...] = spec.modes or (("graph",) if backend == "cuda" else ("eager",))
-    for name, given, allowed in (("reduction", spec.reductions, op.reductions), ("dtype", spec.dtypes, op.dtypes)):
+    for name, given, allowed in (
+        ("reduction", spec.reductions, op.reductions),
+        ("dtype", spec.dtypes, op.dtypes),
+        ("layout", spec.layouts, op.layouts),
+    ):
         if wrong := [value for value in given if value not in allowed]:
             raise ValueError(f"{op.name} has no {name} {wrong[0]!r}; allowed: {', '.join(allowed)}")
     if wrong_shapes := [shape for shape in spec.shapes if len(shape) != op.rank_of_shape]:
         raise ValueError(f"shape {wrong_shapes[0]} does not fit {op.name}: {op.shape_help}")
-    options = product(spec.dtypes, modes, spec.reductions, spec.input_kinds, spec.in_place)
+    layouts = spec.layouts or op.layouts[:1]
+    options = product(spec.dtypes, modes, spec.reductions, spec.input_kinds, spec.in_place, layouts)
     return tuple(
         Problem(
             op=op.name,
@@ -179,9 +186,10 @@ def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) 
             reduction=reduction,
             input_kind=input_kind,
             in_place=in_place,
+            layout=layout,
             mode=mode,
         )
-        for dtype, mode, reduction, input_kind, in_place in options
+        for dtype, mode, reduction, input_kind, in_place, layout in options
         for shape in spec.shapes or op.default_shapes(backend, ITEMSIZE[dtype])
     )
 
