@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.all_reduce_bias import all_reduce_bias
     from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from tunedcomm.ops.all_to_all import all_to_all
     from tunedcomm.ops.reduce_scatter import reduce_scatter
@@ -67,6 +68,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_bias",
     "all_reduce_rms_norm",
     "all_to_all",
     "check_agreement",
@@ -87,6 +89,7 @@ _HOME = {
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "all_to_all": "ops.all_to_all",
+    "all_reduce_bias": "ops.all_reduce_bias",
     "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
     "check_agreement": "agreement",
     "explain": "dispatcher",
