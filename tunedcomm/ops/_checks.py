@@ -12,6 +12,8 @@ from tunedcomm.errors import UnsupportedInputError
 __all__ = [
     "FLOATS",
     "INTEGERS",
+    "MOVED",
+    "check_apart",
     "check_differentiable",
     "check_dtype",
     "check_input",
@@ -31,6 +33,20 @@ INTEGERS: Mapping[torch.dtype, str] = {
     torch.uint8: "uint8",
     torch.int32: "int32",
     torch.int64: "int64",
+}
+# What ops that move and do not reduce take: dtypes that have no name among the problems' go by one of their size.
+MOVED: Mapping[torch.dtype, str] = {
+    **FLOATS,
+    **INTEGERS,
+    torch.int16: "int16",
+    torch.bool: "uint8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.float8_e4m3fnuz: "uint8",
+    torch.float8_e5m2fnuz: "uint8",
+    torch.uint16: "int16",
+    torch.uint32: "int32",
+    torch.uint64: "int64",
 }
 
 
@@ -111,10 +127,17 @@ def check_out(
         return
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
-    if x.numel() == 0:
+    check_apart(x, out, may_be_other=may_be_input, name=name, other_name="x")
+
+
+def check_apart(other: torch.Tensor, out: torch.Tensor, *, may_be_other: bool, name: str, other_name: str) -> None:
+    """Refuse an output that shares memory with another argument, unless it may be that and is."""
+    if out.numel() == 0 or other.numel() == 0:
         return
-    (low, high), (out_low, out_high) = _extent(x), _extent(out)
-    same = may_be_input and out_low == low and out.stride() == x.stride()
+    (low, high), (out_low, out_high) = _extent(other), _extent(out)
+    same = may_be_other and out_low == low and out.stride() == other.stride()
     if not same and out_low < high and low < out_high:
-        advice = "pass out=x, or a tensor with memory of its own" if may_be_input else "give it memory of its own"
-        raise UnsupportedInputError(f"{name} overlaps x{' without being x' if may_be_input else ''}; {advice}")
+        advice = f"pass {name}={other_name}, or a tensor with memory of its own"
+        advice = advice if may_be_other else "give it memory of its own"
+        without = f" without being {other_name}" if may_be_other else ""
+        raise UnsupportedInputError(f"{name} overlaps {other_name}{without}; {advice}")

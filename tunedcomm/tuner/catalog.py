@@ -313,6 +313,7 @@ def _row_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
 
 # An op whose shapes follow from a model has its line here; nothing else needs to know.
 SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
+    "all_gather": _hidden_states_a_rank,
     "all_reduce": _hidden_states,
     "reduce_scatter": _hidden_states_a_rank,
     "ag_gemm": _column_gemms,
