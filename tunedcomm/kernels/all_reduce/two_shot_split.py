@@ -194,6 +194,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     per_block = threads * int(config["items"])
     if per_block * problem.world_size > 4096:
         return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+    if int(config["items"]) > 1 and threads < 512:
+        return "16 warps take as many packets a block with fewer of them a thread"
     if limits.backend == "host" and lanes > 1:
         return "interpreted blocks run one after another: more than 3 only cost time"
     if blocks > limits.max_blocks:

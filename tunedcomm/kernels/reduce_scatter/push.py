@@ -132,6 +132,10 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     per_block = 32 * int(config["num_warps"]) * int(config["items"])
     if per_block * problem.world_size > 4096:
         return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+    if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
+        return "16 warps take as many packets a block with fewer of them a thread"
+    if config["split"] and chunks == 1 and limits.backend == "cuda":
+        return "reducers would wait for all pushers: num_chunks=1 has nothing to split"
     if _lanes(config) < 1:
         return "one block cannot be split into pushers and reducers"
     rounds = _rounds(problem, config)
