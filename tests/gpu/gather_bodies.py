@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -260,6 +261,63 @@ def symmetric_body() -> dict[str, object]:
             torch.cuda.synchronize()
             dist.barrier()
     return {}
+
+
+def progress_body() -> dict[str, object]:
+    """A kernel sums chunks while they come: eagerly, and in a graph that is replayed with new inputs and delays."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "multirank"))
+    from progress_consumer import sum_kernel
+
+    rank, world_size, columns = dist.get_rank(), dist.get_world_size(), 1024
+    noise = random.Random(rank)
+
+    def values(r: int, rows: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator(device="cuda").manual_seed(seed * 31 + r)
+        return torch.randint(-3, 4, (rows, columns), generator=generator, device="cuda").float()
+
+    def read(gather: tunedcomm.GatherProgress) -> torch.Tensor:
+        sums = torch.full((world_size, gather.num_chunks), float("nan"), device="cuda")
+        extents = (gather.num_rows * columns, gather.chunk_rows * columns, gather.num_chunks)
+        sum_kernel[(world_size,)](
+            gather.out.data_ptr(), sums.data_ptr(), *extents, *gather.kernel_arguments, BLOCK=1024
+        )
+        return sums
+
+    def wanted(gather: tunedcomm.GatherProgress, every: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([torch.stack([c.sum() for c in t.split(gather.chunk_rows)]) for t in every])
+
+    calls = 0
+    for rows, num_chunks, aside in ((64, 4, True), (1000, 7, True), (1000, 3, False), (5, 64, True)):
+        out = tunedcomm.symmetric_empty((rows * world_size, columns), dtype=torch.float32)
+        x = torch.empty(rows, columns, device="cuda")
+        for seed in range(20):
+            every = [values(r, rows, seed) for r in range(world_size)]
+            x.copy_(every[rank])
+            torch.cuda._sleep(noise.randrange(100_000))
+            gather = tunedcomm.all_gather_with_progress(x, out=out, num_chunks=num_chunks, aside=aside)
+            sums = read(gather)
+            whole = gather.finish().clone()
+            x.fill_(float("nan"))
+            assert torch.equal(sums, wanted(gather, every)), (rows, seed)
+            assert torch.equal(whole, torch.cat(every)), (rows, seed)
+            calls += 1
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
+            kept = []
+            for _ in range(3):
+                gather = tunedcomm.all_gather_with_progress(x, out=out, num_chunks=num_chunks, aside=aside)
+                kept.append(read(gather))
+                gather.finish()
+        for seed in range(20):
+            every = [values(r, rows, seed + 50) for r in range(world_size)]
+            x.copy_(every[rank])
+            torch.cuda._sleep(noise.randrange(100_000))
+            graph.replay()
+            assert all(torch.equal(sums, wanted(gather, every)) for sums in kept), (rows, seed)
+            calls += 1
+    get_communicator().check_peers()
+    return {"calls": calls}
 
 
 def dispatch_body() -> dict[str, object]:

@@ -29,6 +29,11 @@ def test_on_two(name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
+def test_a_gather_that_is_read_while_it_is_under_way(world_size: int) -> None:
+    assert len(run("progress", world_size, bodies=BODIES)) == world_size
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
 def test_a_lost_peer_is_an_error(world_size: int) -> None:
     settings = {"TUNEDCOMM_PEER_TIMEOUT_S": "2", "TUNEDCOMM_WORKSPACE_MIB": "8"}
     results = run("lost_peer", world_size, bodies=BODIES, **settings)

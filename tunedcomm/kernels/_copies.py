@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NUM_EVENTS", "NUM_STREAMS", "Copies", "copies_of"]
 
-NUM_STREAMS = 8
+NUM_STREAMS = 9
 NUM_EVENTS = 32
 _NON_BLOCKING = 1  # of cuStreamCreate: no order with the legacy default stream
 _DISABLE_TIMING = 2  # of cuEventCreate
@@ -68,7 +68,8 @@ def _driver() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
     handle, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
     library.cuMemcpyAsync.argtypes = [address, address, ctypes.c_size_t, handle]
-    library.cuStreamCreate.argtypes = [ctypes.POINTER(handle), number]
+    library.cuCtxGetStreamPriorityRange.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int)]
+    library.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(handle), number, ctypes.c_int]
     library.cuStreamDestroy_v2.argtypes = [handle]
     library.cuEventCreate.argtypes = [ctypes.POINTER(handle), number]
     library.cuEventDestroy_v2.argtypes = [handle]
@@ -85,13 +86,19 @@ def _check(result: int, what: str) -> None:
         )
 
 
-def _made(create: Any, flags: int, count: int, what: str) -> tuple[int, ...]:
-    made = []
-    for _ in range(count):
-        handle = ctypes.c_void_p()
-        _check(create(ctypes.byref(handle), flags), what)
-        made.append(int(handle.value or 0))
-    return tuple(made)
+def _new_stream() -> int:
+    """A stream of the highest priority: what others wait for should not queue behind what they compute."""
+    handle, least, greatest = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    _check(_driver().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest)), "to name priorities")
+    made = _driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, greatest)
+    _check(made, "a stream")
+    return int(handle.value or 0)
+
+
+def _new_event() -> int:
+    handle = ctypes.c_void_p()
+    _check(_driver().cuEventCreate(ctypes.byref(handle), _DISABLE_TIMING), "an event")
+    return int(handle.value or 0)
 
 
 def _destroy(streams: tuple[int, ...], events: tuple[int, ...]) -> None:
@@ -108,8 +115,8 @@ class _DeviceCopies:
 
     def __init__(self) -> None:
         library = _driver()
-        self.streams = _made(library.cuStreamCreate, _NON_BLOCKING, NUM_STREAMS, "a stream")
-        self.events = _made(library.cuEventCreate, _DISABLE_TIMING, NUM_EVENTS, "an event")
+        self.streams = tuple(_new_stream() for _ in range(NUM_STREAMS))
+        self.events = tuple(_new_event() for _ in range(NUM_EVENTS))
         self._copy, self._record, self._wait = library.cuMemcpyAsync, library.cuEventRecord, library.cuStreamWaitEvent
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tunedcomm.kernels._host import refuse_kernels
+from tunedcomm.kernels._data import packets_of
+from tunedcomm.kernels._host import grid_rounds, refuse_kernels
 from tunedcomm.kernels._move import alignment_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import DTYPES, Limits, Problem
 
-__all__ = ["as_bytes", "constants_of", "refuse", "refuse_items"]
+__all__ = ["as_bytes", "constants_of", "message_rounds", "refuse", "refuse_items"]
 
 _MOST_PACKETS = 16  # of a thread at once, its own and the peers': with more, registers spill
 
@@ -27,6 +28,11 @@ def refuse_items(problem: Problem, config: Config) -> str | None:
     if items * problem.world_size > _MOST_PACKETS:
         return f"{items} packets of each of {problem.world_size} ranks at once spill registers"
     return None
+
+
+def message_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose threads share one rank's input."""
+    return grid_rounds(packets_of(problem.nbytes), config)
 
 
 def as_bytes(problem: Problem) -> Problem:

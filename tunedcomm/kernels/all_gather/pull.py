@@ -32,7 +32,7 @@ from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_ran
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import store_bytes
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, refuse, refuse_items
+from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse, refuse_items
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -150,5 +150,6 @@ PULL = register_variant(
         num_blocks=kernel_blocks,
         kernels=(pull_kernel,),
         compile_requests=_requests,
+        num_rounds=message_rounds,
     )
 )
