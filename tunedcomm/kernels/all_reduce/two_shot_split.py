@@ -38,7 +38,7 @@ from tunedcomm.kernels._host import Launch, bind_plain, closest, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import INTERPRET, load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets
+from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -181,14 +181,21 @@ _SPACE = Space(
 )
 
 
+def _rounds(problem: Problem, config: Config) -> int:
+    """How often a lane goes round."""
+    return slice_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // _KINDS.value})
+
+
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits):
         return reason
-    share, chunks, blocks = slice_packets(problem), int(config["num_chunks"]), int(config["num_blocks"])
+    chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
     lanes, threads, ring = blocks // _KINDS.value, 32 * int(config["num_warps"]), int(RING.value)
     per_block = threads * int(config["items"])
     if per_block * problem.world_size > 4096:
         return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+    if int(config["items"]) > 1 and threads < 512:
+        return "16 warps take as many packets a block with fewer of them a thread"
     if limits.backend == "host" and lanes > 1:
         return "interpreted blocks run one after another: more than 3 only cost time"
     if blocks > limits.max_blocks:
@@ -199,7 +206,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return f"{problem.nbytes} bytes are over before three kinds of blocks are in step"
     if limits.backend == "cuda" and (lanes < 8 or chunks == 1):
         return f"{lanes} blocks of each kind and {chunks} chunks leave the links idle"
-    rounds = -(-share // (lanes * per_block))
+    rounds = _rounds(problem, config)
     if rounds < chunks and chunks > 1:
         return f"{rounds} rounds cannot be split into {chunks} chunks"
     needed = problem.world_size * min(chunks, ring) * -(-rounds // chunks) * lanes * per_block * PACKET_BYTES
@@ -248,5 +255,6 @@ TWO_SHOT_SPLIT = register_variant(
         num_blocks=kernel_blocks,
         kernels=(two_shot_split_kernel,),
         compile_requests=_requests,
+        num_rounds=_rounds,
     )
 )

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import PACKET_BYTES, num_packets
-from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, grid_rounds, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import INTERPRET
@@ -120,6 +120,11 @@ def _lanes(config: Config) -> int:
     return int(config["num_blocks"]) // (2 if config["split"] else 1)
 
 
+def _rounds(problem: Problem, config: Config) -> int:
+    """How often a lane goes round."""
+    return grid_rounds(chunk_packets(problem), {**config, "num_blocks": max(_lanes(config), 1)})
+
+
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits):
         return reason
@@ -127,9 +132,13 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     per_block = 32 * int(config["num_warps"]) * int(config["items"])
     if per_block * problem.world_size > 4096:
         return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+    if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
+        return "16 warps take as many packets a block with fewer of them a thread"
+    if config["split"] and chunks == 1 and limits.backend == "cuda":
+        return "reducers would wait for all pushers: num_chunks=1 has nothing to split"
     if _lanes(config) < 1:
         return "one block cannot be split into pushers and reducers"
-    rounds = -(-packets // (_lanes(config) * per_block))
+    rounds = _rounds(problem, config)
     if rounds < chunks and chunks > 1:
         return f"{rounds} rounds cannot be split into {chunks} chunks"
     span = -(-rounds // chunks) * _lanes(config) * per_block
@@ -184,5 +193,6 @@ PUSH = register_variant(
         num_blocks=kernel_blocks,
         kernels=(push_kernel,),
         compile_requests=_requests,
+        num_rounds=_rounds,
     )
 )
