@@ -59,7 +59,7 @@ def main() -> None:
     communicator = tunedcomm.get_communicator()
     tunedcomm.all_reduce(x)
     tunedcomm.all_reduce(x, out=out)
-    plan = communicator.plans[numel, x.dtype, "sum", False, "default", None, False, False]
+    plan = communicator.plans["all_reduce", numel, x.dtype, "sum", False, "default", None, False, False]
     stream = torch.cuda.current_stream().cuda_stream
     addresses = x.data_ptr(), out.data_ptr()
     contenders: dict[str, tuple[str, Callable[[], object]]] = {

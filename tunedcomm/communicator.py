@@ -25,7 +25,8 @@ from tunedcomm.db.select import Snapshot
 from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
+from tunedcomm.nan_watch import NanWatch
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout
@@ -37,6 +38,7 @@ __all__ = [
     "get_communicator",
     "limits_for",
     "live_communicators",
+    "on_forget",
     "on_release",
     "release_communicators",
 ]
@@ -65,7 +67,7 @@ class Communicator:
         snapshot: the table all ranks agreed on.
         workspace: symmetric memory; None where the ranks cannot address each other (the library serves then).
         plans: the dispatcher's cache.
-        fast_calls, last_call: the ops' cache of plans with all that a call needs besides, and the one used last.
+        fast_calls: the ops' cache of plans with all that a call needs besides.
 
     Raises:
         AgreementError: the ranks' settings or machines differ; the text says in what.
@@ -87,10 +89,10 @@ class Communicator:
         self.workspace = self._make_workspace() if self.limits.symmetric else None
         if self.workspace is None:
             self.limits = _without_symmetric(self.limits)
+        self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
         self.fast_calls: dict[Any, Any] = {}
-        self.last_call: Any = None
         self.any_symmetric = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
@@ -207,8 +209,13 @@ class Communicator:
     def forget_plans(self) -> None:
         """Choose anew from the next calls on."""
         self.plans.clear()
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Drop what makes calls fast; it is made anew with the next ones."""
         self.fast_calls.clear()
-        self.last_call = None
+        for callback in _on_forget:
+            callback()
 
     def bind(self, problem: Problem, candidate: Candidate) -> Callable[[tuple[Any, ...], tuple[Any, ...], int], None]:
         """A launch of `candidate`; compiles, so never while a graph is captured.
@@ -226,7 +233,13 @@ class Communicator:
         # The interpreter has run the kernel to its end: a peer that did not come is known in this very call.
         if isinstance(launch, AddressLaunch):
             return AddressLaunch(self._then_look(launch.by_address))
+        if isinstance(launch, ManyLaunch):
+            return replace(launch, by_address=self._then_look(launch.by_address))
         return self._then_look(launch)
+
+    def guarded(self, problem: Problem, launch: Callable[..., None]) -> Callable[..., None]:
+        """`launch` as dispatch may call it: behind a look at its inputs where TUNEDCOMM_NAN_CHECK asks for one."""
+        return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
 
     def _then_look(self, launch: Callable[..., None]) -> Callable[..., None]:
         def launch_and_look(*arguments: Any) -> None:
@@ -258,7 +271,9 @@ class Communicator:
         """Let kernels address `tensor` on the peers; the same call on every rank."""
         if self.workspace is not None:
             self.workspace.register(tensor, buffer)
-            self.any_symmetric = True
+            if not self.any_symmetric:
+                self.any_symmetric = True
+                self.forget_calls()  # those that were made before do not ask whether a tensor is symmetric
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """True if the tensor lies in a registered symmetric allocation."""
@@ -269,9 +284,11 @@ class Communicator:
         )
 
     def check_peers(self) -> None:
-        """Raise PeerTimeoutError if a kernel of this group gave up waiting for a peer."""
+        """Raise PeerTimeoutError if a kernel gave up waiting for a peer, NanInputError if a graph was given NaN."""
         if self.workspace is not None:
             self.workspace.check_peers()
+        if self.nan_watch is not None:
+            self.nan_watch.check()
 
 
 def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:
@@ -360,3 +377,11 @@ _on_release: list[Callable[[], None]] = []
 def on_release(callback: Callable[[], None]) -> None:
     """Call `callback` whenever communicators are released: for caches that hold them."""
     _on_release.append(callback)
+
+
+_on_forget: list[Callable[[], None]] = []
+
+
+def on_forget(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever a communicator drops its fast calls: for caches that hold some of them."""
+    _on_forget.append(callback)

@@ -5,7 +5,9 @@ Source: NVIDIA nccl-tests, doc/PERFORMANCE.md (definitions of algbw and busbw).
 
 from __future__ import annotations
 
-__all__ = ["algbw_gb_s", "busbw_factor", "busbw_gb_s", "floor_us"]
+__all__ = ["algbw_gb_s", "busbw_factor", "busbw_gb_s", "floor_us", "payload_bytes"]
+
+_BY_RANK = frozenset({"all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"})
 
 
 def busbw_factor(op: str, world_size: int) -> float:
@@ -17,11 +19,16 @@ def busbw_factor(op: str, world_size: int) -> float:
     if world_size < 1:
         raise ValueError(f"world_size must be >= 1, got {world_size}")
     share = (world_size - 1) / world_size
-    if op == "all_reduce":
+    if op.startswith("all_reduce"):
         return 2 * share
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+    if op in _BY_RANK:
         return share
     raise ValueError(f"no bus bandwidth is defined for op {op!r}")
+
+
+def payload_bytes(op: str, message_bytes: int, world_size: int) -> int:
+    """Bytes S that algbw counts: of the whole tensor, where `message_bytes` may be one rank's part of it."""
+    return message_bytes * world_size if op in _BY_RANK else message_bytes
 
 
 def algbw_gb_s(size_bytes: int, latency_us: float) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.names import did_you_mean
+from tunedcomm.shapes import format_shape
 from tunedcomm.space import Config, Space, Value
 
 __all__ = [
@@ -31,11 +32,9 @@ __all__ = [
     "admits",
     "candidates",
     "check_candidate",
-    "format_shape",
     "get_op",
     "get_variant",
     "ops",
-    "parse_shape",
     "register_op",
     "register_variant",
     "variants",
@@ -71,26 +70,6 @@ _ADMITTED: Mapping[str, frozenset[str]] = {
 def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
     """True if a caller's numerics policy allows a variant of this numerics class."""
     return numerics in _ADMITTED[policy]
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Read `4096x8192x3584` or `98304`.
-
-    Raises:
-        ValueError: anything else.
-    """
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"shape {text!r} is not of the form N or MxNxK, e.g. 98304 or 4096x8192x3584") from None
-    if any(extent < 0 for extent in shape):
-        raise ValueError(f"shape {text!r} has a negative extent")
-    return shape
-
-
-def format_shape(shape: Sequence[int]) -> str:
-    """The text that `parse_shape` reads back."""
-    return "x".join(str(extent) for extent in shape)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -225,17 +204,17 @@ class OpSpec:
         dtypes: dtypes that at least one variant besides the library takes.
         shape_help: what the canonical shape means, for error texts.
         rank_of_shape: length of the canonical shape.
-        make_inputs: `(problem, rank, seed, kind, device)` to that rank's input tensors; `kind` is `random` or
-            `integers` (small whole numbers whose every partial sum is exact in the dtype). The same arguments give the
-            same values on every rank and device.
+        make_inputs: `(problem, rank, seed, kind, device)` to that rank's inputs, the same wherever they are made;
+            `kind` is `random` or `integers` (small whole numbers whose every partial sum is exact in the dtype).
         make_outputs: `(problem, device)` to freshly allocated output tensors.
         reference: `(problem, inputs of every rank, rank)` to the expected outputs in float64.
-        tolerance: dtype to the largest ‖out − ref‖ / ‖ref‖ that a right variant may show on random inputs.
+        tolerance: dtype, or scaling, to the largest ‖out − ref‖ / ‖ref‖ of a right variant on random inputs.
         message_bytes: bytes by which sizes of the op are compared (columns of bench/results say how it is counted).
         busbw_factor: world size to bus factor, or None where the op has none.
         default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
-        ordered_reference: like `reference`, but the exact bits that every `ordered` variant must give, in the payload's
-            dtype.
+        ordered_reference: like `reference`, but the exact bits of every `ordered` variant, in the payload's dtype.
+        in_place: the result may overwrite the input.
+        layouts, scalings: what a `Problem` may have there; what is swept by default comes first.
     """
 
     name: str
@@ -252,6 +231,9 @@ class OpSpec:
     busbw_factor: Callable[[int], float] | None
     default_shapes: Callable[[str, int], list[tuple[int, ...]]]
     ordered_reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]] | None = None
+    in_place: bool = False
+    layouts: tuple[str, ...] = ("",)
+    scalings: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)

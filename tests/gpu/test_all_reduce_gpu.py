@@ -19,11 +19,13 @@ def python_path() -> str:
     return os.pathsep.join([str(BODIES.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def run(name: str, world_size: int, *, timeout: float = 150.0, **environment: str) -> list[dict[str, object]]:
+def run(
+    name: str, world_size: int, *, bodies: Path = BODIES, timeout: float = 150.0, **environment: str
+) -> list[dict[str, object]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     settings = {"TUNEDCOMM_PEER_TIMEOUT_S": "5", "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
-        [*command, str(BODIES), name],
+        [*command, str(bodies), name],
         env={**os.environ, **settings, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,

@@ -20,10 +20,12 @@ found: list[bool] = []
 
 def spy() -> None:
     """Note of every call whether it went the short way."""
-    real = _fast._make
+    real = _fast.make
 
-    def making(*arguments: object) -> Callable[..., torch.Tensor | None]:
+    def making(*arguments: object) -> Callable[..., torch.Tensor | None] | None:
         call = real(*arguments)  # type: ignore[arg-type]
+        if call is None:
+            return None
 
         def noting(*asked: object) -> torch.Tensor | None:
             result = call(*asked)  # type: ignore[arg-type]
@@ -32,7 +34,7 @@ def spy() -> None:
 
         return noting
 
-    _fast._make = making  # type: ignore[assignment]
+    _fast.make = making  # type: ignore[assignment]
 
 
 def went(call: Callable[[], torch.Tensor]) -> tuple[bool, torch.Tensor]:
@@ -154,7 +156,11 @@ def symmetric_tensors(rank: int) -> None:
         fast, result = went(lambda: tunedcomm.all_reduce(shared))
         assert not fast
         assert torch.equal(result, torch.full((NUMEL,), 3.0))
-        assert went(lambda: tunedcomm.all_reduce(plain))[0]
+        assert not went(lambda: tunedcomm.all_reduce(plain))[0], "made before any tensor was symmetric"
+        for kind, tensor in ((True, plain), (False, shared), (True, plain), (False, shared)):
+            fast, result = went(lambda tensor=tensor: tunedcomm.all_reduce(tensor))  # type: ignore[misc]
+            assert fast is kind
+            assert torch.equal(result, torch.full((NUMEL,), 3.0))
     dist.barrier()
 
 

@@ -19,7 +19,7 @@ BETWEEN = 8192
 
 
 def counts_its_calls(numel: int, dtype: torch.dtype = torch.float32, group: Any = None) -> bool:
-    plan = get_communicator(group).plans[numel, dtype, "sum", False, "default", None, False, False]
+    plan = get_communicator(group).plans["all_reduce", numel, dtype, "sum", False, "default", None, False, False]
     launch = getattr(plan.launch, "by_address", plan.launch)
     return "count_and_launch" in launch.__qualname__
 

@@ -6,15 +6,16 @@ All contenders of a problem run in one process and interleaved, a replay (or an 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,10 @@ from tunedcomm import kernels
 from tunedcomm.cli._peers import peers_of
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.dispatcher import decide
-from tunedcomm.metrics import algbw_gb_s
-from tunedcomm.ops.all_reduce import all_reduce
+from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, parse_shape, variants
+from tunedcomm.shapes import parse_shape
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 from tunedcomm.tuner.measure import Contender, calls_for, contend, summarise, take_rounds
 
 __all__ = ["COLUMNS", "main"]
@@ -39,6 +40,9 @@ COLUMNS = (
 _FIRST_ROUNDS, _ROUNDS = 3, 25
 
 
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Entrant:
     """A contender before it is captured.
@@ -46,17 +50,17 @@ class Entrant:
     Attributes:
         name, config: columns of the row.
         num_sms: blocks it occupies, None where that is not known.
-        load: puts the input where the entrant reads it.
+        load: puts the inputs where the entrant reads them.
         run: one launch on the current stream.
-        result: where its result is.
+        result: where its results are.
     """
 
     name: str
     config: str
     num_sms: int | None
-    load: Callable[[torch.Tensor], None]
+    load: Callable[[Tensors], None]
     run: Callable[[], None]
-    result: Callable[[], torch.Tensor]
+    result: Callable[[], Tensors]
 
 
 class _Ranks:
@@ -70,37 +74,45 @@ class _Ranks:
         dist.all_reduce(self._token)
 
 
-def _loader(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def load(values: torch.Tensor) -> None:
-        target.copy_(values)
+def _loader(targets: Tensors) -> Callable[[Tensors], None]:
+    def load(values: Tensors) -> None:
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
 
     return load
 
 
-def _tuned(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Entrant:
+def _outputs(problem: Problem, inputs: Tensors) -> Tensors:
+    return inputs if problem.in_place else get_op(problem.op).make_outputs(problem, inputs[0].device)
+
+
+def _tuned(communicator: Communicator, problem: Problem, inputs: Tensors) -> Entrant:
     """What a user's call runs, through the public function."""
     decision = decide(problem, communicator.snapshot, communicator.limits)
     variant = get_variant(problem.op, decision.candidate.variant)
     blocks = variant.num_blocks(problem, decision.candidate.config_dict)
-    out = x if problem.in_place else torch.empty_like(x)
+    outputs = _outputs(problem, inputs)
+    public = importlib.import_module(f"tunedcomm.ops.{problem.op}").run_problem
 
     def run() -> None:
-        all_reduce(x, op=problem.reduction, out=out)
+        public(problem, inputs, outputs)
 
-    return Entrant("tuned", str(decision.candidate), blocks if blocks >= 0 else None, _loader(x), run, lambda: out)
+    sms = blocks if blocks >= 0 else None
+    return Entrant("tuned", str(decision.candidate), sms, _loader(inputs), run, lambda: outputs)
 
 
-def _library(communicator: Communicator, problem: Problem, x: torch.Tensor) -> Entrant:
-    """NCCL (gloo) in place, the form that needs no copy, on memory of its own."""
-    from tunedcomm.kernels.all_reduce.library import library_reduction
-
-    held = torch.empty(problem.numel, dtype=x.dtype, device=x.device)
-    reduce = library_reduction(problem.reduction, communicator.group)
+def _library(communicator: Communicator, problem: Problem, inputs: Tensors) -> Entrant:
+    """NCCL (gloo) on memory of its own; in place where the op may be, the form that needs no copy."""
+    held: Tensors = tuple(torch.empty_like(x) for x in inputs)
+    in_place = get_op(problem.op).in_place
+    asked = replace(problem, in_place=in_place, input_kind="plain")
+    outputs = _outputs(asked, held)
+    launch = communicator.bind(asked, Candidate.of(problem.op, "library", {}))
 
     def run() -> None:
-        reduce(held)
+        launch(held, outputs, torch.cuda.current_stream().cuda_stream if held[0].is_cuda else 0)
 
-    return Entrant("library", "in place", None, _loader(held), run, lambda: held)
+    return Entrant("library", "in place" if in_place else "", None, _loader(held), run, lambda: outputs)
 
 
 def _candidate_of(communicator: Communicator, problem: Problem, name: str) -> Candidate | None:
@@ -119,39 +131,41 @@ def _variant(problem: Problem, name: str) -> Any:
     return get_variant(problem.op, name)
 
 
-def _named(communicator: Communicator, problem: Problem, name: str, x: torch.Tensor) -> Entrant | None:
+def _named(communicator: Communicator, problem: Problem, name: str, inputs: Tensors) -> Entrant | None:
     candidate = _candidate_of(communicator, problem, name)
     if candidate is None:
         return None
     launch = communicator.bind(problem, candidate)
-    out = x if problem.in_place else torch.empty_like(x)
+    outputs = _outputs(problem, inputs)
     blocks = _variant(problem, name).num_blocks(problem, candidate.config_dict)
 
     def run() -> None:
-        stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
-        launch((x,), (out,), stream)
+        launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if inputs[0].is_cuda else 0)
 
-    return Entrant(name, str(candidate), blocks if blocks >= 0 else None, _loader(x), run, lambda: out)
+    return Entrant(name, str(candidate), blocks if blocks >= 0 else None, _loader(inputs), run, lambda: outputs)
 
 
 def _entrants(
-    communicator: Communicator, problem: Problem, x: torch.Tensor, wanted: Callable[[str], bool]
+    communicator: Communicator, problem: Problem, inputs: Tensors, wanted: Callable[[str], bool]
 ) -> list[Entrant]:
-    found = [_library(communicator, problem, x)]
+    found = [_library(communicator, problem, inputs)]
     if wanted("tuned"):
-        found.append(_tuned(communicator, problem, x))
+        found.append(_tuned(communicator, problem, inputs))
     for name in variants(problem.op):
         if name != "library" and wanted(name):
-            entrant = _named(communicator, problem, name, x)
+            entrant = _named(communicator, problem, name, inputs)
             found += [entrant] if entrant is not None else []
     for peer in peers_of(problem, communicator.device, wanted):
         found.append(Entrant(peer.name, peer.config, None, peer.load, peer.run, peer.result))
     return found
 
 
-def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    difference = (result.view(-1).double() - reference).norm() / reference.norm().clamp_min(1e-30)
-    worst = difference.reshape(1)
+def _error(results: Tensors, references: Tensors) -> float:
+    """‖out − ref‖ / ‖ref‖ of the worst output on the worst rank."""
+    worst = torch.zeros(1, dtype=torch.float64, device=results[0].device)
+    for result, reference in zip(results, references, strict=True):
+        difference = (result.reshape(-1).double() - reference.reshape(-1)).norm()
+        worst = torch.maximum(worst, difference / reference.norm().clamp_min(1e-30))
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst.item())
 
@@ -180,14 +194,15 @@ class _Bencher:
         spec, device = get_op(problem.op), self._communicator.device
         ranks = range(problem.world_size)
         everyone = [spec.make_inputs(problem, rank, self._job["seed"], "random", device) for rank in ranks]
-        (values,) = everyone[self._communicator.rank]
-        (reference,) = spec.reference(problem, everyone, self._communicator.rank)
+        values = everyone[self._communicator.rank]
+        reference = spec.reference(problem, everyone, self._communicator.rank)
         del everyone
-        x = torch.empty_like(values)
-        if problem.input_kind == "symmetric":
-            x = symmetric_empty(problem.numel, dtype=values.dtype, device=device)
+        inputs: Tensors = tuple(torch.empty_like(value) for value in values)
+        if problem.input_kind == "symmetric":  # the first is what peers read
+            held = symmetric_empty(values[0].shape, dtype=values[0].dtype, device=device)
+            inputs = (held, *inputs[1:])
         names = self._job["contenders"]
-        entrants = _entrants(self._communicator, problem, x, lambda name: names is None or name in names)
+        entrants = _entrants(self._communicator, problem, inputs, lambda name: names is None or name in names)
         errors = []
         for entrant in entrants:
             entrant.load(values)
@@ -225,7 +240,7 @@ class _Bencher:
 
         return contend(launch, (), (), calls=calls, graph=problem.mode == "graph", stream=self._stream)
 
-    def _time(self, entrants: list[Entrant], contenders: list[Contender], values: torch.Tensor) -> list[Any]:
+    def _time(self, entrants: list[Entrant], contenders: list[Contender], values: Tensors) -> list[Any]:
         """Rounds of everyone; inputs are restored in between, since in place they grow from launch to launch."""
         times: list[list[float]] = [[] for _ in contenders]
         rounds = _ROUNDS if self._stream is not None else 3
@@ -241,7 +256,7 @@ class _Bencher:
     def _row(self, problem: Problem, entrant: Entrant, latency: Any, error: float) -> dict[str, Any]:
         spec, environment = get_op(problem.op), self._communicator.environment
         size = spec.message_bytes(problem)
-        algbw = algbw_gb_s(size, latency.p50_us)
+        algbw = algbw_gb_s(payload_bytes(problem.op, size, problem.world_size), latency.p50_us)
         factor = spec.busbw_factor(problem.world_size) if spec.busbw_factor else None
         return {
             "op": problem.op,
@@ -283,7 +298,9 @@ def _problems(job: dict[str, Any], world_size: int) -> list[Problem]:
             dtype=dtype,
             world_size=world_size,
             input_kind=kind,
-            in_place=kind == "symmetric",
+            reduction=next(iter(get_op(job["op"]).reductions), ""),
+            in_place=kind == "symmetric" and get_op(job["op"]).in_place,
+            layout=job["layout"],
             mode=mode,
         )
         for mode in job["modes"]

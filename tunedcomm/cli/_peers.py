@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from tunedcomm.cli._fused_peers import NCCL_COMPILED_NORM, compiled_norm
 from tunedcomm.spec import Problem
 
 __all__ = ["PEERS", "Peer", "peers_of"]
@@ -27,20 +28,20 @@ class Peer:
     Attributes:
         name: as in the column `contender`.
         config: what it ran with.
-        load: copies the caller's input to where the peer reads it.
+        load: copies the caller's inputs to where the peer reads them.
         run: one launch on the current stream.
-        result: where the result is afterwards.
+        result: where the results are afterwards.
     """
 
     name: str
     config: str
-    load: Callable[[torch.Tensor], None]
+    load: Callable[[tuple[torch.Tensor, ...]], None]
     run: Callable[[], None]
-    result: Callable[[], torch.Tensor]
+    result: Callable[[], tuple[torch.Tensor, ...]]
 
 
 _KRAKEN_BYTES = 32 << 20  # beyond this its kernels are behind NCCL and only take time
-PEERS = ("torch_one_shot_symmetric", "torch_two_shot_symmetric", "kraken")
+PEERS = ("torch_one_shot_symmetric", "torch_two_shot_symmetric", "kraken", NCCL_COMPILED_NORM)
 
 
 def _world() -> dist.ProcessGroup:
@@ -63,7 +64,7 @@ def _torch_one_shot(problem: Problem, device: torch.device) -> Peer:
     def run() -> None:
         torch.ops.symm_mem.one_shot_all_reduce_out(held, "sum", name, out)
 
-    return Peer("torch_one_shot_symmetric", "", lambda x: _copy(held, x), run, lambda: out)
+    return Peer("torch_one_shot_symmetric", "", lambda x: _copy(held, x[0]), run, lambda: (out,))
 
 
 def _torch_two_shot(problem: Problem, device: torch.device) -> Peer:
@@ -73,7 +74,7 @@ def _torch_two_shot(problem: Problem, device: torch.device) -> Peer:
     def run() -> None:
         torch.ops.symm_mem.two_shot_all_reduce_(held, "sum", name)
 
-    return Peer("torch_two_shot_symmetric", "", lambda x: _copy(held, x), run, lambda: held)
+    return Peer("torch_two_shot_symmetric", "", lambda x: _copy(held, x[0]), run, lambda: (held,))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -103,12 +104,21 @@ def _kraken(problem: Problem, device: torch.device) -> Iterator[Peer]:
         for blocks, warps, block_size in ((24, 32, 8192), (64, 16, 4096)):
             run = functools.partial(_run_kraken, function, held, result, blocks, warps, block_size)
             config = f"{function.__name__} max_num_blocks={blocks} num_warps={warps} BLOCK_SIZE={block_size}"
-            yield Peer("kraken", config, lambda x: _copy(held, x), run, lambda: result[0])
+            yield Peer("kraken", config, lambda x: _copy(held, x[0]), run, lambda: (result[0],))
 
 
 def peers_of(problem: Problem, device: torch.device, wanted: Callable[[str], bool]) -> Iterator[Peer]:
     """The peers that can run `problem`; several of one name are its settings, of which the best counts."""
-    if device.type != "cuda" or problem.reduction != "sum" or problem.world_size not in (2, 4, 8):
+    if problem.op == "all_reduce_rms_norm" and device.type == "cuda" and wanted(NCCL_COMPILED_NORM):
+        for load, run, result in compiled_norm(problem, device):
+            yield Peer(NCCL_COMPILED_NORM, "in place", load, run, result)
+        return
+    if (
+        problem.op != "all_reduce"
+        or device.type != "cuda"
+        or problem.reduction != "sum"
+        or problem.world_size not in (2, 4, 8)
+    ):
         return
     granular = problem.nbytes % (16 * problem.world_size) == 0 and problem.numel > 0
     if not granular or problem.dtype not in ("bfloat16", "float32"):

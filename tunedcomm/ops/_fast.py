@@ -7,21 +7,30 @@ answers most of them at once. Whatever the guard does not recognise takes the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from tunedcomm.communicator import Communicator
-from tunedcomm.dispatcher import Plan
-from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.spec import NumericsPolicy
 
-__all__ = ["MISALIGNED", "current_device", "empty", "is_capturing", "other_call", "raw_stream", "remember"]
+__all__ = [
+    "MISALIGNED",
+    "Asked",
+    "FastCall",
+    "current_device",
+    "empty",
+    "is_capturing",
+    "make",
+    "make_guard",
+    "raw_stream",
+    "target_kind",
+]
 
 MISALIGNED = 15  # kernels move 16-byte packets
-# Guards made for one key: callers that alternate (with inference mode and without, say) must not pay for one each time.
-_MAX_GUARDS = 8
+# Where the result goes: a new tensor, a tensor of the caller's, or the input.
+TargetKind: TypeAlias = Literal["new", "given", "input"]
 
 
 def _host_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -46,61 +55,139 @@ if torch.cuda.is_available():
     empty = getattr(_guards, "_empty_strided_cuda", _cuda_empty)
 
 
-# (x, op, out, numerics, max_sms) to the result, or None where the call differs from the one that it was made for.
-FastCall: TypeAlias = Callable[[Any, str, Any, str, "int | None"], "torch.Tensor | None"]
+# (x, option, out, numerics, max_sms) to the result, or None where the call differs from the one that it was made for.
+FastCall: TypeAlias = Callable[[Any, Any, Any, str, "int | None"], "torch.Tensor | None"]
 
 
-def _guard(x: torch.Tensor) -> Callable[[object], bool] | None:
-    """A predicate for tensors like `x`, or None where this torch has none."""
+class Asked(NamedTuple):
+    """What a fast call was made for, besides tensors of one kind.
+
+    Attributes:
+        option: the op's own options as one value.
+        target: where the result goes.
+        numerics, max_sms: as the caller gave them.
+        capturing: whether a graph was being captured.
+    """
+
+    option: Hashable
+    target: TargetKind
+    numerics: NumericsPolicy
+    max_sms: int | None
+    capturing: bool
+
+
+def target_kind(x: object, out: object) -> TargetKind:
+    """Where the result of a call goes."""
+    return "new" if out is None else "input" if out is x else "given"
+
+
+def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """A predicate for tensors like these, or None where this torch has none."""
     try:
-        made = _guards.TensorGuards(x, dynamic_dims_sizes=[list(x.shape)], dynamic_dims_strides=[list(x.stride())])
-        return made.check if made.check(x) else None
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        made = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return made.check if made.check(*tensors) else None
     except (AttributeError, TypeError, RuntimeError, SystemError):
         return None
 
 
-def _make(
+def make(
+    communicator: Communicator, by_address: Callable[..., None], x: torch.Tensor, out: torch.Tensor, asked: Asked
+) -> FastCall | None:
+    """What makes the next call like this one fast, or None where this torch has no guards.
+
+    The caller has found that kernels can take `x` and `out` as they are. Made anew once tensors are registered as
+    symmetric, for it asks of those only if there were some.
+    """
+    looks_alike = make_guard(x, out) if asked.target == "given" else make_guard(x)
+    if looks_alike is None:
+        return None
+    maker = {"new": _into_new, "given": _into_given, "input": _into_input}[asked.target]
+    call = maker(communicator, by_address, looks_alike, asked, (x, out))
+    return _unless_symmetric(communicator, call) if communicator.any_symmetric else call
+
+
+def _unless_symmetric(communicator: Communicator, call: FastCall) -> FastCall:
+    is_symmetric = communicator.is_symmetric
+
+    def ask(x: Any, _option: Any, out: Any, _numerics: str, _max_sms: int | None) -> torch.Tensor | None:
+        if isinstance(x, torch.Tensor) and is_symmetric(x):
+            return None
+        return call(x, _option, out, _numerics, _max_sms)
+
+    return ask
+
+
+# The three makers differ in a line or two each, yet a call shared by them would cost what they are there to save. Each
+# holds all that it needs in variables of its own, which are the quickest to get at.
+
+
+def _into_new(
     communicator: Communicator,
     by_address: Callable[..., None],
-    looks_like: Callable[[object], bool],
-    x: torch.Tensor,
-    asked: tuple[str, bool, NumericsPolicy, int | None, bool],
+    looks_alike: Callable[..., bool],
+    asked: Asked,
+    like: tuple[torch.Tensor, torch.Tensor],
 ) -> FastCall:
-    """A call that holds all that it needs in variables of its own, which are the quickest to get at."""
-    op, in_place, numerics, max_sms, capturing = asked
-    shape, stride, dtype, nbytes = tuple(x.shape), x.stride(), x.dtype, x.nbytes
+    option, numerics, max_sms, capturing = asked.option, asked.numerics, asked.max_sms, asked.capturing
+    shape, stride, dtype = tuple(like[1].shape), like[1].stride(), like[1].dtype
     device_index, status, last_streams = communicator.device_index, communicator.status_view, communicator.last_streams
     stream_of, captures, device_now, make_empty = raw_stream, is_capturing, current_device, empty
 
-    def call(x: Any, _op: str, out: Any, _numerics: str, _max_sms: int | None) -> torch.Tensor | None:
+    def call(x: Any, _option: Any, out: Any, _numerics: str, _max_sms: int | None) -> torch.Tensor | None:
         if (
-            not looks_like(x)
-            or _op is not op
+            out is not None
+            or not looks_alike(x)
+            or (_option is not option and _option != option)
             or _numerics is not numerics
             or _max_sms is not max_sms
-            or (out is x) is not in_place
         ):
             return None
         stream = stream_of(device_index)
         # The default stream cannot be captured.
         if (stream != 0 and captures()) is not capturing or device_now() != device_index:
             return None
-        if communicator.any_symmetric and communicator.is_symmetric(x):
-            return None
         address = x.data_ptr()
         if address & MISALIGNED:
             return None
-        if out is None:
-            out = make_empty(shape, stride, dtype)
-            target = out.data_ptr()
-        elif in_place:
-            target = address
-        else:
-            if not looks_like(out):
-                return None
-            target = out.data_ptr()
-            if target & MISALIGNED or -nbytes < target - address < nbytes:
-                return None
+        result = make_empty(shape, stride, dtype)
+        if status[0]:
+            communicator.check_peers()
+        if stream != last_streams[capturing]:
+            communicator.order_streams(capturing, stream)
+        by_address(stream, address, result.data_ptr())
+        return result
+
+    return call
+
+
+def _into_given(
+    communicator: Communicator,
+    by_address: Callable[..., None],
+    looks_alike: Callable[..., bool],
+    asked: Asked,
+    like: tuple[torch.Tensor, torch.Tensor],
+) -> FastCall:
+    option, numerics, max_sms, capturing = asked.option, asked.numerics, asked.max_sms, asked.capturing
+    before, behind = -like[1].nbytes, like[0].nbytes
+    device_index, status, last_streams = communicator.device_index, communicator.status_view, communicator.last_streams
+    stream_of, captures, device_now = raw_stream, is_capturing, current_device
+
+    def call(x: Any, _option: Any, out: Any, _numerics: str, _max_sms: int | None) -> torch.Tensor | None:
+        if (
+            out is None
+            or not looks_alike(x, out)
+            or (_option is not option and _option != option)
+            or _numerics is not numerics
+            or _max_sms is not max_sms
+        ):
+            return None
+        stream = stream_of(device_index)
+        if (stream != 0 and captures()) is not capturing or device_now() != device_index:
+            return None
+        address, target = x.data_ptr(), out.data_ptr()
+        if (address | target) & MISALIGNED or before < target - address < behind:
+            return None
         if status[0]:
             communicator.check_peers()
         if stream != last_streams[capturing]:
@@ -111,42 +198,38 @@ def _make(
     return call
 
 
-def remember(
+def _into_input(
     communicator: Communicator,
-    plan: Plan,
-    x: torch.Tensor,
-    op: str,
-    in_place: bool,
-    numerics: NumericsPolicy,
-    max_sms: int | None,
-    capturing: bool,
-) -> None:
-    """Make the next call like this one fast. The caller has found that kernels can take `x` as it is."""
-    if not isinstance(plan.launch, AddressLaunch):
-        return
-    key = (x.shape, x.dtype, op, in_place, numerics, max_sms, capturing)
-    _, before = communicator.fast_calls.get(key, (None, 0))
-    looks_like = _guard(x) if before < _MAX_GUARDS else None
-    if looks_like is not None:
-        asked = (op, in_place, numerics, max_sms, capturing)
-        call = _make(communicator, plan.launch.by_address, looks_like, x, asked)
-        communicator.fast_calls[key] = (call, before + 1)
-        communicator.last_call = call
+    by_address: Callable[..., None],
+    looks_alike: Callable[..., bool],
+    asked: Asked,
+    like: tuple[torch.Tensor, torch.Tensor],
+) -> FastCall:
+    del like
+    option, numerics, max_sms, capturing = asked.option, asked.numerics, asked.max_sms, asked.capturing
+    device_index, status, last_streams = communicator.device_index, communicator.status_view, communicator.last_streams
+    stream_of, captures, device_now = raw_stream, is_capturing, current_device
 
+    def call(x: Any, _option: Any, out: Any, _numerics: str, _max_sms: int | None) -> torch.Tensor | None:
+        if (
+            out is not x
+            or not looks_alike(x)
+            or (_option is not option and _option != option)
+            or _numerics is not numerics
+            or _max_sms is not max_sms
+        ):
+            return None
+        stream = stream_of(device_index)
+        if (stream != 0 and captures()) is not capturing or device_now() != device_index:
+            return None
+        address = x.data_ptr()
+        if address & MISALIGNED:
+            return None
+        if status[0]:
+            communicator.check_peers()
+        if stream != last_streams[capturing]:
+            communicator.order_streams(capturing, stream)
+        by_address(stream, address, address)
+        return out  # type: ignore[no-any-return]
 
-def other_call(
-    communicator: Communicator, x: Any, op: str, out: Any, numerics: NumericsPolicy, max_sms: int | None
-) -> torch.Tensor | None:
-    """As the last call does, for calls that look like an earlier one: launch and return the result, or None."""
-    stream = raw_stream(communicator.device_index)
-    capturing = stream != 0 and is_capturing()
-    try:
-        known = communicator.fast_calls.get((x.shape, x.dtype, op, out is x, numerics, max_sms, capturing))
-    except (AttributeError, TypeError):  # no tensor, or no option: the longer way says so
-        return None
-    if known is None or known[0] is communicator.last_call:
-        return None
-    result: torch.Tensor | None = known[0](x, op, out, numerics, max_sms)
-    if result is not None:
-        communicator.last_call = known[0]
-    return result
+    return call

@@ -10,6 +10,18 @@ A lane, from its base address on:
     scatter    staging_bytes                       first half of the two-shots
     gather     staging_bytes                       second half of the two-shots
 
+Kernels of all ops share the lane, so all keep these rules, and may rely on the kernels before them having kept them:
+
+- Flags. Every flag kernel waits for every peer at least once and adds the same number to its epoch on every rank.
+- Arena. A call uses stage (calls mod 2), sends every peer at least one packet, waits for at least one packet of every
+  peer, and puts the sentinel back wherever it polled.
+- One-shot areas. A rank writes its own area (epoch mod 2) before its first flag, peers read it after that, and the call
+  adds an odd number to the epoch: the area is written again only after another flag kernel, in which the peers' flags
+  say that they have read it.
+- Scatter. Peers may write it from the start of a call. So a call ends only after every peer has raised a flag after its
+  last read of its scatter area.
+- Gather. Peers may write it after they have seen this rank's first flag of the same call.
+
 Counters have a copy for each block so that no block waits for another one of its own grid: in a grid of G, block b
 reads entry b and at its end writes the new value to the entries b, b + G, b + 2G, …
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, refuse_multicast
 from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels.all_reduce._common import Launch, bind_plain, blocks_and_threads, constants_of, refuse
+from tunedcomm.kernels.all_reduce._common import constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
@@ -24,9 +25,7 @@ SPACE = Space(
 
 def refuse_multimem(problem: Problem, config: Config, limits: Limits, work: int, area_bytes: int) -> str | None:
     """Why a multimem variant cannot run `problem`, or None; `work` is its packets a rank, `area_bytes` its staging."""
-    if not limits.multicast and not limits.emulated_multicast:
-        return "the fabric reports no NVLink multicast, or it is switched off"
-    if reason := refuse(problem, limits):
+    if reason := refuse_multicast(limits) or refuse(problem, limits):
         return reason
     if problem.nbytes + 16 * problem.world_size > area_bytes:
         return f"{problem.nbytes} bytes exceed the staging of {area_bytes} bytes"

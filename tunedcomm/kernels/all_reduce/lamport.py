@@ -27,18 +27,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._data import arm, insert_own, num_packets, packets_of, read_elements, sum_packets, write_elements
+from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import (
-    Launch,
-    bind_packets,
-    blocks_and_threads,
-    closest,
-    kernel_blocks,
-    message_rounds,
-    packet_request,
-    refuse,
-)
+from tunedcomm.kernels.all_reduce._common import bind_packets, message_rounds, packet_request, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import insert_own, num_packets, packets_of, read_elements, sum_packets, write_elements
+from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels._lane import (
     EPOCH_OFFSET,
     address_of,
@@ -31,16 +32,7 @@ from tunedcomm.kernels._lane import (
 )
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import (
-    Launch,
-    bind_flagged,
-    blocks_and_threads,
-    closest,
-    constants_of,
-    kernel_blocks,
-    message_rounds,
-    refuse,
-)
+from tunedcomm.kernels.all_reduce._common import constants_of, message_rounds, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -92,5 +92,6 @@ ALL_REDUCE = register_op(
         busbw_factor=lambda world_size: busbw_factor("all_reduce", world_size),
         default_shapes=_default_shapes,
         ordered_reference=_ordered_reference,
+        in_place=True,
     )
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.all_reduce._common import Launch
+from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels.all_reduce._torch import refuse_torch, staging_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels._lane import (
     EPOCH_OFFSET,
     address_of,
@@ -42,17 +43,7 @@ from tunedcomm.kernels._lane import (
 )
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import (
-    Launch,
-    bind_flagged,
-    blocks_and_threads,
-    closest,
-    constants_of,
-    kernel_blocks,
-    refuse,
-    slice_packets,
-    slice_rounds,
-)
+from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -1,0 +1,261 @@
+"""What each rank of an all_to_all test runs: `torchrun tests/gpu/all_to_all_bodies.py NAME` prints a line of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from bodies import stream
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.communicator import get_communicator
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+AWKWARD = (-0x80000000, -0x7FFFFFFF, -0x7FFFFFFE, 0, -1, 0x7FC00001, -0x7F7FFFFB, 0x7F800000, 1, -0x7FFF8000)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
+
+
+def sent_by(problem: Problem, rank: int, seed: int) -> torch.Tensor:
+    """Random bits, in part the words that packets must not hold, as far as whole words go."""
+    size = problem.nbytes * problem.world_size
+    generator = torch.Generator(device="cuda").manual_seed(seed * 97 + rank)
+    words = torch.randint(-(2**31), 2**31, (size // 4 + 1,), generator=generator, device="cuda", dtype=torch.int64)
+    words = words.to(torch.int32)
+    words[seed % 5 :: 37] = torch.tensor(AWKWARD, device="cuda", dtype=torch.int32)[seed % len(AWKWARD)]
+    return words.view(torch.uint8)[:size].clone().view(getattr(torch, problem.dtype))
+
+
+def case_of(problem: Problem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what this rank sends, what it must get)."""
+    everyone = [sent_by(problem, rank, seed) for rank in range(problem.world_size)]
+    wanted = torch.cat([x.view(problem.world_size, -1)[dist.get_rank()] for x in everyone])
+    return everyone[dist.get_rank()], wanted
+
+
+def asked(numel: int, dtype: str, world_size: int) -> Problem:
+    return Problem("all_to_all", (numel,), dtype, world_size, reduction="")
+
+
+def variants_body() -> dict[str, object]:
+    """Every variant, odd sizes and widths: exact bits, three launches each."""
+    comm, checked = get_communicator(), 0
+    for seed, numel in enumerate((1, 5, 64, 1001, 4096, 65537, 1 << 20, 3_000_001, 1 << 23)):
+        for dtype in ("bfloat16", "float32", "float8_e4m3fn", "int64"):
+            problem = asked(numel, dtype, comm.world_size)
+            x, wanted = case_of(problem, seed)
+            for name, variant in variants("all_to_all").items():
+                config = variant.default(problem, comm.limits)
+                candidate = Candidate.of("all_to_all", name, config)
+                if check_candidate(problem, candidate, comm.limits) is not None:
+                    continue
+                launch = comm.bind(problem, candidate)
+                for _ in range(3):
+                    out = torch.empty_like(x)
+                    bits(out).fill_(7)
+                    launch((x,), (out,), stream())
+                    assert torch.equal(bits(out), bits(wanted)), (problem, str(candidate))
+                checked += 1
+    assert checked > 90, checked
+    return {"checked": checked}
+
+
+def chain_body() -> dict[str, object]:
+    """Launches that depend on each other over rotating buffers, replayed with new inputs; two of them are none."""
+    comm, replays, length = get_communicator(), 30, 12
+    for name in sorted(n for n, v in variants("all_to_all").items() if v.numerics == "ordered"):
+        for pdl in (False, True):
+            for numel in (512, 16384, 1 << 20):
+                problem = asked(numel, "float32", comm.world_size)
+                config = dict(get_variant("all_to_all", name).default(problem, comm.limits))
+                if "launch_pdl" in config:
+                    config["launch_pdl"] = pdl
+                elif pdl:
+                    continue
+                if check_candidate(problem, Candidate.of("all_to_all", name, config), comm.limits):
+                    continue
+                launch = comm.bind(problem, Candidate.of("all_to_all", name, config))
+                buffers = [torch.zeros(numel * comm.world_size, device="cuda") for _ in range(3)]
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.stream(side):
+                    launch((buffers[0],), (buffers[1],), stream())
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph, stream=side):
+                        for i in range(length):
+                            launch((buffers[i % 3],), (buffers[(i + 1) % 3],), stream())
+                for replay in range(replays):
+                    x, _ = case_of(problem, replay)
+                    buffers[0].copy_(x)
+                    graph.replay()
+                    assert torch.equal(bits(buffers[length % 3]), bits(x)), (name, pdl, numel, replay)
+                comm.check_peers()
+    return {}
+
+
+def stress_body() -> dict[str, object]:
+    """Random variants of two ops, configs, sizes and delays on one lane, outputs poisoned, until a deadline."""
+    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
+    cases = []
+    for numel in (1, 333, 2048, 30000, 262144):
+        for op in ("all_to_all", "all_reduce"):
+            problem = asked(numel, "bfloat16", comm.world_size)
+            if op == "all_reduce":
+                problem = replace(problem, op=op, reduction="sum")
+                everyone = [get_op(op).make_inputs(problem, r, numel, "random", "cuda") for r in range(comm.world_size)]
+                x, wanted = everyone[comm.rank][0], get_op(op).ordered_reference(problem, everyone, comm.rank)[0]
+            else:
+                x, wanted = case_of(problem, numel)
+            for name, variant in variants(op).items():
+                if not variant.kernels or variant.numerics != "ordered":
+                    continue
+                feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
+                for config in shuffle.sample(feasible, min(3, len(feasible))):
+                    with contextlib.suppress(tunedcomm.InfeasibleError):
+                        cases.append((comm.bind(problem, Candidate.of(op, name, config)), x, wanted, op, name, config))
+    assert len(cases) > 30
+    launches, begin = 0, time.monotonic()
+    while True:
+        stop = [time.monotonic() - begin > float(os.environ.get("STRESS_SECONDS", "15"))]
+        dist.broadcast_object_list(stop, src=0)
+        if stop[0]:
+            return {"launches": launches}
+        pending = []
+        for _ in range(100):
+            launch, x, wanted, *told = shuffle.choice(cases)
+            out = torch.full_like(x, 7.0)
+            if noise.random() < 0.3:
+                torch.cuda._sleep(noise.randrange(200_000))
+            launch((x,), (out,), stream())
+            pending.append((out, wanted, told))
+            launches += 1
+        torch.cuda.synchronize()
+        comm.check_peers()
+        for out, wanted, told in pending:
+            assert torch.equal(bits(out), bits(wanted)), (told, out.numel(), launches)
+
+
+def public_body() -> dict[str, object]:
+    """The public call: symmetric inputs, a capture, other dtypes, strides."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for numel in (64, 5000, 300_001):
+        problem = asked(numel, "bfloat16", world_size)
+        values, wanted = case_of(problem, numel)
+        x = tunedcomm.symmetric_empty(numel * world_size + 64, dtype=torch.bfloat16)[64:]
+        bits(x).copy_(bits(values))
+        for name in sorted(variants("all_to_all")):
+            with tunedcomm.force("all_to_all", name), contextlib.suppress(tunedcomm.InfeasibleError):
+                for given in (x, values):
+                    assert torch.equal(bits(tunedcomm.all_to_all(given)), bits(wanted)), (name, numel)
+                torch.cuda.synchronize()
+                graph, out = torch.cuda.CUDAGraph(), torch.empty_like(values)
+                with torch.cuda.graph(graph):
+                    for _ in range(3):
+                        tunedcomm.all_to_all(values, out=out)
+                for _ in range(3):
+                    bits(out).fill_(7)
+                    graph.replay()
+                    assert torch.equal(bits(out), bits(wanted)), (name, numel)
+        torch.cuda.synchronize()
+        dist.barrier()
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.float64, torch.float8_e5m2):
+        x = torch.full((6 * world_size, 7), rank % 2, device="cuda").to(dtype)[:, ::2]
+        wanted = torch.cat([torch.full((6, 4), r % 2, device="cuda").to(dtype) for r in range(world_size)])
+        assert torch.equal(tunedcomm.all_to_all(x).float(), wanted.float())
+    return {}
+
+
+def uneven_body() -> dict[str, object]:
+    """all_to_all_v with random counts, eager and in a graph, beside even calls on the same lane."""
+    world_size, rank, numbers, calls = dist.get_world_size(), dist.get_rank(), random.Random(3), 0
+    for most, columns in ((3, 8), (700, 3), (512, 4096)):
+        for _ in range(4):
+            rows = [
+                [numbers.choice((0, most, numbers.randint(0, most))) for _ in range(world_size)]
+                for _ in range(world_size)
+            ]
+            make = [torch.Generator(device="cuda").manual_seed(calls * 8 + r) for r in range(world_size)]
+            sent = [torch.randn(sum(rows[r]), columns, generator=make[r], device="cuda") for r in range(world_size)]
+            wanted = torch.cat([sent[r].split(rows[r])[rank] for r in range(world_size)])
+            recv = [rows[r][rank] for r in range(world_size)]
+            for name in sorted(variants("all_to_all_v")):
+                with tunedcomm.force("all_to_all_v", name):
+                    out = tunedcomm.all_to_all_v(sent[rank], rows[rank], recv, max_count=most)
+                    assert torch.equal(out, wanted), (most, columns, name)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        tunedcomm.all_to_all_v(sent[rank], rows[rank], recv, max_count=most, out=out)
+                    for _ in range(3):
+                        out.fill_(7.0)
+                        graph.replay()
+                        tunedcomm.all_to_all(torch.ones(world_size * 9, device="cuda"))
+                        assert torch.equal(out, wanted), (most, columns, name)
+                calls += 1
+    return {"calls": calls}
+
+
+def nan_body() -> dict[str, object]:
+    """TUNEDCOMM_NAN_CHECK: eager calls raise at once, the NaN of a replay at the next call."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64):
+        x = torch.ones(world_size * 1001, device="cuda").to(dtype)
+        tunedcomm.all_to_all(x)
+        bad = x.float()
+        bad[5:8] = float("nan")
+        try:
+            tunedcomm.all_to_all(bad.to(dtype))
+        except tunedcomm.NanInputError as error:
+            assert f"all_to_all: 3 NaN in the input of rank {rank}" in str(error)
+        else:
+            raise AssertionError("NaN must be found")
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            tunedcomm.all_to_all(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        tunedcomm.all_to_all(x)
+        x.copy_(bad)
+        graph.replay()
+        torch.cuda.synchronize()
+        try:
+            tunedcomm.all_reduce(torch.ones(8, device="cuda"))
+        except tunedcomm.NanInputError as error:
+            assert f"all_to_all: 3 NaN in the input of rank {rank}, in a captured graph" in str(error)
+        else:
+            raise AssertionError("NaN must be found")
+    return {}
+
+
+def main(name: str) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    kernels.discover()
+    begin = time.monotonic()
+    result = globals()[f"{name}_body"]()
+    torch.cuda.synchronize()
+    result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

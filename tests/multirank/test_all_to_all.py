@@ -1,0 +1,287 @@
+"""all_to_all on the host backend: every variant bit for bit, the lane shared with all_reduce, and the public call."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, report, run_cases
+from harness import run_ranks
+from variant_checks import bits_of, check_variant, launch_variant, limits_of
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.communicator import get_communicator
+from tunedcomm.spec import DTYPES, Candidate, Problem, check_candidate, variants
+
+kernels.discover()
+KERNELS = sorted(name for name, variant in variants("all_to_all").items() if variant.kernels)
+ORDERED = sorted(name for name, variant in variants("all_to_all").items() if variant.numerics == "ordered")
+SIZES = (1, 3, 64, 333, 2050)
+
+
+def asked(numel: int, dtype: str, world_size: int) -> Problem:
+    return Problem("all_to_all", (numel,), dtype, world_size, reduction="", mode="eager")
+
+
+def all_bits(problem: Problem, rank: int) -> tuple[torch.Tensor]:
+    """What one rank sends: the sentinel, the escape and words next to them among NaN, infinities and subnormals."""
+    awkward = [
+        -0x80000000,
+        -0x7FFFFFFF,
+        -0x7FFFFFFE,
+        0,
+        -1,
+        0x7FC00001,
+        -0x7F800000 + 5,
+        0x7F800000,
+        1,
+        0x80008000 - 2**32,
+    ]
+    dtype = getattr(torch, problem.dtype)
+    size = problem.nbytes * problem.world_size
+    words = torch.tensor(awkward, dtype=torch.int64).to(torch.int32).repeat(-(-size // 40) + 1)
+    words = words[rank % 3 :].contiguous()
+    words[5::23] = torch.arange(len(words[5::23]), dtype=torch.int32) - rank
+    return (words.view(torch.uint8)[:size].clone().view(dtype),)
+
+
+def expected_bits(sent: list[tuple[torch.Tensor]], rank: int, world_size: int) -> torch.Tensor:
+    return torch.cat([bits_of(x).view(world_size, -1)[rank] for (x,) in sent])
+
+
+def check_bits(communicator: tunedcomm.Communicator, problem: Problem, variant: str) -> None:
+    sent = [all_bits(problem, rank) for rank in range(problem.world_size)]
+    (out,) = launch_variant(communicator, problem, variant, sent[communicator.rank])
+    assert torch.equal(bits_of(out), expected_bits(sent, communicator.rank, problem.world_size)), (variant, problem)
+
+
+def sizes_body(rank: int, world_size: int) -> int:
+    """Sizes up and down on one lane, dtypes in turn: every call leaves the lane fit for any other."""
+    communicator = get_communicator()
+    count = 0
+    for variant in (*KERNELS, "library"):
+        for numel in (*SIZES, *reversed(SIZES)):
+            problem = asked(numel, DTYPES[count % len(DTYPES)], world_size)
+            check_variant(communicator, problem, variant, seed=count, kind="integers" if count % 3 == 0 else "random")
+            check_bits(communicator, problem, variant)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_sizes(world_size: int) -> None:
+    assert run_ranks(world_size, sizes_body, timeout=240) == [10 * (len(KERNELS) + 1)] * world_size
+
+
+def pieces_body(rank: int, world_size: int) -> bool:
+    """push cut into more pieces than its slots hold, sizes that do not divide, twice each."""
+    communicator = get_communicator()
+    for numel in (12 * 128 * 8, 9 * 128 * 8 + 1234):
+        for chunks in (4, 8) if numel % 128 == 0 else (2, 8):
+            config = {"num_blocks": 1, "num_warps": 4, "items": 1, "num_chunks": chunks}
+            for seed in (1, 2):
+                check_variant(communicator, asked(numel, "bfloat16", world_size), "push", seed=seed, config=config)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_push_in_many_pieces(world_size: int) -> None:
+    assert run_ranks(world_size, pieces_body, timeout=240) == [True] * world_size
+
+
+def mixed_body(rank: int, world_size: int, rounds: int) -> int:
+    """Variants of both ops in random order, configs and sizes on one lane, without a wait between the calls."""
+    communicator, shuffle = get_communicator(), random.Random(world_size)
+    limits = limits_of(communicator)
+    of_reduce = sorted(n for n, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered")
+    count = 0
+    for step in range(rounds):
+        op = shuffle.choice(("all_to_all", "all_to_all", "all_reduce"))
+        numel = shuffle.choice((1, 17, 256, 1000, 3001))
+        problem = asked(numel, shuffle.choice(("bfloat16", "float32")), world_size)
+        if op == "all_reduce":
+            problem = replace(problem, op=op, reduction="sum")
+        variant = shuffle.choice(KERNELS if op == "all_to_all" else of_reduce)
+        points = list(variants(op)[variant].space.enumerate())
+        shuffle.shuffle(points)
+        feasible = (c for c in points if check_candidate(problem, Candidate.of(op, variant, c), limits) is None)
+        config = next(feasible, None)
+        if config is None:
+            continue
+        check_variant(communicator, problem, variant, seed=step, config=config)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ops_share_a_lane_in_any_order(world_size: int) -> None:
+    counts = run_ranks(world_size, mixed_body, 40, timeout=240)
+    assert len(set(counts)) == 1
+    assert counts[0] >= 25
+
+
+def eight_body(rank: int, world_size: int) -> bool:
+    communicator = get_communicator()
+    for variant in KERNELS:
+        check_variant(communicator, asked(77, "bfloat16", world_size), variant)
+        check_bits(communicator, asked(12, "float32", world_size), variant)
+    return True
+
+
+def test_eight_ranks() -> None:
+    assert run_ranks(8, eight_body, timeout=240) == [True] * 8
+
+
+def sent_by(rank: int, world_size: int, rows: int = 3, columns: int = 5) -> torch.Tensor:
+    numel = world_size * rows * columns
+    return (torch.arange(numel, dtype=torch.float32) + 1000 * rank).view(world_size * rows, columns)
+
+
+def received(rank: int, world_size: int, rows: int = 3, columns: int = 5) -> torch.Tensor:
+    everyone = [sent_by(r, world_size, rows, columns) for r in range(world_size)]
+    return torch.cat([x[rank * rows : (rank + 1) * rows] for x in everyone])
+
+
+def every_variant(rank: int) -> None:
+    for name in variants("all_to_all"):
+        with tunedcomm.force("all_to_all", name):
+            for _ in range(3):
+                assert torch.equal(tunedcomm.all_to_all(sent_by(rank, 2)), received(rank, 2)), name
+
+
+def results_go_where_asked(rank: int) -> None:
+    x, wanted = sent_by(rank, 2), received(rank, 2)
+    for out in (torch.empty(6, 5), torch.zeros(6, 10)[:, ::2], torch.zeros(5, 6).t(), torch.zeros(61)[1:31].view(6, 5)):
+        for name in ("lamport", "push", "library"):
+            with tunedcomm.force("all_to_all", name):
+                out.fill_(7.0)
+                assert tunedcomm.all_to_all(x, out=out) is out
+                assert torch.equal(out, wanted)
+                assert torch.equal(x, sent_by(rank, 2)), "the input is left alone"
+
+
+def any_strides(rank: int) -> None:
+    base = [sent_by(r, 2, rows=4, columns=6) for r in range(2)]
+    for view in (lambda t: t, lambda t: t[:, ::2], lambda t: t[2:6], lambda t: t[:6].t(), lambda t: t.view(-1)[1:47]):
+        given = [view(x) for x in base]
+        half = given[0].shape[0] // 2
+        wanted = torch.cat([x[rank * half : (rank + 1) * half] for x in given])
+        with tunedcomm.force("all_to_all", "lamport"):
+            assert torch.equal(tunedcomm.all_to_all(given[rank]), wanted)
+    negative = torch._neg_view(sent_by(rank, 2))
+    with tunedcomm.force("all_to_all", "pull"):
+        assert torch.equal(tunedcomm.all_to_all(negative), -received(rank, 2))
+
+
+def every_dtype(rank: int) -> None:
+    dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
+    dtypes += [torch.uint64, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    for dtype in dtypes:
+        sent = [torch.tensor([0, 1, r, 1], dtype=torch.float32).to(torch.uint8).to(dtype) for r in range(2)]
+        wanted = torch.cat([x[2 * rank : 2 * rank + 2] for x in sent])
+        for name in ("library", "lamport", "push", "pull"):
+            with tunedcomm.force("all_to_all", name):
+                out = tunedcomm.all_to_all(sent[rank])
+                assert out.dtype == dtype
+                assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8)), (dtype, name)
+
+
+def symmetric_inputs(rank: int) -> None:
+    for rows in (1, 40, 700):
+        x = tunedcomm.symmetric_empty((2 * rows + 8) * 4, dtype=torch.float32).view(-1, 4)[4 : 4 + 2 * rows]
+        x.copy_(sent_by(rank, 2, rows, 4))
+        for name in ("pull", "lamport", "push", "library"):
+            with tunedcomm.force("all_to_all", name):
+                assert torch.equal(tunedcomm.all_to_all(x), received(rank, 2, rows, 4)), name
+        assert torch.equal(x, sent_by(rank, 2, rows, 4))
+
+
+def nothing_to_send(rank: int) -> None:
+    for shape in ((0,), (0, 3), (2, 0), (4, 0, 2)):
+        out = tunedcomm.all_to_all(torch.empty(shape))
+        assert out.shape == shape
+
+
+def a_single_rank(rank: int) -> None:
+    alone = [dist.new_group([member]) for member in range(2)][rank]
+    x = sent_by(rank, 1).t()
+    out = tunedcomm.all_to_all(x, group=alone)
+    assert torch.equal(out, x)
+    assert out.data_ptr() != x.data_ptr()
+
+
+def bad_inputs(rank: int) -> None:
+    def refused(text: str) -> object:
+        return pytest.raises(tunedcomm.UnsupportedInputError, match=text)
+
+    x = sent_by(rank, 2)
+    with refused(r"chunk for each of the 2 ranks; 5 of a tensor of shape \(5, 6\) cannot be cut so\. Pad it"):
+        tunedcomm.all_to_all(x.t())
+    with refused("of a tensor without any cannot be cut"):
+        tunedcomm.all_to_all(torch.tensor(1.0))
+    with refused(r"does not take torch\.complex64; pass torch\.view_as_real"):
+        tunedcomm.all_to_all(torch.ones(2, dtype=torch.complex64))
+    with refused("wants a torch.Tensor, got list"):
+        tunedcomm.all_to_all([1, 2])  # type: ignore[arg-type]
+    with refused("dense tensor"):
+        tunedcomm.all_to_all(torch.eye(2).to_sparse())
+    with refused("out overlaps x; give it memory of its own"):
+        tunedcomm.all_to_all(x, out=x)
+    with refused(r"out has shape \(3, 5\)"):
+        tunedcomm.all_to_all(x, out=torch.empty(3, 5))
+    with refused("max_sms=-1 is no number"):
+        tunedcomm.all_to_all(x, max_sms=-1)
+    with refused("not differentiable"):
+        tunedcomm.all_to_all(x.clone().requires_grad_())
+    with pytest.raises(tunedcomm.UnknownNameError, match="'push'"):
+        with tunedcomm.force("all_to_all", "pusch"):
+            pass
+    assert torch.equal(tunedcomm.all_to_all(x), received(rank, 2)), "the refusals left the group as it was"
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        every_variant, results_go_where_asked, any_strides, every_dtype, symmetric_inputs, nothing_to_send,
+        a_single_rank, bad_inputs,
+    )
+}  # fmt: skip
+
+
+def public_body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(2, public_body, timeout=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_public_call(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
+
+
+def groups_body(rank: int, world_size: int) -> int:
+    """Overlapping groups of two in turn with the whole one."""
+    groups = [(sorted((i, (i + 1) % world_size)), dist.new_group(sorted((i, (i + 1) % world_size)))) for i in range(3)]
+    calls = 0
+    for _ in range(2):
+        for ranks, group in [*groups, (list(range(world_size)), dist.group.WORLD)]:
+            if rank not in ranks:
+                continue
+            place, size = ranks.index(rank), len(ranks)
+            wanted = torch.cat([sent_by(r, size)[3 * place : 3 * place + 3] for r in ranks])
+            for name in ("lamport", "push", "pull", "library"):
+                with tunedcomm.force("all_to_all", name):
+                    assert torch.equal(tunedcomm.all_to_all(sent_by(rank, size), group=group), wanted)
+                calls += 1
+    return calls
+
+
+def test_groups() -> None:
+    assert run_ranks(3, groups_body, timeout=240) == [24, 24, 24]

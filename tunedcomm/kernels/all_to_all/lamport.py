@@ -1,0 +1,165 @@
+"""lamport: all_to_all without flags; every rank pushes each peer its chunk, and data announce themselves.
+
+Two stages take turns (call k uses stage k mod 2), each filled with the sentinel before use. A rank pushes the packets
+of chunk j, escaped, into its slot of rank j's stage, polls its own stage until no word is the sentinel, writes the
+sentinel back at once, restores what was escaped and writes the result. Remarks lie behind the slots, a word for each
+packet. The own chunk is copied straight.
+
+Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
+packets, which this rank sends only after its own call k has ended (stream order), clears included.
+
+Why any mix of sizes and ops is right: a remark is sent exactly where a packet travels with an ESCAPE, and polled and
+cleared exactly where such a packet arrives; so what a call is sent is what it polls and clears, and every stage is
+clean when a call ends. No chunk is empty, so every peer is sent at least one packet and waited for.
+
+Programmatic dependent launch lets the next kernel's blocks take their places while this one still polls; the kernel
+touches nothing before `gdc_wait`, which returns when the kernel before has ended and its writes are visible.
+
+Numerics: ordered (bits are moved). Graph-safe: the call counter lives in the lane.
+Source: as `all_reduce`'s `lamport`, without a sum and with escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tunedcomm.kernels._bytes import bind_bytes, byte_request, refuse_moves
+from tunedcomm.kernels._data import packets_of
+from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._move import escape, has_escape, load_bytes, remark_of, remarked_slots, restore, store_bytes
+from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
+from tunedcomm.kernels._words import poll_words, store_word
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["LAMPORT", "lamport_kernel"]
+
+_BYTES_A_PACKET = 20  # a packet and the word of its remark
+
+
+@triton.jit
+def lamport_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Push each peer its chunk, copy the own one, poll the peers'. Slot r of a stage holds what rank r sent."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    nbytes = nbytes.to(tl.int64)
+    total = (nbytes + 15) // 16
+    remarks = stage + WORLD_SIZE * total * 16
+    lanes, first, step = block_range(BLOCK)
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        words = ()
+        for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
+            chunk = x + (rank + 1 + i) % WORLD_SIZE * nbytes
+            words = words + load_bytes(chunk + packet * 16, left, here, ALIGN)
+        place = rank * total + packet
+        for i in tl.static_range(WORLD_SIZE - 1):
+            e0, e1 = escape(words[4 * i]), escape(words[4 * i + 1])
+            e2, e3 = escape(words[4 * i + 2]), escape(words[4 * i + 3])
+            store_packets(peers[i] + stage + place * 16, e0, e1, e2, e3, here, REMOTE=True)
+            remark = remark_of(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
+            store_word(peers[i] + remarks + place * 4, remark, here & has_escape(e0, e1, e2, e3))
+    if PDL and not INTERPRET:
+        gdc_launch_dependents()
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, here, ALIGN)
+        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, here, ALIGN)
+        place = local + stage + packet * 16
+        beside = local + remarks + packet * 4
+        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
+        slots = remarked_slots(words, WORLD_SIZE)
+        said = poll_words(beside, total * 4, slots, timeout_ns, status, WORLD_SIZE)
+        empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+        for i in tl.static_range(WORLD_SIZE):
+            theirs = here & (rank != i)
+            store_packets(place + i * total * 16, empty, empty, empty, empty, theirs)
+            store_word(beside + i * total * 4, empty, (slots & (1 << i)) != 0)
+            r0, r1 = restore(words[4 * i], said[i], 0), restore(words[4 * i + 1], said[i], 1)
+            r2, r3 = restore(words[4 * i + 2], said[i], 2), restore(words[4 * i + 3], said[i], 3)
+            store_bytes(out + i * nbytes + packet * 16, left, r0, r1, r2, r3, theirs, ALIGN)
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "num_warps": PowerOfTwo(1, 16),
+        "launch_pdl": Choice(False, True),
+    }
+)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse_moves(problem, limits):
+        return reason
+    packets = packets_of(problem.nbytes)
+    needed = packets * _BYTES_A_PACKET * problem.world_size
+    if needed > limits.stage_bytes:
+        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
+    if config["launch_pdl"] and not limits.launch_pdl:
+        return "programmatic dependent launch is not available here"
+    return blocks_and_threads(config, limits, packets, most_rounds=4)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = packets_of(problem.nbytes)
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
+        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    pdl = bool(config["launch_pdl"])
+    return byte_request(lamport_kernel, problem, config, {"PDL": pdl}, launch_pdl=pdl)
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    return bind_bytes(problem, config, workspace, _request(problem, config), layout.arena, layout.stage_bytes)
+
+
+LAMPORT = register_variant(
+    Variant(
+        op="all_to_all",
+        name="lamport",
+        numerics="ordered",
+        summary="push without flags: packets announce themselves; best at small sizes",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(lamport_kernel,),
+        compile_requests=_requests,
+    )
+)

@@ -1,0 +1,64 @@
+"""library: NCCL (gloo on CPUs) through `torch.distributed.all_to_all_single`; every problem's fall-back and baseline.
+
+Payloads that the backend has no name for travel as bytes.
+Numerics: library (nothing is rounded). Graph-safe on NCCL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels._host import Launch
+from tunedcomm.space import Config, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["LIBRARY", "NCCL_DTYPES"]
+
+NCCL_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64")
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    del problem, config, limits
+    return None
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    del problem, limits
+    return {}
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    import torch
+    import torch.distributed as dist
+
+    del config
+    group, exchange = workspace.group, dist.all_to_all_single
+    as_bytes = workspace.device.type == "cpu" or problem.dtype not in NCCL_DTYPES
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        del stream
+        exchange(outputs[0].view(-1), inputs[0].view(-1), group=group)
+
+    def run_bytes(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        del stream
+        exchange(outputs[0].view(-1).view(torch.uint8), inputs[0].view(-1).view(torch.uint8), group=group)
+
+    return run_bytes if as_bytes else run
+
+
+LIBRARY = register_variant(
+    Variant(
+        op="all_to_all",
+        name="library",
+        numerics="library",
+        summary="NCCL on GPUs, gloo on CPUs",
+        space=Space(),
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=lambda problem, config: -1,
+    )
+)

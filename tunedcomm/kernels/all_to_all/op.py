@@ -1,0 +1,82 @@
+"""all_to_all: every rank sends one chunk to each rank and gets one from each; result chunk i comes from rank i."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.metrics import busbw_factor
+from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ALL_TO_ALL"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
+    import torch
+
+    dtype = getattr(torch, problem.dtype)
+    numel = problem.numel * problem.world_size
+    generator = torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
+    if not dtype.is_floating_point:
+        least, most = (0, 127) if kind == "random" else (0, 9)
+        values = torch.randint(least, most, (numel,), generator=generator, device=device, dtype=torch.int32)
+        return (values.to(dtype),)
+    if kind == "integers":
+        # Many zeros, every other of them negative: words like these must come through bit for bit too.
+        values = torch.randint(-2, 3, (numel,), generator=generator, device=device, dtype=torch.int32).float()
+        values[1::2].neg_()
+        return (values.to(dtype),)
+    values = torch.randn(numel, generator=generator, device=device, dtype=torch.float32)
+    return (values.to(dtype),)
+
+
+def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
+    import torch
+
+    numel = problem.numel * problem.world_size
+    return (torch.empty(numel, dtype=getattr(torch, problem.dtype), device=device),)
+
+
+def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+    import torch
+
+    return (torch.cat([sent.view(problem.world_size, -1)[rank] for (sent,) in inputs]),)
+
+
+def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+    return (_ordered_reference(problem, inputs, rank)[0].double(),)
+
+
+def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
+    smallest, largest = (_KIB, 64 * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
+    sizes: list[tuple[int, ...]] = []
+    size = smallest
+    while size <= largest:
+        sizes.append((size // itemsize,))
+        size *= 2 if backend == "cuda" else 8
+    return sizes
+
+
+ALL_TO_ALL = register_op(
+    OpSpec(
+        name="all_to_all",
+        summary="every rank sends one chunk to each rank; result chunk i comes from rank i",
+        reductions=(),
+        dtypes=DTYPES,
+        shape_help="number of elements that one rank sends one peer, e.g. 98304",
+        rank_of_shape=1,
+        make_inputs=_make_inputs,
+        make_outputs=_make_outputs,
+        reference=_reference,
+        tolerance=dict.fromkeys(DTYPES, 0.0),  # what is moved is not rounded
+        message_bytes=lambda problem: problem.nbytes,
+        busbw_factor=lambda world_size: busbw_factor("all_to_all", world_size),
+        default_shapes=_default_shapes,
+        ordered_reference=_ordered_reference,
+    )
+)

@@ -1,0 +1,164 @@
+"""pull: all_to_all in which every rank reads its chunk from each peer; one or two exchanges of flags a block.
+
+Plain input: each rank copies what it sends into its own one-shot area, a slot for each receiver, the blocks exchange
+flags, and everybody reads its slot of everybody's area. Two areas take turns, so no flag is needed at the end: a rank
+writes an area again only in the call after the next flagged call, in which it waited for peers that had finished
+reading (stream order). The call adds one to the epoch.
+
+Symmetric input: peers read the input itself, so flags are exchanged before (the inputs are there) and after (nobody
+reads any more; the caller may overwrite its input). No area is used.
+
+The own chunk is copied while the flags travel.
+
+Numerics: ordered (bits are moved). Graph-safe.
+Source: own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._bytes import bind_bytes_flagged, byte_request, refuse_moves
+from tunedcomm.kernels._data import PACKET_BYTES, packets_of
+from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._move import load_bytes, store_bytes
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["PULL", "pull_kernel"]
+
+
+@triton.jit
+def pull_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
+    x0, x1, x2, x3, x4, x5, x6, area, area_bytes,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Slot s of a rank's area holds what it sends to rank + 1 + s."""
+    epoch = read_counter(local, EPOCH_OFFSET)
+    mine = area + (epoch & 1) * area_bytes
+    nbytes = nbytes.to(tl.int64)
+    total = (nbytes + 15) // 16
+    lanes, first, step = block_range(BLOCK)
+    if SYMMETRIC:
+        peers = (x0, x1, x2, x3, x4, x5, x6)
+    else:
+        peers = (q0 + mine, q1 + mine, q2 + mine, q3 + mine, q4 + mine, q5 + mine, q6 + mine)
+        for start in tl.range(first, total, step):
+            packet = start + lanes
+            here = packet < total
+            words = ()
+            for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
+                chunk = x + (rank + 1 + i) % WORLD_SIZE * nbytes
+                words = words + load_bytes(chunk + packet * 16, nbytes - packet * 16, here, ALIGN)
+            for i in tl.static_range(WORLD_SIZE - 1):
+                place = local + mine + (i * total + packet) * 16
+                store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+
+    # Releases the copies (or what wrote the inputs), acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, here, ALIGN)
+        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, here, ALIGN)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        words = ()
+        for i in tl.static_range(WORLD_SIZE - 1):
+            if SYMMETRIC:
+                words = words + load_bytes(peers[i] + rank * nbytes + packet * 16, left, here, ALIGN)
+            else:  # this rank comes (WORLD_SIZE - 2 - i) + 1 after rank + 1 + i
+                words = words + load_packets(peers[i] + ((WORLD_SIZE - 2 - i) * total + packet) * 16, here)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            place = out + (rank + 1 + i) % WORLD_SIZE * nbytes + packet * 16
+            w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+            store_bytes(place, left, w0, w1, w2, w3, here, ALIGN)
+    if SYMMETRIC:
+        # Orders the peers' reads of this rank's input before whatever follows this kernel.
+        arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
+        await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+        write_counter(local, epoch + 2, EPOCH_OFFSET)
+    else:
+        write_counter(local, epoch + 1, EPOCH_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132, 264),
+        "num_warps": PowerOfTwo(2, 16),
+        "items": Choice(1, 2, 4),
+    }
+)
+
+
+def _on_peers(problem: Problem) -> bool:
+    return problem.input_kind == "symmetric"
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse_moves(problem, limits):
+        return reason
+    if int(config["num_warps"]) * int(config["items"]) > 32:
+        return "more than 1024 packets a block at once spill registers"
+    packets = packets_of(problem.nbytes)
+    needed = (problem.world_size - 1) * packets * PACKET_BYTES
+    if not _on_peers(problem) and needed > limits.one_shot_bytes:
+        return f"{needed} bytes for the peers exceed the one-shot area of {limits.one_shot_bytes} bytes"
+    return blocks_and_threads(config, limits, packets, most_rounds=256 if _on_peers(problem) else 8)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = packets_of(problem.nbytes)
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
+    else:
+        warps = 4 if packets <= 2048 else 16
+        wish = {"num_blocks": min(packets / (32 * warps), 132), "num_warps": warps, "items": 1}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    return byte_request(pull_kernel, problem, config, {"SYMMETRIC": _on_peers(problem)})
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    request = _request(problem, config)
+    return bind_bytes_flagged(problem, config, workspace, request, layout.one_shot, layout.one_shot_bytes)
+
+
+PULL = register_variant(
+    Variant(
+        op="all_to_all",
+        name="pull",
+        numerics="ordered",
+        summary="every rank reads its chunk from each peer; best where peers can address the input",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(pull_kernel,),
+        compile_requests=_requests,
+    )
+)

@@ -1,0 +1,168 @@
+"""push: all_to_all through the peers' gather areas, ordered by flags; best at large sizes.
+
+A rank pushes a piece of each peer's chunk into its slot of that peer's gather area, raises a flag, and copies what the
+peers pushed to it to the result. With `num_chunks` > 1 a block does this piece by piece and pushes the next piece
+before it waits for the last one, so that links do not idle while flags travel. Slots hold `RING` pieces, so messages
+of any size fit if cut often enough. There is a slot for each peer and none for the rank itself, whose own chunk is
+copied straight while the first flags travel.
+
+Why no slot is overwritten too early, within a call: in round c a block pushes piece c into the place of piece c − 4. In
+round c − 1 it waited for the flags that its counterparts raised after they pushed piece c − 2; before that, in their
+round c − 3, they had copied piece c − 4 away.
+From call to call: no rank pushes before it has seen every peer's first flag of this call, which a peer raises after its
+last kernel, and all reads of its gather area, ended.
+
+Numerics: ordered (bits are moved). Graph-safe.
+Source: own; the ring is that of `all_reduce`'s `two_shot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._bytes import bind_bytes, byte_request, refuse_moves
+from tunedcomm.kernels._data import PACKET_BYTES, packets_of
+from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._move import load_bytes, store_bytes
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["PUSH", "RING", "push_kernel"]
+
+RING = tl.constexpr(4)
+
+
+@triton.jit
+def push_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In round c: push piece c, collect piece c − 1. Slot s of a gather area holds what rank + 1 + s sent."""
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    nbytes = nbytes.to(tl.int64)
+    total = (nbytes + 15) // 16
+    lanes, first, step = block_range(BLOCK)
+    span = ((total + step - 1) // step + num_chunks - 1) // num_chunks * step
+    ring = tl.minimum(num_chunks, RING)
+    slot = ring * span
+
+    # Says that this rank reads its gather area no more.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, here, ALIGN)
+        store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, here, ALIGN)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for c in tl.range(0, num_chunks + 1):
+        if c < num_chunks:
+            lap = (c - c % ring) * span
+            for start in tl.range(first + c * span, tl.minimum(total, (c + 1) * span), step):
+                packet = start + lanes
+                here = packet < total
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
+                    chunk = x + (rank + 1 + i) % WORLD_SIZE * nbytes
+                    words = words + load_bytes(chunk + packet * 16, nbytes - packet * 16, here, ALIGN)
+                for i in tl.static_range(WORLD_SIZE - 1):  # this rank comes (WORLD_SIZE - 2 - i) + 1 after the peer
+                    place = peers[i] + gather + ((WORLD_SIZE - 2 - i) * slot + packet - lap) * 16
+                    store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+        if c >= 1:
+            d = c - 1
+            lap = (d - d % ring) * span
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+            for start in tl.range(first + d * span, tl.minimum(total, (d + 1) * span), step):
+                packet = start + lanes
+                here = packet < total
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    words = words + load_packets(local + gather + (i * slot + packet - lap) * 16, here)
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    place = out + (rank + 1 + i) % WORLD_SIZE * nbytes + packet * 16
+                    w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+                    store_bytes(place, nbytes - packet * 16, w0, w1, w2, w3, here, ALIGN)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+        "num_warps": PowerOfTwo(4, 16),
+        "items": Choice(1, 2, 4),
+        "num_chunks": PowerOfTwo(1, 64),
+    }
+)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse_moves(problem, limits):
+        return reason
+    packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
+    per_block = 32 * int(config["num_warps"]) * int(config["items"])
+    if per_block > 1024:
+        return "more than 1024 packets a block at once spill registers"
+    rounds = -(-packets // (int(config["num_blocks"]) * per_block))
+    if rounds < chunks and chunks > 1:
+        return f"{rounds} rounds cannot be split into {chunks} chunks"
+    span = -(-rounds // chunks) * int(config["num_blocks"]) * per_block
+    needed = (problem.world_size - 1) * min(chunks, RING.value) * span * PACKET_BYTES
+    if needed > limits.staging_bytes:
+        return (
+            f"{min(chunks, RING.value)} of the {chunks} chunks of {problem.nbytes} bytes need {needed} "
+            f"bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+        )
+    return blocks_and_threads(config, limits, packets, most_rounds=64 * chunks)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = packets_of(problem.nbytes)
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
+    else:
+        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
+        wish = {"num_blocks": min(packets / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    return byte_request(push_kernel, problem, config, {})
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    extra = (workspace.layout.gather, int(config["num_chunks"]))
+    return bind_bytes(problem, config, workspace, _request(problem, config), *extra)
+
+
+PUSH = register_variant(
+    Variant(
+        op="all_to_all",
+        name="push",
+        numerics="ordered",
+        summary="push through the peers' memory ordered by flags, pieces overlapped; best at large sizes",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(push_kernel,),
+        compile_requests=_requests,
+    )
+)

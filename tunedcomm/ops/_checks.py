@@ -1,0 +1,153 @@
+"""Questions that every op asks of its arguments, and the errors that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tunedcomm.errors import UnsupportedInputError
+
+__all__ = [
+    "FLOATS",
+    "INTEGERS",
+    "MOVED",
+    "check_apart",
+    "check_differentiable",
+    "check_dtype",
+    "check_extra",
+    "check_input",
+    "check_out",
+    "check_reduction",
+    "normal_dim",
+]
+
+FLOATS: Mapping[torch.dtype, str] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+INTEGERS: Mapping[torch.dtype, str] = {
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+# What ops that move and do not reduce take: dtypes that have no name among the problems' go by one of their size.
+MOVED: Mapping[torch.dtype, str] = {
+    **FLOATS,
+    **INTEGERS,
+    torch.int16: "int16",
+    torch.bool: "uint8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.float8_e4m3fnuz: "uint8",
+    torch.float8_e5m2fnuz: "uint8",
+    torch.uint16: "int16",
+    torch.uint32: "int32",
+    torch.uint64: "int64",
+}
+
+
+def check_input(op: str, x: Any, name: str = "") -> None:
+    """Refuse what is no dense tensor on a GPU or CPU; `name` is the argument's, where there are several."""
+    said = f"{name} of {op}" if name else op
+    if not isinstance(x, torch.Tensor):
+        raise UnsupportedInputError(f"{said} wants a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided:
+        raise UnsupportedInputError(f"{said} wants a dense tensor, got layout {x.layout}; call .to_dense() first")
+
+
+def check_dtype(op: str, x: torch.Tensor, dtypes: Mapping[torch.dtype, str], complex_advice: str = "") -> None:
+    """Refuse dtypes that no variant takes."""
+    if x.is_complex():
+        advice = f"pass torch.view_as_real(x){complex_advice}"
+        raise UnsupportedInputError(f"{op} does not take {x.dtype}; {advice}")
+    if x.dtype not in dtypes:
+        raise UnsupportedInputError(f"{op} does not take {x.dtype}; allowed: {', '.join(sorted(dtypes.values()))}")
+
+
+def check_extra(op: str, x: torch.Tensor, extra: torch.Tensor | None, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse what cannot be added to `x`, or multiplied with it."""
+    if extra is not None and (tuple(extra.shape) != shape or extra.dtype != x.dtype):
+        raise UnsupportedInputError(
+            f"{name} of {op} has shape {tuple(extra.shape)} and {extra.dtype}; with this x it must have {shape} and "
+            f"{x.dtype}"
+        )
+
+
+def check_reduction(op: Any, x: torch.Tensor, reductions: Sequence[str]) -> None:
+    """Refuse unknown reductions, and means of integers."""
+    if op not in reductions:
+        raise UnsupportedInputError(f"op={op!r} is no reduction; allowed: {', '.join(reductions)}")
+    if op == "avg" and not x.is_floating_point():
+        raise UnsupportedInputError(f"avg of {x.dtype} would round; use op='sum' and divide, or a floating-point dtype")
+
+
+def normal_dim(op: str, x: torch.Tensor, dim: Any) -> int:
+    """`dim` as an index from 0 on; 0 for a tensor without dimensions, which counts as one element.
+
+    Raises:
+        UnsupportedInputError: no such dimension.
+    """
+    count = max(x.dim(), 1)
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -count <= dim < count:
+        raise UnsupportedInputError(
+            f"dim={dim!r} of {op} is no dimension of a tensor of shape {tuple(x.shape)}; allowed: {-count} to "
+            f"{count - 1}"
+        )
+    return dim % count
+
+
+def check_differentiable(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Refuse tensors that need gradients: nothing would be recorded for them."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise UnsupportedInputError(f"{op} is not differentiable; call it under torch.no_grad() or pass x.detach()")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte that a non-empty tensor covers."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def check_out(
+    x: torch.Tensor,
+    out: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    may_be_input: bool,
+    name: str = "out",
+) -> None:
+    """Refuse an `out` that cannot hold a result of that shape and dtype, or shares memory with `x`."""
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+        what = f"a tensor of layout {out.layout}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
+        example = "torch.empty_like(x)" if tuple(shape) == tuple(x.shape) else f"torch.empty({tuple(shape)}, …)"
+        raise UnsupportedInputError(f"{name} is {what}; it must be a dense tensor, e.g. {example}")
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != x.device:
+        must = "it must match x" if tuple(shape) == tuple(x.shape) else "the result has"
+        raise UnsupportedInputError(
+            f"{name} has shape {tuple(out.shape)}, {out.dtype}, {out.device}; {must}: {tuple(shape)}, {dtype}, "
+            f"{x.device}"
+        )
+    if out.numel() == 0:
+        return
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
+    check_apart(x, out, may_be_other=may_be_input, name=name, other_name="x")
+
+
+def check_apart(other: torch.Tensor, out: torch.Tensor, *, may_be_other: bool, name: str, other_name: str) -> None:
+    """Refuse an output that shares memory with another argument, unless it may be that and is."""
+    if out.numel() == 0 or other.numel() == 0:
+        return
+    (low, high), (out_low, out_high) = _extent(other), _extent(out)
+    same = may_be_other and out_low == low and out.stride() == other.stride()
+    if not same and out_low < high and low < out_high:
+        advice = f"pass {name}={other_name}, or a tensor with memory of its own"
+        advice = advice if may_be_other else "give it memory of its own"
+        without = f" without being {other_name}" if may_be_other else ""
+        raise UnsupportedInputError(f"{name} overlaps {other_name}{without}; {advice}")
