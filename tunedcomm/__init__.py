@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.all_reduce_bias import all_reduce_bias
     from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from tunedcomm.ops.all_to_all import all_to_all
     from tunedcomm.ops.all_to_all_v import all_to_all_v
@@ -73,6 +74,7 @@ __all__ = [
     "all_gather_with_progress",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_bias",
     "all_reduce_rms_norm",
     "all_to_all",
     "all_to_all_v",
@@ -96,6 +98,7 @@ _HOME = {
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "all_to_all": "ops.all_to_all",
+    "all_reduce_bias": "ops.all_reduce_bias",
     "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
     "all_to_all_v": "ops.all_to_all_v",
     "check_agreement": "agreement",

@@ -204,20 +204,17 @@ class OpSpec:
         dtypes: dtypes that at least one variant besides the library takes.
         shape_help: what the canonical shape means, for error texts.
         rank_of_shape: length of the canonical shape.
-        make_inputs: `(problem, rank, seed, kind, device)` to that rank's input tensors; `kind` is `random` or
-            `integers` (small whole numbers whose every partial sum is exact in the dtype). The same arguments give the
-            same values on every rank and device.
+        make_inputs: `(problem, rank, seed, kind, device)` to that rank's inputs, the same wherever they are made;
+            `kind` is `random` or `integers` (small whole numbers whose every partial sum is exact in the dtype).
         make_outputs: `(problem, device)` to freshly allocated output tensors.
         reference: `(problem, inputs of every rank, rank)` to the expected outputs in float64.
-        tolerance: dtype (scaling, of problems that have one) to the largest ‖out − ref‖ / ‖ref‖ that a right variant
-            may show on random inputs.
+        tolerance: dtype, or scaling, to the largest ‖out − ref‖ / ‖ref‖ of a right variant on random inputs.
         message_bytes: bytes by which sizes of the op are compared (columns of bench/results say how it is counted).
         busbw_factor: world size to bus factor, or None where the op has none.
         default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
-        ordered_reference: like `reference`, but the exact bits that every `ordered` variant must give, in the payload's
-            dtype.
+        ordered_reference: like `reference`, but the exact bits of every `ordered` variant, in the payload's dtype.
         in_place: the result may overwrite the input.
-        layouts: what `Problem.layout` may be, the one that is swept by default first.
+        layouts, scalings: what a `Problem` may have there; what is swept by default comes first.
     """
 
     name: str
@@ -236,10 +233,7 @@ class OpSpec:
     ordered_reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]] | None = None
     in_place: bool = False
     layouts: tuple[str, ...] = ("",)
-
-    def tolerance_of(self, problem: Problem) -> float:
-        """The tolerance for results of `problem`: that of its scaling, where it has one, else of its dtype."""
-        return self.tolerance.get(problem.scaling or problem.dtype, 0.0)
+    scalings: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)

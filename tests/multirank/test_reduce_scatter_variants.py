@@ -71,7 +71,7 @@ def same_as_all_reduce(rank: int) -> None:
 def many_chunks(rank: int) -> None:
     """Cut into more pieces than an area holds, sizes that do not divide, each twice with other values."""
     communicator, count = get_communicator(), 0
-    copies = {"num_blocks": 1, "num_warps": 8, "num_streams": 1, "num_chunks": 16}
+    copies = {"num_blocks": 1, "num_warps": 16, "num_streams": 1, "num_chunks": 16}
     configs: list[tuple[str, dict[str, Any]]] = [("copy_engine", copies)]
     for chunks in (4, 8):
         for split in (False, True):
@@ -84,7 +84,7 @@ def many_chunks(rank: int) -> None:
                 for seed in (1, 2):
                     check_variant(communicator, problem, variant, seed=seed, config=config)
                     count += 1
-    assert count == 16
+    assert count == 20
 
 
 def shared_lane(rank: int) -> None:

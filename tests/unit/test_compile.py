@@ -65,8 +65,8 @@ def complaints(binary: dict[str, Any]) -> list[str]:
 
 
 def moves_whole_packets(binary: dict[str, Any]) -> bool:
-    """True where neither a tail of single elements nor an odd alignment asks for narrower accesses."""
-    return not binary.get("TAIL", False) and binary.get("ALIGN", 16) == 16
+    """True where no tail of single elements, odd alignment or narrow result asks for narrower accesses."""
+    return not binary.get("TAIL", False) and binary.get("ALIGN", 16) == 16 and not binary.get("FP8", False)
 
 
 def about_resources(binary: dict[str, Any]) -> list[str]:

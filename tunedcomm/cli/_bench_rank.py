@@ -300,6 +300,7 @@ def _problems(job: dict[str, Any], world_size: int) -> list[Problem]:
             input_kind=kind,
             reduction=next(iter(get_op(job["op"]).reductions), ""),
             in_place=kind == "symmetric" and get_op(job["op"]).in_place,
+            layout=job["layout"],
             mode=mode,
         )
         for mode in job["modes"]

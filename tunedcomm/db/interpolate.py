@@ -36,6 +36,7 @@ __all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "kin", "near_pools", "relativ
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
 MAX_REACH = 2
+_RELAXED = ("reduction", "in_place", "input_kind", "dtype", "layout", "scaling")
 _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
 
@@ -69,12 +70,28 @@ def relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
         kinds.append("plain")
     reductions = [problem.reduction, *(["sum"] if problem.reduction == "avg" else [])]
     places = [problem.in_place, not problem.in_place]
-    for dtype, kind, place, reduction in itertools.product(dtypes, kinds, places, reductions):
-        like = replace(problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction)
-        changed = [
-            n for n in ("reduction", "in_place", "input_kind", "dtype") if getattr(like, n) != getattr(problem, n)
-        ]
-        yield like, ", ".join(f"{n}={getattr(like, n)}" for n in changed)
+    extras = [(problem.layout, problem.scaling), *_fewer_extras(problem)]
+    for dtype, kind, (layout, scaling), place, reduction in itertools.product(
+        dtypes, kinds, extras, places, reductions
+    ):
+        like = replace(
+            problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction, layout=layout, scaling=scaling
+        )
+        changed = [n for n in _RELAXED if getattr(like, n) != getattr(problem, n)]
+        yield like, ", ".join(f"{n}={_said(getattr(like, n))}" for n in changed)
+
+
+def _said(value: object) -> object:
+    return "none" if value == "" else value
+
+
+def _fewer_extras(problem: Problem) -> list[tuple[str, str]]:
+    """(layout, scaling) of problems that move the same bytes between the ranks; the most usual first."""
+    if problem.op != "all_reduce_rms_norm":
+        return []
+    layouts = dict.fromkeys((problem.layout, "residual", "bias+residual", "", "bias"))
+    scalings = dict.fromkeys((problem.scaling, ""))
+    return [(layout, scaling) for scaling in scalings for layout in layouts][1:]
 
 
 def kin(problem: Problem) -> list[Problem]:

@@ -16,6 +16,7 @@ __all__ = [
     "check_apart",
     "check_differentiable",
     "check_dtype",
+    "check_extra",
     "check_input",
     "check_out",
     "check_reduction",
@@ -66,6 +67,15 @@ def check_dtype(op: str, x: torch.Tensor, dtypes: Mapping[torch.dtype, str], com
         raise UnsupportedInputError(f"{op} does not take {x.dtype}; {advice}")
     if x.dtype not in dtypes:
         raise UnsupportedInputError(f"{op} does not take {x.dtype}; allowed: {', '.join(sorted(dtypes.values()))}")
+
+
+def check_extra(op: str, x: torch.Tensor, extra: torch.Tensor | None, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse what cannot be added to `x`, or multiplied with it."""
+    if extra is not None and (tuple(extra.shape) != shape or extra.dtype != x.dtype):
+        raise UnsupportedInputError(
+            f"{name} of {op} has shape {tuple(extra.shape)} and {extra.dtype}; with this x it must have {shape} and "
+            f"{x.dtype}"
+        )
 
 
 def check_reduction(op: Any, x: torch.Tensor, reductions: Sequence[str]) -> None:

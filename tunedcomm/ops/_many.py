@@ -219,7 +219,7 @@ class ManyPath:
             if output is None:
                 continue
             shape, dtype = wanted[number]
-            check_out(x, output, shape, dtype, may_be_input=False, name=name)
+            check_out(x, output, shape, dtype, may_be_input=form.aliases.get(name) == form.inputs[0], name=name)
             others = [
                 *zip(form.inputs[1:], inputs[1:], strict=True),
                 *zip(form.outputs[:number], outputs[:number], strict=True),

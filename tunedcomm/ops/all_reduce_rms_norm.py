@@ -11,21 +11,12 @@ import torch.distributed as dist
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_reduce_rms_norm._common import eps_bits
 from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
-from tunedcomm.ops._checks import FLOATS, check_dtype
+from tunedcomm.ops._checks import FLOATS, check_dtype, check_extra
 from tunedcomm.ops._many import ManyForm, ManyPath, Tensors
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
 __all__ = ["all_reduce_rms_norm", "run_problem"]
-
-
-def check_extra(op: str, x: torch.Tensor, extra: torch.Tensor | None, name: str, shape: tuple[int, ...]) -> None:
-    """Refuse what cannot be added to `x`, or multiplied with it."""
-    if extra is not None and (tuple(extra.shape) != shape or extra.dtype != x.dtype):
-        raise UnsupportedInputError(
-            f"{name} of {op} has shape {tuple(extra.shape)} and {extra.dtype}; with this x it must have {shape} and "
-            f"{x.dtype}"
-        )
 
 
 class _AllReduceRmsNorm(ManyForm):

@@ -311,11 +311,18 @@ def _row_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
     return [(tokens, part.n, part.k) for part in row_parallel(model, tp)]
 
 
+def _token_rows(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
+    _check_split(model, tp)
+    return [(tokens, model.hidden_size)]
+
+
 # An op whose shapes follow from a model has its line here; nothing else needs to know.
 SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
     "all_gather": _hidden_states_a_rank,
     "all_reduce": _hidden_states,
     "reduce_scatter": _hidden_states_a_rank,
+    "all_reduce_bias": _token_rows,
+    "all_reduce_rms_norm": _token_rows,
     "ag_gemm": _column_gemms,
     "gemm_rs": _row_gemms,
     "gemm_ar": _row_gemms,

@@ -29,6 +29,7 @@ __all__ = [
     "many_launch",
     "refuse",
     "row_packets",
+    "row_rounds",
     "rows_constants",
     "rows_grid",
     "rows_request",
@@ -133,6 +134,11 @@ def rows_grid(problem: Problem, config: Config, limits: Limits, *, mixed: bool) 
     if limits.backend == "cuda" and _FEWEST_SHARE * blocks < min(tokens, limits.num_sms):
         return f"{blocks} blocks leave most SMs idle at {tokens} rows"
     return None
+
+
+def row_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose blocks take a row each."""
+    return -(-problem.shape[0] // int(config["num_blocks"]))
 
 
 def rows_constants(problem: Problem) -> dict[str, Value]:

@@ -28,7 +28,14 @@ from tunedcomm.kernels._host import Launch, closest, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels._rows import finish_row, row_block, row_extras
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
-from tunedcomm.kernels.all_reduce_rms_norm._common import bind_rows, refuse, row_packets, rows_grid, rows_request
+from tunedcomm.kernels.all_reduce_rms_norm._common import (
+    bind_rows,
+    refuse,
+    row_packets,
+    row_rounds,
+    rows_grid,
+    rows_request,
+)
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -134,6 +141,7 @@ LAMPORT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=row_rounds,
         kernels=(rms_norm_lamport_kernel,),
         compile_requests=_requests,
     )

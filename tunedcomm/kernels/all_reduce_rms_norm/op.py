@@ -115,5 +115,6 @@ ALL_REDUCE_RMS_NORM = register_op(
         default_shapes=_default_shapes,
         ordered_reference=_ordered_reference,
         layouts=LAYOUTS,
+        scalings=("", "fp8"),
     )
 )

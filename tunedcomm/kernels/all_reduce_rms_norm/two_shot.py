@@ -180,6 +180,7 @@ TWO_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=_chunks,
         kernels=(rms_norm_two_shot_kernel,),
         compile_requests=_requests,
     )

@@ -85,11 +85,18 @@ def _reducing(problem: Problem, config: Config) -> tuple[Variant, Problem, dict[
     return TWO_SHOT_LAMPORT, asked, {**shared, "launch_pdl": config["launch_pdl"]}
 
 
+def _rounds(problem: Problem, config: Config) -> int:
+    variant, asked, inner = _reducing(problem, config)
+    return variant.num_rounds(asked, inner)
+
+
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits, {"num_warps": config["norm_warps"], "launch_pdl": config["launch_pdl"]}):
         return reason
     if config["algorithm"] == "two_shot_lamport" and int(config["num_chunks"]) > 1:
         return "two_shot_lamport has no chunks: only num_chunks=1"
+    if int(config["num_warps"]) > 8 and problem.world_size > 4:
+        return f"packets from {problem.world_size} ranks do not fit into registers with {config['num_warps']} warps"
     variant, asked, inner = _reducing(problem, config)
     return variant.infeasible(asked, inner, limits)
 
@@ -167,6 +174,7 @@ UNFUSED = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=lambda problem, config: max(int(config["num_blocks"]), _norm_blocks(problem)),
+        num_rounds=_rounds,
         kernels=(two_shot_kernel, two_shot_lamport_kernel, rms_norm_rows_kernel),
         compile_requests=_requests,
     )

@@ -46,7 +46,7 @@ __all__ = ["COPY_ENGINE", "end_kernel", "sum_kernel"]
 RING = 4
 _AHEAD = RING - 1  # pieces that are out before the first is summed
 _MOST_CHUNKS = 32  # of the axis: stands for as many as the area asks for
-_LEAST_CHUNK = 256 * 1024  # on GPUs: smaller copies cost more to launch than to send
+_LEAST_CHUNK = 512 * 1024  # on GPUs: smaller copies cost more to launch than to send
 # Events: the caller's stream, then one a side stream for each piece that is on its way.
 _HERE, _PUSHED = 0, 1
 
@@ -142,8 +142,8 @@ class _Job:
 
 _SPACE = Space(
     {
-        "num_blocks": Choice(1, 8, 32, 64, 132),
-        "num_warps": Choice(8, 16),
+        "num_blocks": Choice(1, 8, 16, 32, 64),
+        "num_warps": Choice(16),
         "num_streams": Choice(1, 2, 3),
         "num_chunks": PowerOfTwo(1, _MOST_CHUNKS),
     }
@@ -167,8 +167,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
     span, num_chunks, ring = _cut(problem, config, limits.staging_bytes)
     least = _LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
-    if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
-        return f"{problem.nbytes} bytes are too few for {config['num_chunks']} pieces of {least} bytes or more"
+    if (int(config["num_chunks"]) > 1 or limits.backend == "cuda") and problem.nbytes < least * num_chunks:
+        return f"{problem.nbytes} bytes are too few for {num_chunks} pieces of {least} bytes or more"
     needed = problem.world_size * ring * span * PACKET_BYTES
     if needed > limits.staging_bytes:
         return (

@@ -23,7 +23,7 @@ from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import load_bytes
 from tunedcomm.kernels._multimem import load_reduce
 from tunedcomm.kernels._sync import store_packets
-from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
+from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -117,5 +117,6 @@ MULTIMEM = register_variant(
         num_blocks=kernel_blocks,
         kernels=(multimem_kernel,),
         compile_requests=_requests,
+        num_rounds=chunk_rounds,
     )
 )
