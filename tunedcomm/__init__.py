@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         DatabaseVersionError,
         GroupError,
         InfeasibleError,
+        NanInputError,
         NotInitializedError,
         PeerTimeoutError,
         SettingError,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from tunedcomm.ops.all_reduce_bias import all_reduce_bias
     from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from tunedcomm.ops.all_to_all import all_to_all
+    from tunedcomm.ops.all_to_all_v import all_to_all_v
+    from tunedcomm.ops.progress import GatherProgress, all_gather_with_progress
     from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
@@ -54,8 +57,10 @@ __all__ = [
     "DatabaseError",
     "DatabaseFullError",
     "DatabaseVersionError",
+    "GatherProgress",
     "GroupError",
     "InfeasibleError",
+    "NanInputError",
     "NotInitializedError",
     "PeerTimeoutError",
     "Problem",
@@ -66,11 +71,13 @@ __all__ = [
     "UnsupportedInputError",
     "WorkspaceError",
     "all_gather",
+    "all_gather_with_progress",
     "all_reduce",
     "all_reduce_",
     "all_reduce_bias",
     "all_reduce_rms_norm",
     "all_to_all",
+    "all_to_all_v",
     "check_agreement",
     "explain",
     "force",
@@ -84,13 +91,16 @@ __all__ = [
 _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
+    "GatherProgress": "ops.progress",
     "Problem": "spec",
     "all_gather": "ops.all_gather",
+    "all_gather_with_progress": "ops.progress",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "all_to_all": "ops.all_to_all",
     "all_reduce_bias": "ops.all_reduce_bias",
     "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
+    "all_to_all_v": "ops.all_to_all_v",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",

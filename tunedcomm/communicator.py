@@ -26,6 +26,7 @@ from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
+from tunedcomm.nan_watch import NanWatch
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout
@@ -88,6 +89,7 @@ class Communicator:
         self.workspace = self._make_workspace() if self.limits.symmetric else None
         if self.workspace is None:
             self.limits = _without_symmetric(self.limits)
+        self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
         self.fast_calls: dict[Any, Any] = {}
@@ -235,6 +237,10 @@ class Communicator:
             return replace(launch, by_address=self._then_look(launch.by_address))
         return self._then_look(launch)
 
+    def guarded(self, problem: Problem, launch: Callable[..., None]) -> Callable[..., None]:
+        """`launch` as dispatch may call it: behind a look at its inputs where TUNEDCOMM_NAN_CHECK asks for one."""
+        return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
+
     def _then_look(self, launch: Callable[..., None]) -> Callable[..., None]:
         def launch_and_look(*arguments: Any) -> None:
             launch(*arguments)
@@ -278,9 +284,11 @@ class Communicator:
         )
 
     def check_peers(self) -> None:
-        """Raise PeerTimeoutError if a kernel of this group gave up waiting for a peer."""
+        """Raise PeerTimeoutError if a kernel gave up waiting for a peer, NanInputError if a graph was given NaN."""
         if self.workspace is not None:
             self.workspace.check_peers()
+        if self.nan_watch is not None:
+            self.nan_watch.check()
 
 
 def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:

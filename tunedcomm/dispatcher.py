@@ -260,6 +260,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     if source in MISSES and communicator.rank == 0 and unservable(problem, communicator.limits, "any") is None:
         _flush_misses_on_release()
         launch = misses.counted(launch, problem, communicator.environment, source)
+    launch = communicator.guarded(problem, launch)
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
 
 
@@ -286,4 +287,5 @@ def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     )
     library = Candidate.of(problem.op, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    return Plan(problem, decision, communicator.bind(problem, library), False, "any")
+    launch = communicator.guarded(problem, communicator.bind(problem, library))
+    return Plan(problem, decision, launch, False, "any")

@@ -11,6 +11,7 @@ The hierarchy::
     ├── UnknownNameError (ValueError)           no such op, variant, environment or problem; nearest names in the text
     ├── InfeasibleError (RuntimeError)          a forced candidate cannot run this problem here
     ├── AgreementError (RuntimeError)           the ranks of a group disagree
+    ├── NanInputError (ValueError)              TUNEDCOMM_NAN_CHECK found NaN in an input
     ├── PeerTimeoutError (TimeoutError)         a peer did not arrive in time; the group is unusable from here on
     ├── WorkspaceError (RuntimeError)           symmetric memory could not be allocated or mapped
     ├── TuningError (RuntimeError)              a sweep could not be started or carried on
@@ -39,6 +40,7 @@ __all__ = [
     "DatabaseVersionError",
     "GroupError",
     "InfeasibleError",
+    "NanInputError",
     "NotInitializedError",
     "PeerTimeoutError",
     "SettingError",
@@ -84,6 +86,10 @@ class InfeasibleError(TunedCommError, RuntimeError):
 
 class AgreementError(TunedCommError, RuntimeError):
     """The ranks of a group do not hold the same snapshot or settings."""
+
+
+class NanInputError(TunedCommError, ValueError):
+    """An input holds NaN, and `TUNEDCOMM_NAN_CHECK` is on."""
 
 
 class PeerTimeoutError(TunedCommError, TimeoutError):

@@ -27,6 +27,7 @@ __all__ = [
     "log_level",
     "miss_log",
     "mode",
+    "nan_check",
     "peer_timeout_s",
     "render_markdown",
     "unknown_variables",
@@ -130,6 +131,15 @@ SETTINGS: tuple[Setting, ...] = (
         allowed=", ".join(f"`{mode}`" for mode in MODES),
         meaning="`cached` dispatches from the databases. `off` always runs the library. `force` is `cached`, but a "
         "problem for which no database has an answer is an error instead of a call of the library.",
+    ),
+    Setting(
+        name="TUNEDCOMM_NAN_CHECK",
+        default="0",
+        allowed="`1` for yes, `0` for no",
+        meaning="Looks for NaN in the inputs of every op before it is launched, and raises `NanInputError` with op, "
+        "rank and count. An eager call waits for its stream, raises at once and is not made: the other ranks miss this "
+        "one and raise `PeerTimeoutError`. What a captured graph finds is raised by the group's next call on that "
+        "rank. For finding errors: calls take longer. All ranks of a group must agree on it.",
     ),
     Setting(
         name="TUNEDCOMM_PEER_TIMEOUT_S",
@@ -270,6 +280,15 @@ def mode() -> str:
         SettingError: another value.
     """
     return _one_of("TUNEDCOMM_MODE", MODES, "cached")
+
+
+def nan_check() -> bool:
+    """TUNEDCOMM_NAN_CHECK: inputs are searched for NaN.
+
+    Raises:
+        SettingError: neither a yes nor a no.
+    """
+    return _one_of("TUNEDCOMM_NAN_CHECK", (*_ON, *_OFF), "0") in _ON
 
 
 def peer_timeout_s() -> float:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.names import did_you_mean
+from tunedcomm.shapes import format_shape
 from tunedcomm.space import Config, Space, Value
 
 __all__ = [
@@ -31,11 +32,9 @@ __all__ = [
     "admits",
     "candidates",
     "check_candidate",
-    "format_shape",
     "get_op",
     "get_variant",
     "ops",
-    "parse_shape",
     "register_op",
     "register_variant",
     "variants",
@@ -71,26 +70,6 @@ _ADMITTED: Mapping[str, frozenset[str]] = {
 def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
     """True if a caller's numerics policy allows a variant of this numerics class."""
     return numerics in _ADMITTED[policy]
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Read `4096x8192x3584` or `98304`.
-
-    Raises:
-        ValueError: anything else.
-    """
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"shape {text!r} is not of the form N or MxNxK, e.g. 98304 or 4096x8192x3584") from None
-    if any(extent < 0 for extent in shape):
-        raise ValueError(f"shape {text!r} has a negative extent")
-    return shape
-
-
-def format_shape(shape: Sequence[int]) -> str:
-    """The text that `parse_shape` reads back."""
-    return "x".join(str(extent) for extent in shape)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -178,6 +178,69 @@ def public_body() -> dict[str, object]:
     return {}
 
 
+def uneven_body() -> dict[str, object]:
+    """all_to_all_v with random counts, eager and in a graph, beside even calls on the same lane."""
+    world_size, rank, numbers, calls = dist.get_world_size(), dist.get_rank(), random.Random(3), 0
+    for most, columns in ((3, 8), (700, 3), (512, 4096)):
+        for _ in range(4):
+            rows = [
+                [numbers.choice((0, most, numbers.randint(0, most))) for _ in range(world_size)]
+                for _ in range(world_size)
+            ]
+            make = [torch.Generator(device="cuda").manual_seed(calls * 8 + r) for r in range(world_size)]
+            sent = [torch.randn(sum(rows[r]), columns, generator=make[r], device="cuda") for r in range(world_size)]
+            wanted = torch.cat([sent[r].split(rows[r])[rank] for r in range(world_size)])
+            recv = [rows[r][rank] for r in range(world_size)]
+            for name in sorted(variants("all_to_all_v")):
+                with tunedcomm.force("all_to_all_v", name):
+                    out = tunedcomm.all_to_all_v(sent[rank], rows[rank], recv, max_count=most)
+                    assert torch.equal(out, wanted), (most, columns, name)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        tunedcomm.all_to_all_v(sent[rank], rows[rank], recv, max_count=most, out=out)
+                    for _ in range(3):
+                        out.fill_(7.0)
+                        graph.replay()
+                        tunedcomm.all_to_all(torch.ones(world_size * 9, device="cuda"))
+                        assert torch.equal(out, wanted), (most, columns, name)
+                calls += 1
+    return {"calls": calls}
+
+
+def nan_body() -> dict[str, object]:
+    """TUNEDCOMM_NAN_CHECK: eager calls raise at once, the NaN of a replay at the next call."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64):
+        x = torch.ones(world_size * 1001, device="cuda").to(dtype)
+        tunedcomm.all_to_all(x)
+        bad = x.float()
+        bad[5:8] = float("nan")
+        try:
+            tunedcomm.all_to_all(bad.to(dtype))
+        except tunedcomm.NanInputError as error:
+            assert f"all_to_all: 3 NaN in the input of rank {rank}" in str(error)
+        else:
+            raise AssertionError("NaN must be found")
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            tunedcomm.all_to_all(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        tunedcomm.all_to_all(x)
+        x.copy_(bad)
+        graph.replay()
+        torch.cuda.synchronize()
+        try:
+            tunedcomm.all_reduce(torch.ones(8, device="cuda"))
+        except tunedcomm.NanInputError as error:
+            assert f"all_to_all: 3 NaN in the input of rank {rank}, in a captured graph" in str(error)
+        else:
+            raise AssertionError("NaN must be found")
+    return {}
+
+
 def main(name: str) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))

@@ -22,6 +22,7 @@ from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 
 OP = "reduce_scatter"
+LARGE = "copy_engine"  # from 512 KiB on
 
 
 def ordered(op: str = OP) -> list[str]:
@@ -71,7 +72,7 @@ def variants_body() -> dict[str, object]:
                                 assert same_bits(out, expected), (problem, name, config)
                             checked[name] += 1
         comm.check_peers()
-    assert all(checked[name] >= 40 for name in ordered()), checked
+    assert all(checked[name] >= (10 if name == LARGE else 40) for name in ordered()), checked
     return {"checked": dict(checked)}
 
 
@@ -163,8 +164,7 @@ def stress_body() -> dict[str, object]:
     comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
     wanted = int(os.environ.get("STRESS_LAUNCHES", "300"))
     cases: dict[tuple[str, str], list[Any]] = {}
-    for _ in range(14):
-        numel = int(2 ** shuffle.uniform(0, 20.5))
+    for numel in (300_000, 1_200_007, *(int(2 ** shuffle.uniform(0, 20.5)) for _ in range(12))):
         for op in (OP, "all_reduce"):
             problem = Problem(op, (numel,), "bfloat16", comm.world_size)
             x, expected = expected_of(problem, numel)
@@ -252,7 +252,7 @@ def lost_peer_body() -> dict[str, object]:
 def lose_peer(variant: str, mode: str) -> float:
     """Seconds that a survivor waited; 0 on the lost rank."""
     group, last = dist.new_group(), dist.get_world_size() - 1
-    x = torch.ones(2048 * dist.get_world_size(), device="cuda")
+    x = torch.ones((1 << 18 if variant == LARGE else 2048) * dist.get_world_size(), device="cuda")
 
     def calls() -> None:
         for _ in range(3):

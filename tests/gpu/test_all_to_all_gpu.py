@@ -8,13 +8,18 @@ import pytest
 from test_all_reduce_gpu import run
 
 BODIES = Path(__file__).with_name("all_to_all_bodies.py")
-NAMES = ("variants", "chain", "public", "stress")
+NAMES = ("variants", "chain", "public", "uneven", "stress")
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.gpu(2)
 def test_on_two(name: str) -> None:
     assert len(run(name, 2, bodies=BODIES)) == 2
+
+
+@pytest.mark.gpu(2)
+def test_nan_in_inputs_is_an_error() -> None:
+    assert len(run("nan", 2, bodies=BODIES, TUNEDCOMM_NAN_CHECK="1")) == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -93,7 +93,7 @@ class Launched:
     problem: Problem
 
 
-def spy_on_launches(launched: list[Launched]) -> None:
+def spy_on_launches(launched: list[Launched], op: str = "all_reduce") -> None:
     """Add every launch from here on to the list, by wrapping what the registered variants bind."""
     kernels.discover()
 
@@ -106,7 +106,7 @@ def spy_on_launches(launched: list[Launched]) -> None:
 
         return run
 
-    for variant in variants("all_reduce").values():
+    for variant in variants(op).values():
         register_variant(dataclasses.replace(variant, bind=functools.partial(bind, variant)))
 
 

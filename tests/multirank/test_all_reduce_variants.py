@@ -113,6 +113,24 @@ def test_ordered_variants_give_the_same_bits(world_size, dtype):
     assert words[8] == 0, "negative zeros sum to +0.0"
 
 
+def split_body(rank, world_size):
+    """two_shot_split cut into more pieces than its areas hold, sizes that do not divide, in place and not."""
+    from tunedcomm.communicator import get_communicator
+
+    communicator = get_communicator()
+    config = {"num_blocks": 3, "num_warps": 4, "items": 1, "num_chunks": 8}
+    for numel in (8 * 128 * 8 * world_size, 11 * 128 * 8 * world_size + 1234):
+        for in_place in (False, True):
+            problem = Problem("all_reduce", (numel,), "bfloat16", world_size, mode="eager", in_place=in_place)
+            _check(communicator, problem, "two_shot_split", int(in_place), "random", config)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_shot_split_in_many_chunks(world_size):
+    assert run_ranks(world_size, split_body, timeout=240) == [True] * world_size
+
+
 def chunks_body(rank, world_size):
     """two_shot cut into more chunks than its areas hold, sizes that do not divide, twice each."""
     from tunedcomm.communicator import get_communicator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,19 +69,22 @@ def same_as_all_reduce(rank: int) -> None:
 
 
 def many_chunks(rank: int) -> None:
-    """push cut into more pieces than its area holds, sizes that do not divide, twice each, in both ways."""
+    """Cut into more pieces than an area holds, sizes that do not divide, each twice with other values."""
     communicator, count = get_communicator(), 0
-    for numel in (16 * 256 * 8, 11 * 256 * 8 + 1234, 9 * 256 * 8 + 7):
-        for chunks in (1, 2, 4, 8):
-            for split in (False, True):
-                config = {"num_blocks": 2, "num_warps": 8, "items": 1, "num_chunks": chunks, "split": split}
-                problem = problem_of(numel, "bfloat16", communicator.world_size)
-                if variants("reduce_scatter")["push"].infeasible(problem, config, limits_of(communicator)):
-                    continue
+    copies = {"num_blocks": 1, "num_warps": 16, "num_streams": 1, "num_chunks": 16}
+    configs: list[tuple[str, dict[str, Any]]] = [("copy_engine", copies)]
+    for chunks in (4, 8):
+        for split in (False, True):
+            config = {"num_blocks": 2 if split else 1, "num_warps": 8, "items": 1, "split": split}
+            configs.append(("push", {**config, "num_chunks": chunks}))
+    for numel in (8 * 2048, 9 * 2048 + 1235):
+        problem = problem_of(numel, "bfloat16", communicator.world_size)
+        for variant, config in configs:
+            if variants("reduce_scatter")[variant].infeasible(problem, config, limits_of(communicator)) is None:
                 for seed in (1, 2):
-                    check_variant(communicator, problem, "push", seed=seed, config=config)
+                    check_variant(communicator, problem, variant, seed=seed, config=config)
                     count += 1
-    assert count >= 20
+    assert count == 20
 
 
 def shared_lane(rank: int) -> None:
@@ -88,7 +92,7 @@ def shared_lane(rank: int) -> None:
     communicator, shuffle = get_communicator(), random.Random(7)
     ordered = [name for name, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered"]
     choices = [("reduce_scatter", name) for name in KERNELS] + [("all_reduce", name) for name in ordered]
-    for seed in range(50):
+    for seed in range(40):
         op, variant = shuffle.choice(choices)
         numel = shuffle.choice((1, 30, 257, 1024, 5000))
         check_variant(
@@ -121,8 +125,13 @@ CASES: dict[str, Case] = {
 }
 
 
+def cases_of(world_size: int) -> dict[str, Case]:
+    """Four ranks share few cores, and what they do to pieces is what two and three do."""
+    return {name: case for name, case in CASES.items() if world_size < 4 or name != "many chunks"}
+
+
 def cases_body(rank: int, world_size: int) -> dict[str, str]:
-    return run_cases(CASES, rank)
+    return run_cases(cases_of(world_size), rank)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +139,7 @@ def outcomes() -> Callable[[int], list[dict[str, str]]]:
     return functools.cache(lambda world_size: run_ranks(world_size, cases_body, timeout=240))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in WORLD_SIZES for name in cases_of(size)])
 def test_variants(outcomes: Callable[[int], list[dict[str, str]]], world_size: int, name: str) -> None:
     report(outcomes(world_size), name)
 

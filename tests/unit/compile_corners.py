@@ -129,6 +129,18 @@ def every_corner(variant: Variant) -> list[Corner]:
     return list(found)
 
 
+def beside_variants() -> list[Corner]:
+    """Kernels that no variant has."""
+    from tunedcomm.kernels.all_gather.progress import compile_requests
+
+    return [
+        Corner("all_gather", "with_progress", request, capability)
+        for world_size in WORLD_SIZES
+        for request in compile_requests(world_size)
+        for capability in CAPABILITIES
+    ]
+
+
 def weight(corner: Corner) -> tuple[Any, ...]:
     """Orders binaries by the registers that they ask for."""
     fields = corner.fields
@@ -212,7 +224,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"triton": triton.__version__, "file": str(Path(triton.__file__)), "variants": hashes}))
         return
     part, num_parts = int(arguments[1]), int(arguments[2])
-    chosen = [corner for variant in variants for corner in covering(every_corner(variant))]
+    chosen = [corner for variant in variants for corner in covering(every_corner(variant))] + beside_variants()
     for corner in chosen[part::num_parts]:
         print(json.dumps(compiled(corner)), flush=True)
 

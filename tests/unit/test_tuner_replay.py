@@ -57,7 +57,9 @@ Job = tuple[tuple[Problem, ...], Settings]
 
 
 def job_of(*problems: Problem, **changes: Any) -> Job:
-    return problems or PROBLEMS, replace(SETTINGS, **changes)
+    """A sweep over the variants that there were when the trials were recorded."""
+    there = tuple(sorted({record.variant for record in recorded()}))
+    return problems or PROBLEMS, replace(SETTINGS, **{"variants": there, **changes})
 
 
 def search(job: Job, replay: Replay, **options: Any) -> SearchRun:

@@ -26,7 +26,8 @@ from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.dispatcher import decide
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, parse_shape, variants
+from tunedcomm.shapes import parse_shape
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 from tunedcomm.tuner.measure import Contender, calls_for, contend, summarise, take_rounds
 
 __all__ = ["COLUMNS", "main"]

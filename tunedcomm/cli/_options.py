@@ -12,7 +12,8 @@ import typer
 
 from tunedcomm import settings
 from tunedcomm.names import did_you_mean
-from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, parse_shape
+from tunedcomm.shapes import parse_shape
+from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op
 
 if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy

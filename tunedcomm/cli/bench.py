@@ -29,7 +29,8 @@ from tunedcomm.cli._options import (
     split,
 )
 from tunedcomm.cli._output import emit_json, format_bytes, format_ratio, format_us, note, table
-from tunedcomm.spec import ITEMSIZE, format_shape
+from tunedcomm.shapes import format_shape
+from tunedcomm.spec import ITEMSIZE
 
 __all__ = ["bench"]
 

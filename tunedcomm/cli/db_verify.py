@@ -16,7 +16,7 @@ from tunedcomm.cli._options import JsonOption, SweptMode, check_dtype, known_op,
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
 from tunedcomm.cli._progress import shown
 from tunedcomm.cli.tune import Backend, is_spare_copy
-from tunedcomm.spec import format_shape
+from tunedcomm.shapes import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.verdict import Verified

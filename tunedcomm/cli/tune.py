@@ -32,7 +32,8 @@ from tunedcomm.cli._options import (
 )
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
 from tunedcomm.cli._progress import shown
-from tunedcomm.spec import format_shape, get_variant
+from tunedcomm.shapes import format_shape
+from tunedcomm.spec import get_variant
 
 if TYPE_CHECKING:
     from tunedcomm.spec import Problem

@@ -16,8 +16,9 @@ from typing import Any, NoReturn, cast
 from tunedcomm.db.records import STATUSES, RunRecord, Status
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
+from tunedcomm.shapes import parse_shape
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem, parse_shape
+from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem
 
 __all__ = ["Reader", "Skipped", "StoredVariant"]
 

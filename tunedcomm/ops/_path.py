@@ -89,7 +89,10 @@ class Form:
         raise NotImplementedError
 
     def leave(self, written: torch.Tensor, x: torch.Tensor, option: Any, world_size: int) -> torch.Tensor:
-        """What the kernels wrote, one element after another, as a view of the result's shape; not direct calls only."""
+        """What the kernels wrote, one element after another, as a view of the result's shape; not direct calls only.
+
+        Dimensions of the result may be split: (2, 3) may be left where the shape has 6.
+        """
         raise NotImplementedError
 
 
@@ -161,15 +164,24 @@ class CallPath:
         except AttributeError:
             raise UnsupportedInputError(f"{self.form.op} wants a torch.Tensor, got {type(x).__name__}") from None
         if communicator is None:
-            communicator = self._first_call(x, group)
+            communicator = self.communicator(x, group)
         asked = Asked(option, target_kind(x, out), numerics, max_sms, is_capturing())
         try:
-            result = self._known_call(communicator, x, out, asked, group)
+            hash(asked)
         except TypeError:  # an option that cannot even be a key: the slow way says so
-            result = None
+            return self._slow(communicator, x, out, asked)
+        result = self._known_call(communicator, x, out, asked, group)
         return self._slow(communicator, x, out, asked) if result is None else result
 
-    def _first_call(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+    def communicator(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+        """The communicator that serves `x` on `group`; its first call makes it.
+
+        Raises:
+            UnsupportedInputError: `x` is on another device than the group's tensors.
+        """
+        known = self._communicators.get((group, x.device))
+        if known is not None:
+            return known
         communicator = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
         return communicator
 
@@ -273,7 +285,8 @@ class CallPath:
             sink = torch.empty(shape, dtype=x.dtype, device=x.device)
         plan.launch((source,), (sink,), stream)
         if sink.data_ptr() != target.data_ptr():
-            target.copy_(sink if direct else form.leave(sink, x, option, world_size))
+            left = sink if direct else form.leave(sink, x, option, world_size)
+            target.view(left.shape).copy_(left)
         return result
 
     def _check(self, x: torch.Tensor, out: torch.Tensor | None, asked: Asked, world_size: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import escape, has_escape, remark_of, remarked_slots, restore, store_bytes
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.kernels._words import poll_words, store_word
-from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, refuse
+from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -157,5 +157,6 @@ LAMPORT = register_variant(
         num_blocks=kernel_blocks,
         kernels=(lamport_kernel,),
         compile_requests=_requests,
+        num_rounds=message_rounds,
     )
 )

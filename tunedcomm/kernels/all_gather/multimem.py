@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._data import packets_of
 from tunedcomm.kernels._host import Launch, closest, kernel_blocks, refuse_multicast
+from tunedcomm.kernels.all_gather._common import message_rounds
 from tunedcomm.kernels.all_gather._ring import SPACE, bind_ring, refuse_ring, ring_kernel, ring_request
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -25,7 +26,7 @@ __all__ = ["MULTIMEM"]
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    return refuse_multicast(limits) or refuse_ring(problem, config, limits)
+    return refuse_multicast(limits) or refuse_ring(problem, config, limits, multimem=True)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
@@ -56,5 +57,6 @@ MULTIMEM = register_variant(
         num_blocks=kernel_blocks,
         kernels=(ring_kernel,),
         compile_requests=_requests,
+        num_rounds=message_rounds,
     )
 )

@@ -32,7 +32,7 @@ from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_ran
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import store_bytes
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, refuse
+from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse, refuse_items
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -89,9 +89,10 @@ def pull_kernel(
     write_counter(local, epoch + 1 + ends, EPOCH_OFFSET)
 
 
+_MANY_PACKETS, _LEAST_BLOCKS = 1 << 15, 16
 _SPACE = Space(
     {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132, 264),
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
         "num_warps": PowerOfTwo(2, 16),
         "items": Choice(1, 2, 4),
     }
@@ -105,8 +106,10 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     room = max(limits.one_shot_bytes, limits.staging_bytes)
     if problem.input_kind != "symmetric" and packets * 16 > room:
         return f"{problem.nbytes} bytes exceed the staging of {room} bytes (TUNEDCOMM_WORKSPACE_MIB)"
-    if 32 * int(config["num_warps"]) * int(config["items"]) > 1024:
-        return "more than 1024 packets a block at once spill registers"
+    if reason := refuse_items(problem, config):
+        return reason
+    if limits.backend == "cuda" and packets >= _MANY_PACKETS and int(config["num_blocks"]) < _LEAST_BLOCKS:
+        return f"{config['num_blocks']} blocks leave the links idle at {packets} packets"
     return blocks_and_threads(config, limits, packets, most_rounds=64 if packets <= 1 << 17 else 1 << 16)
 
 
@@ -150,5 +153,6 @@ PULL = register_variant(
         num_blocks=kernel_blocks,
         kernels=(pull_kernel,),
         compile_requests=_requests,
+        num_rounds=message_rounds,
     )
 )

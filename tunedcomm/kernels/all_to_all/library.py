@@ -15,9 +15,9 @@ from tunedcomm.spec import Limits, Problem, Variant, register_variant
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["LIBRARY"]
+__all__ = ["LIBRARY", "NCCL_DTYPES"]
 
-_NCCL_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64")
+NCCL_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64")
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -36,7 +36,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
 
     del config
     group, exchange = workspace.group, dist.all_to_all_single
-    as_bytes = workspace.device.type == "cpu" or problem.dtype not in _NCCL_DTYPES
+    as_bytes = workspace.device.type == "cpu" or problem.dtype not in NCCL_DTYPES
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         del stream

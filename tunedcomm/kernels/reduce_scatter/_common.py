@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import refuse_kernels
+from tunedcomm.kernels._host import grid_rounds, refuse_kernels
 from tunedcomm.kernels._move import alignment_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
-__all__ = ["chunk_packets", "constants_of", "refuse"]
+__all__ = ["chunk_packets", "chunk_rounds", "constants_of", "refuse"]
 
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -16,6 +16,11 @@ KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 def chunk_packets(problem: Problem) -> int:
     """Packets of one chunk, which is one rank's result."""
     return packets_of(problem.nbytes)
+
+
+def chunk_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose threads share one chunk."""
+    return grid_rounds(chunk_packets(problem), config)
 
 
 def refuse(problem: Problem, limits: Limits) -> str | None:

@@ -34,7 +34,7 @@ from tunedcomm.kernels._lane import (
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import load_bytes
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
+from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -163,5 +163,6 @@ ONE_SHOT = register_variant(
         num_blocks=kernel_blocks,
         kernels=(one_shot_kernel,),
         compile_requests=_requests,
+        num_rounds=chunk_rounds,
     )
 )

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._data import PACKET_BYTES, num_packets
+from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, grid_rounds, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._move import load_bytes
-from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels._sync import INTERPRET
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
+from tunedcomm.kernels.reduce_scatter._pieces import push_piece, sum_piece
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -49,50 +49,15 @@ RING = tl.constexpr(4)
 
 
 @triton.jit
-def _push_piece(
-    x, peers, place, first, end, step, total, nbytes, rank,
-    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Push packets `first` … `end` of every chunk to its owner; packet p of a chunk goes to `place` + 16 p there."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        packet = start + lanes
-        here = packet < total
-        words = ()
-        for i in tl.static_range(WORLD_SIZE - 1):
-            owner = (rank + 1 + i) % WORLD_SIZE
-            words = words + load_bytes(x + owner * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
-        for i in tl.static_range(WORLD_SIZE - 1):
-            at = peers[i] + place + packet * 16
-            store_packets(at, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
-
-
-@triton.jit
-def _sum_piece(
-    x, out, numel, place, slot_bytes, first, end, step, total, nbytes, rank,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum packets `first` … `end` of the own chunk; rank i's packet p lies at `place` + i × `slot_bytes` + 16 p."""
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for start in tl.range(first, end, step):
-        packet = start + lanes
-        here = packet < total
-        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
-        words = ()
-        for i in tl.static_range(WORLD_SIZE):
-            words = words + load_packets(place + i * slot_bytes + packet * 16, here & (rank != i))
-        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
-        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
-
-
-@triton.jit
 def push_kernel(
     x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, num_chunks,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Push pieces, sum what came. Packets go round the lanes: those of block k, or of pusher k and reducer k."""
+    """Push pieces, sum what came. Packets go round the lanes: those of block k, or of pusher k and reducer k.
+
+    Interpreted blocks run one after another, so pushers do the reducers' work in turn there.
+    """
     peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
     total = num_packets(numel, WIDTH)
@@ -107,7 +72,7 @@ def push_kernel(
     ring = tl.minimum(num_chunks, RING)
     slot_bytes = ring * span * 16
     pushes = tl.program_id(0) < num_lanes  # all blocks do, where they are not split
-    sums = (tl.program_id(0) >= num_lanes) if SPLIT else pushes
+    sums = (tl.program_id(0) >= num_lanes) if SPLIT and not INTERPRET else pushes
     # Whom a block tells that a piece is there: the peers' reducers.
     told = lane + num_lanes if SPLIT else lane
 
@@ -117,15 +82,15 @@ def push_kernel(
                 await_at(local, lane, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
             place = scatter + rank * slot_bytes - (c - c % ring) * span * 16
             end = tl.minimum(total, (c + 1) * span)
-            _push_piece(x, peers, place, first + c * span, end, step, total, nbytes, rank, WORLD_SIZE, ALIGN, BLOCK)
+            push_piece(x, peers, place, first + c * span, end, step, nbytes, rank, WORLD_SIZE, ALIGN, BLOCK)
             arrive_at(told, q0, q1, q2, q3, q4, q5, q6, rank, epoch + c + 1, WORLD_SIZE)
         if (c >= 1) & sums:
             d = c - 1
             await_at(local, told, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
             place = local + scatter - (d - d % ring) * span * 16
             end = tl.minimum(total, (d + 1) * span)
-            _sum_piece(
-                x, out, numel, place, slot_bytes, first + d * span, end, step, total, nbytes, rank,
+            sum_piece(
+                x, out, numel, place, slot_bytes, first + d * span, end, step, nbytes, rank,
                 WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN, BLOCK,
             )  # fmt: skip
             if SPLIT:
@@ -155,6 +120,11 @@ def _lanes(config: Config) -> int:
     return int(config["num_blocks"]) // (2 if config["split"] else 1)
 
 
+def _rounds(problem: Problem, config: Config) -> int:
+    """How often a lane goes round."""
+    return grid_rounds(chunk_packets(problem), {**config, "num_blocks": max(_lanes(config), 1)})
+
+
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits):
         return reason
@@ -162,13 +132,15 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     per_block = 32 * int(config["num_warps"]) * int(config["items"])
     if per_block * problem.world_size > 4096:
         return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+    if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
+        return "16 warps take as many packets a block with fewer of them a thread"
+    if config["split"] and chunks == 1 and limits.backend == "cuda":
+        return "reducers would wait for all pushers: num_chunks=1 has nothing to split"
     if _lanes(config) < 1:
         return "one block cannot be split into pushers and reducers"
-    rounds = -(-packets // (_lanes(config) * per_block))
+    rounds = _rounds(problem, config)
     if rounds < chunks and chunks > 1:
         return f"{rounds} rounds cannot be split into {chunks} chunks"
-    if config["split"] and limits.backend == "host" and chunks > ring:
-        return f"interpreted blocks run one after another, so pushers cannot wait for reducers: at most {ring} chunks"
     span = -(-rounds // chunks) * _lanes(config) * per_block
     needed = problem.world_size * min(chunks, ring) * span * PACKET_BYTES
     if needed > limits.staging_bytes:
@@ -221,5 +193,6 @@ PUSH = register_variant(
         num_blocks=kernel_blocks,
         kernels=(push_kernel,),
         compile_requests=_requests,
+        num_rounds=_rounds,
     )
 )

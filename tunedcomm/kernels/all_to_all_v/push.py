@@ -1,0 +1,172 @@
+"""push: all_to_all_v through the peers' gather areas, ordered by flags; counts are arguments of the launch.
+
+The ring of `all_to_all`'s `push`, in which chunks end early. How the message is cut, how many flags are raised and
+where the slots lie follow from the problem's bound, which all ranks know alike; a rank's own counts only say which
+packets it pushes and which it copies away. So a rank that sends nothing still raises every flag and waits for every
+peer.
+
+Why no slot is overwritten too early: as there; the flags are the same, and fewer packets move.
+
+Numerics: ordered (bits are moved). Graph-safe; a graph replays the counts of its capture.
+Source: own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._bytes import byte_request
+from tunedcomm.kernels._host import Launch, kernel_blocks
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest, bind_kernel
+from tunedcomm.kernels._move import load_bytes, store_bytes
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.all_to_all.push import PUSH as EVEN
+from tunedcomm.kernels.all_to_all.push import RING
+from tunedcomm.kernels.all_to_all_v._counts import row_alignment
+from tunedcomm.space import Config, Value
+from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["PUSH", "push_counts_kernel"]
+
+
+@triton.jit
+def _most(n0, n1, n2, n3, n4, n5, n6, bound):
+    """Packets of the largest of the chunks, at most `bound`."""
+    most = tl.maximum(tl.maximum(tl.maximum(n0, n1), tl.maximum(n2, n3)), tl.maximum(tl.maximum(n4, n5), n6))
+    return tl.minimum((most + 15) // 16, bound)
+
+
+@triton.jit
+def push_counts_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks,
+    own_from, own_to, own_bytes, f0, f1, f2, f3, f4, f5, f6, s0, s1, s2, s3, s4, s5, s6,
+    t0, t1, t2, t3, t4, t5, t6, r0, r1, r2, r3, r4, r5, r6,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In round c: push piece c, collect piece c − 1. Slot s of a gather area holds what rank + 1 + s sent.
+
+    For the peer rank + 1 + i: `s<i>` bytes from `f<i>` of the input on are sent, `r<i>` bytes come to `t<i>` of the
+    result. No chunk has more than `nbytes`.
+    """
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    send_from, send_bytes = (f0, f1, f2, f3, f4, f5, f6), (s0, s1, s2, s3, s4, s5, s6)
+    recv_to, recv_bytes = (t0, t1, t2, t3, t4, t5, t6), (r0, r1, r2, r3, r4, r5, r6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    total = (nbytes.to(tl.int64) + 15) // 16
+    lanes, first, step = block_range(BLOCK)
+    span = ((total + step - 1) // step + num_chunks - 1) // num_chunks * step
+    ring = tl.minimum(num_chunks, RING)
+    slot = ring * span
+    send_packets = _most(s0, s1, s2, s3, s4, s5, s6, total)
+    recv_packets = _most(r0, r1, r2, r3, r4, r5, r6, total)
+
+    # Says that this rank reads its gather area no more.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, (own_bytes.to(tl.int64) + 15) // 16, step):
+        at = (start + lanes) * 16
+        here = at < own_bytes
+        w0, w1, w2, w3 = load_bytes(x + own_from + at, own_bytes - at, here, ALIGN)
+        store_bytes(out + own_to + at, own_bytes - at, w0, w1, w2, w3, here, ALIGN)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for c in tl.range(0, num_chunks + 1):
+        if c < num_chunks:
+            lap = (c - c % ring) * span
+            for start in tl.range(first + c * span, tl.minimum(send_packets, (c + 1) * span), step):
+                packet = start + lanes
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
+                    left = send_bytes[i] - packet * 16
+                    words = words + load_bytes(x + send_from[i] + packet * 16, left, left > 0, ALIGN)
+                for i in tl.static_range(WORLD_SIZE - 1):  # this rank comes (WORLD_SIZE - 2 - i) + 1 after the peer
+                    place = peers[i] + gather + ((WORLD_SIZE - 2 - i) * slot + packet - lap) * 16
+                    here = packet * 16 < send_bytes[i]
+                    store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+        if c >= 1:
+            d = c - 1
+            lap = (d - d % ring) * span
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+            for start in tl.range(first + d * span, tl.minimum(recv_packets, (d + 1) * span), step):
+                packet = start + lanes
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    here = packet * 16 < recv_bytes[i]
+                    words = words + load_packets(local + gather + (i * slot + packet - lap) * 16, here)
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    left = recv_bytes[i] - packet * 16
+                    w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+                    store_bytes(out + recv_to[i] + packet * 16, left, w0, w1, w2, w3, left > 0, ALIGN)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    return EVEN.infeasible(problem, config, limits)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    return EVEN.default(problem, limits)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    request = byte_request(push_counts_kernel, problem, config, {})
+    constants = {**dict(request.constants), "ALIGN": row_alignment(problem)}
+    return replace(request, constants=tuple(sorted(constants.items())))
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, list[int], list[int]]:
+    """(own place, own bytes, the peers' places, their bytes) of chunks that lie one after another, for the kernel."""
+    sizes = [count * width for count in counts]
+    starts = [0, *accumulate(sizes)]
+    order = [(rank + 1 + step) % len(sizes) for step in range(len(sizes) - 1)]
+    spare = [0] * (MAX_WORLD_SIZE - len(sizes))
+    return starts[rank], sizes[rank], [starts[p] for p in order] + spare, [sizes[p] for p in order] + spare
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    lane, width, rank = workspace.lanes[problem.mode], ITEMSIZE[problem.dtype], workspace.rank
+    kernel = bind_kernel(_request(problem, config), int(config["num_blocks"]), workspace.device)
+    lane_arguments = (problem.nbytes, lane.local, *lane.peers, rank, workspace.timeout_ns)
+    ring = (workspace.status_argument(problem), workspace.layout.gather, int(config["num_chunks"]))
+    launch = kernel.fix((None, None, *lane_arguments, *ring, *(None,) * (3 + 4 * (MAX_WORLD_SIZE - 1))))
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        x, send, recv = inputs
+        own_from, own_bytes, send_from, send_bytes = _places(send.tolist(), width, rank)
+        own_to, _, recv_to, recv_bytes = _places(recv.tolist(), width, rank)
+        own = (own_from, own_to, own_bytes)
+        launch(stream, x.data_ptr(), outputs[0].data_ptr(), *own, *send_from, *send_bytes, *recv_to, *recv_bytes)
+
+    return run
+
+
+PUSH = register_variant(
+    Variant(
+        op="all_to_all_v",
+        name="push",
+        numerics="ordered",
+        summary="push through the peers' memory ordered by flags, pieces overlapped",
+        space=EVEN.space,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(push_counts_kernel,),
+        compile_requests=_requests,
+    )
+)
