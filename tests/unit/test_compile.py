@@ -204,11 +204,13 @@ def test_the_corners_cover_every_pair_of_values() -> None:
         chosen = compile_corners.covering(corners)
         every = {pair for corner in corners for pair in compile_corners.pairs(corner)}
         assert {pair for corner in chosen for pair in compile_corners.pairs(corner)} == every
-        assert len(chosen) < len(corners) / 4 or len(corners) <= 40
+        assert len(chosen) < len(corners) / 3 or len(corners) <= 40
         values = {(name, value) for corner in chosen for name, value in corner.fields.items()}
         names = {name for name, _ in values}
         assert values >= {("WORLD_SIZE", n) for n in (2, 3, 4, 8)}
-        every = {("TAIL", True), ("AVG", True), *(("ALIGN", align) for align in (16, 4, 2))}
+        every = {("ALIGN", align) for align in (16, 4, 2)}
+        every |= {("TAIL", True)} if ops()[variant.op].rank_of_shape == 1 else set()
+        every |= {("AVG", True)} if "avg" in ops()[variant.op].reductions else set()
         every |= {("DTYPE", dtype) for dtype in ("bfloat16", "float16", "float32")}
         assert values >= {(name, value) for name, value in every if name in names}
 

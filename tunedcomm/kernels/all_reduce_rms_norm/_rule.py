@@ -56,10 +56,13 @@ def _by_32(values: torch.Tensor) -> torch.Tensor:
 
 def _square_sum(h: torch.Tensor) -> torch.Tensor:
     """Σ h² over the last extent in the order of `kernels._rows`."""
+    import torch
+
     squares = h.float() * h.float()
     if h.element_size() == 2:
-        pairs = squares.unflatten(-1, (-1, 2))
+        pairs = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % 2)).unflatten(-1, (-1, 2))
         squares = pairs[..., 0] + pairs[..., 1]
+    squares = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % 4))
     words = squares.unflatten(-1, (-1, 4))
     packets = (words[..., 0] + words[..., 1]) + (words[..., 2] + words[..., 3])
     groups = _by_32(_halved(_by_32(packets)))
