@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ LIMITS = Limits(
     one_shot_bytes=4 << 20,
     stage_bytes=32 << 20,
 )
+# Of groups that span nodes, for variants that serve no others.
+SPANNING = tuple(replace(LIMITS, symmetric=False, ranks_per_node=ranks) for ranks in (2, 4))
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,11 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
             like.op, shape, like.dtype, like.world_size,
             reduction=like.reduction, input_kind=like.input_kind, in_place=like.in_place,
         )  # fmt: skip
-        if variant.infeasible(problem, config, LIMITS) is None:
+        if any(
+            variant.infeasible(problem, config, limits) is None
+            for limits in (LIMITS, *SPANNING)
+            if limits.ranks_per_node < like.world_size
+        ):
             return problem
     return None
 
