@@ -6,6 +6,8 @@
     torchrun --nproc-per-node 4 bench/regret.py measure --base base.db --tuned odd.db --csv regret.csv
     python bench/regret.py record --tuned odd.db OUT.jsonl.gz
     python bench/regret.py report                                        # without GPUs, from what is committed
+    python bench/regret.py report --records OUT.jsonl.gz --measured regret.csv
+    python bench/regret.py thin                                          # the same with finals left out at random
 
 `measure` times, interleaved in one process and run, what each rule of selection chooses from the powers of two, the
 best that tuning found at that very size, the next best of its search, and the library. Regret is the latency of a
@@ -13,9 +15,13 @@ rule's choice over that of the fastest of them all. `report` works from that CSV
 rule can be changed and compared without a GPU; a choice that was not timed beside the others counts with its recorded
 ratio to the library.
 
-Rules: `dispatch` is what the library does, see tunedcomm/db/interpolate.py; `line` predicts by straight lines in
-log-log between the nearest sizes, from the finals or from every trial; `nearest`, `larger` and `smaller` take that
-measured size's winner in the finals, as a table of thresholds would.
+Rules: `dispatch` is what the library does, see tunedcomm/db/interpolate.py; `rounds unknown` is the same without what
+variants say of their rounds; `line` predicts by straight lines in log-log between the nearest sizes, from the finals or
+from every trial; `nearest`, `larger` and `smaller` take that measured size's winner in the finals, as a table of
+thresholds would.
+
+`thin` tells a rule that holds from one that fits 40 sizes: of each measured size's finals some are left out at random,
+so that other candidates are what there is to choose from, many times over.
 """
 
 from __future__ import annotations
@@ -27,29 +33,25 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from regret_rules import RULES, Known, candidate_of, is_asked
 from rows import Line, append
 
 from tunedcomm import kernels
-from tunedcomm.communicator import limits_for
-from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Snapshot, choose
 from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
-from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, variants
-from tunedcomm.tuner.finals import BEST_OF_SHAPE
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op
 from tunedcomm.tuner.recording import read_recording, write_recording
 
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "tests" / "data" / "regret_h200_x4.jsonl.gz"
+RECORDS = tuple(ROOT / "tests" / "data" / f"regret_h200_x{ranks}.jsonl.gz" for ranks in (4, 2))
 MEASURED = ROOT / "bench" / "results" / "regret_h200.csv"
-REPORT = ROOT / "bench" / "results" / "regret_rules_h200.csv"
 # Timed besides the rules' choices: the best of the search at that very size.
 _BEST = 5
 
@@ -65,134 +67,6 @@ def sizes(count: int = 40, seed: int = 2026) -> list[int]:
             numel += 1
         found.append(numel)
     return sorted(found)
-
-
-# Rules
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What was measured at powers of two, and where."""
-
-    snapshot: Snapshot
-    limits: Limits
-
-    @classmethod
-    def stored(cls, database: str, environment: Environment, world_size: int) -> Known:
-        """What dispatch itself reads of a database: bf16 sums of plain tensors out of place, in graphs."""
-        snapshot = load_snapshot(environment, world_size, layers=[Layer("user", database)], strict=True)
-        rows = [row for row in snapshot.rows if is_asked(row.problem)]
-        return cls(replace(snapshot, rows=tuple(rows)), limits_for(environment, world_size))
-
-    @classmethod
-    def of(cls, records: Iterable[TrialRecord]) -> Known:
-        """Trials at powers of two as the finals of a sweep hold them: every winner on every shape, each shape's best.
-
-        The recorded sweep's finals did not yet hold the latter, so they are taken from its search.
-        """
-        latest: dict[tuple[Problem, Candidate], TrialRecord] = {}
-        for record in records:
-            numel = math.prod(record.problem.shape)
-            if record.status != "ok" or numel & (numel - 1):
-                continue
-            key = (record.problem, candidate_of(record))
-            if key not in latest or (record.final, record.created_at) >= (latest[key].final, latest[key].created_at):
-                latest[key] = record
-        kept = [record for record in latest.values() if record.final]
-        for problem in {problem for problem, _ in latest}:
-            ran = [record for (measured, _), record in latest.items() if measured == problem]
-            ran = [record for record in ran if record.variant != "library"]
-            kept += sorted(ran, key=lambda record: record.latency_p50_us or math.inf)[:BEST_OF_SHAPE]
-        environment, world_size = kept[0].environment, kept[0].problem.world_size
-        rows = {(row.problem, row.candidate): row for row in map(row_of, kept)}
-        snapshot = Snapshot(environment=environment, world_size=world_size, rows=tuple(rows.values()))
-        return cls(snapshot, limits_for(environment, world_size))
-
-    def winner(self, problem: Problem, *, runs: Problem | None = None, snapshot: Snapshot | None = None) -> Candidate:
-        """What is chosen for `problem`, of what can run `runs`."""
-        snapshot = snapshot or self.snapshot
-        hashes = {(row.problem.op, row.candidate.variant): row.source_hash for row in snapshot.rows}
-        known = variants(problem.op)
-        return choose(
-            snapshot,
-            problem,
-            feasible=lambda candidate: check_candidate(runs or problem, candidate, self.limits),
-            source_hash=lambda op, variant: hashes.get((op, variant)),
-            numerics_of=lambda op, variant: known[variant].numerics if variant in known else None,
-            message_bytes=get_op(problem.op).message_bytes,
-        ).candidate
-
-    def latencies(self, numel: int, problem: Problem, *, finals: bool) -> dict[Candidate, float]:
-        """Latencies at a measured size, by their ratio to the library, of what can run `problem`."""
-        rows = [row for row in self.snapshot.rows if row.problem.shape == (numel,) and (row.final or not finals)]
-        baseline = statistics.median(row.baseline_p50_us for row in rows if row.baseline_p50_us)
-        return {
-            row.candidate: row.latency_p50_us / (row.baseline_p50_us or baseline) * baseline
-            for row in rows
-            if check_candidate(problem, row.candidate, self.limits) is None
-        }
-
-    def measured_sizes(self) -> list[Problem]:
-        return sorted({row.problem for row in self.snapshot.rows}, key=lambda problem: problem.shape)
-
-
-def candidate_of(record: TrialRecord) -> Candidate:
-    return Candidate.of(record.problem.op, record.variant, record.config)
-
-
-def row_of(record: TrialRecord) -> Row:
-    return Row(
-        problem=record.problem,
-        candidate=candidate_of(record),
-        source_hash=record.source_hash,
-        environment=record.environment,
-        latency_p50_us=record.latency_p50_us or math.inf,
-        latency_p10_us=record.latency_p10_us,
-        latency_p90_us=record.latency_p90_us,
-        samples=record.samples,
-        baseline_p50_us=record.baseline_p50_us,
-        final=record.final,
-        created_at=record.created_at.isoformat(),
-    )
-
-
-def _dispatch(known: Known, problem: Problem) -> Candidate:
-    return known.winner(problem)
-
-
-def _line(*, finals: bool) -> Callable[[Known, Problem], Candidate]:
-    """Straight lines in log-log between the two nearest sizes, of candidates measured at both."""
-
-    def rule(known: Known, problem: Problem) -> Candidate:
-        here, sizes = problem.shape[0], [measured.shape[0] for measured in known.measured_sizes()]
-        below, above = [s for s in sizes if s < here], [s for s in sizes if s > here]
-        if not below or not above:
-            return known.winner(problem)
-        weight = math.log(here / below[-1]) / math.log(above[0] / below[-1])
-        low, high = (known.latencies(size, problem, finals=finals) for size in (below[-1], above[0]))
-        lines = {c: low[c] ** (1 - weight) * high[c] ** weight for c in low if c in high}
-        return min(lines, key=lambda c: (lines[c], str(c)), default=Candidate.of(problem.op, "library", {}))
-
-    return rule
-
-
-def _of_size(order: Callable[[int, int], float]) -> Callable[[Known, Problem], Candidate]:
-    def rule(known: Known, problem: Problem) -> Candidate:
-        here = problem.shape[0]
-        near = min(known.measured_sizes(), key=lambda measured: order(measured.shape[0], here))
-        return known.winner(near, runs=problem)
-
-    return rule
-
-
-RULES: Mapping[str, Callable[[Known, Problem], Candidate]] = {
-    "dispatch": _dispatch,
-    "line, finals": _line(finals=True),
-    "line, every trial": _line(finals=False),
-    "nearest": _of_size(lambda there, here: abs(math.log(there / here))),
-    "larger": _of_size(lambda there, here: there / here if there >= here else here / there + 1e9),
-    "smaller": _of_size(lambda there, here: here / there if there <= here else there / here + 1e9),
-}
 
 
 # Measuring
@@ -254,11 +128,6 @@ def measure(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def is_asked(problem: Problem) -> bool:
-    asked = (problem.dtype, problem.mode, problem.input_kind, problem.in_place, problem.reduction)
-    return problem.op == "all_reduce" and asked == ("bfloat16", "graph", "plain", False, "sum")
-
-
 def trials_of(database: Database) -> list[TrialRecord]:
     """All bf16 sums of plain tensors out of place, in graphs, in the environment that was measured last."""
     found = [t for t in database.trials(op="all_reduce") if is_asked(t.problem)]
@@ -268,38 +137,120 @@ def trials_of(database: Database) -> list[TrialRecord]:
 # Reporting
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was recorded and measured with one number of ranks: the trials, and by size and contender the latency."""
+
+    records: list[TrialRecord]
+    known: Known
+    timed: Mapping[int, Mapping[str, float]]
+
+    @classmethod
+    def read(cls, recording: Path, measured: Path) -> Measured:
+        records = read_recording(recording)
+        known, timed = Known.of(records), defaultdict[int, dict[str, float]](dict)
+        with measured.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file):
+                if int(line["world_size"]) == known.snapshot.world_size:
+                    timed[int(line["shape"])][line["config"]] = float(line["latency_p50_us"])
+        return cls(records, known, timed)
+
+    def regrets(self, rule: Callable[[Known, Problem], Candidate]) -> list[Regret]:
+        return [regret(self.known, self.records, rule, numel, self.timed) for numel in sorted(self.timed)]
+
+
 def report(args: argparse.Namespace) -> None:
-    """Print and write, by rule: mean and worst regret, and the least speed-up over the library."""
-    records = read_recording(args.records)
-    known = Known.of(records)
-    timed: dict[int, dict[str, float]] = {}
-    with args.measured.open(encoding="utf-8", newline="") as file:
-        for line in csv.DictReader(file):
-            timed.setdefault(int(line["shape"]), {})[line["config"]] = float(line["latency_p50_us"])
+    """Print and write, by ranks and rule: mean and worst regret, and the least speed-up over the library."""
     table = []
-    for name, rule in RULES.items():
-        found = [regret(known, records, rule, numel, timed) for numel in sorted(timed)]
-        table.append(
-            {
-                "rule": name,
-                "sizes": len(found),
-                "regret_mean": round(statistics.mean(f.regret for f in found), 4),
-                "regret_worst": round(max(f.regret for f in found), 4),
-                "worst_at_elements": max(found, key=lambda f: f.regret).numel,
-                "library_over_choice_least": round(min(f.speedup for f in found), 4),
-                "not_interleaved": sum(f.source != "interleaved" for f in found),
-            }
-        )
-        if args.verbose and name in args.verbose:
-            for f in found:
-                print(f"{f.numel:>10} {f.regret:.3f} {f.speedup:.2f}x {f.choice} ({f.source})  best {f.best}")
+    for path in args.records:
+        measured = Measured.read(path, args.measured)
+        for name, rule in RULES.items():
+            found = measured.regrets(rule)
+            table.append({"world_size": measured.known.snapshot.world_size, "rule": name, **summary(found)})
+            if args.verbose and name in args.verbose:
+                for f in found:
+                    print(f"{f.numel:>10} {f.regret:.3f} {f.speedup:.2f}x {f.choice} ({f.source})  best {f.best}")
+    show(table, args.csv)
+
+
+def summary(found: list[Regret]) -> dict[str, object]:
+    worst = max(found, key=lambda f: f.regret)
+    return {
+        "sizes": len(found),
+        "regret_mean": round(statistics.mean(f.regret for f in found), 4),
+        "regret_worst": round(worst.regret, 4),
+        "worst_at_elements": worst.numel,
+        "library_over_choice_least": round(min(f.speedup for f in found), 4),
+        "not_interleaved": sum(f.source != "interleaved" for f in found),
+    }
+
+
+def show(table: list[dict[str, object]], path: Path | None) -> None:
     for entry in table:
         print("  ".join(f"{key} {value}" for key, value in entry.items()))
-    if args.csv:
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
+    if path is not None:
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, table[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(table)
+
+
+def thin(args: argparse.Namespace) -> None:
+    """Print and write how often what variants say of their rounds changes a choice, and what that is worth."""
+    table = []
+    for path in args.records:
+        measured = Measured.read(path, args.measured)
+        for kept in (0.8, 0.6, 0.4):
+            several = (replace(measured, known=thinned(measured.known, kept, seed)) for seed in range(args.seeds))
+            found = [pair for few in several for pair in changed_by_rounds(few)]
+            pairs = [pair for pair in found if pair is not None]
+            table.append(
+                {
+                    "world_size": measured.known.snapshot.world_size,
+                    "kept": kept,
+                    "choices": args.seeds * len(measured.timed),
+                    "changed": len(found),
+                    "better": sum(ours < theirs for ours, theirs in pairs),
+                    "worse": sum(ours > theirs for ours, theirs in pairs),
+                    "unmeasured": len(found) - len(pairs),
+                    "regret_mean": round(statistics.mean(ours for ours, _ in pairs), 4),
+                    "regret_mean_rounds_unknown": round(statistics.mean(theirs for _, theirs in pairs), 4),
+                }
+            )
+    show(table, args.csv)
+
+
+def changed_by_rounds(few: Measured) -> list[tuple[float, float] | None]:
+    """Regrets with and without rounds where that makes two choices; None where one of them was not measured."""
+    found: list[tuple[float, float] | None] = []
+    for numel in sorted(few.timed):
+        problem = replace(few.known.measured_sizes()[0], shape=(numel,))
+        rules = RULES["dispatch"], RULES["rounds unknown"]
+        if rules[0](few.known, problem) == rules[1](few.known, problem):
+            continue
+        try:
+            ours, theirs = (regret(few.known, few.records, rule, numel, few.timed).regret for rule in rules)
+        except Unmeasured:
+            found.append(None)
+        else:
+            found.append((ours, theirs))
+    return found
+
+
+def thinned(known: Known, kept: float, seed: int) -> Known:
+    """With a share of each size's rows, the library's and at least one more among them."""
+    generator = random.Random(seed)
+    rows: list[Row] = []
+    for problem in known.measured_sizes():
+        here = sorted((r for r in known.snapshot.rows if r.problem == problem), key=lambda r: str(r.candidate))
+        challengers = [row for row in here if not row.is_library]
+        rows += [row for row in here if row.is_library]
+        rows += [row for row in challengers if generator.random() < kept] or challengers[:1]
+    return replace(known, snapshot=replace(known.snapshot, rows=tuple(rows)))
+
+
+class Unmeasured(SystemExit):
+    """A choice whose time is known neither at its size nor at a larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +282,7 @@ def regret(
         # More work takes longer: a bound from above.
         larger = [size for size in sorted(timed) if size > numel and str(choice) in timed[size]]
         if not larger:
-            raise SystemExit(f"{choice} was measured neither at {numel} elements nor above; tune that size longer")
+            raise Unmeasured(f"{choice} was measured neither at {numel} elements nor above; tune that size longer")
         latency, source = timed[larger[0]][str(choice)], f"at most, from {larger[0]}"
     best = min(times, key=lambda name: times[name])
     return Regret(numel, str(choice), best, max(1.0, latency / times[best]), library_us / latency, source)
@@ -361,18 +312,20 @@ def main() -> None:
     verb.add_argument("--rounds", type=int, default=60)
     verb = verbs.add_parser("record")
     verb.add_argument("--tuned", required=True)
-    verb.add_argument("out", type=Path, nargs="?", default=RECORDS)
-    verb = verbs.add_parser("report")
-    verb.add_argument("--records", type=Path, default=RECORDS)
-    verb.add_argument("--measured", type=Path, default=MEASURED)
-    verb.add_argument("--csv", type=Path)
-    verb.add_argument("--verbose", nargs="*", metavar="RULE")
+    verb.add_argument("out", type=Path)
+    for name in ("report", "thin"):
+        verb = verbs.add_parser(name)
+        verb.add_argument("--records", type=Path, nargs="+", default=RECORDS)
+        verb.add_argument("--measured", type=Path, default=MEASURED)
+        verb.add_argument("--csv", type=Path)
+    verb.add_argument("--seeds", type=int, default=30)
+    verbs.choices["report"].add_argument("--verbose", nargs="*", metavar="RULE")
     args = parser.parse_args()
     kernels.discover()
     if args.verb == "sizes":
         print(",".join(map(str, sizes())))
     else:
-        {"measure": measure, "record": record, "report": report}[args.verb](args)
+        {"measure": measure, "record": record, "report": report, "thin": thin}[args.verb](args)
 
 
 if __name__ == "__main__":

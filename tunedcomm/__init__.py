@@ -34,9 +34,14 @@ if TYPE_CHECKING:
         UnsupportedInputError,
         WorkspaceError,
     )
+    from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
+    from tunedcomm.ops.all_reduce_bias import all_reduce_bias
+    from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from tunedcomm.ops.all_to_all import all_to_all
     from tunedcomm.ops.all_to_all_v import all_to_all_v
+    from tunedcomm.ops.progress import GatherProgress, all_gather_with_progress
+    from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
 
@@ -52,6 +57,7 @@ __all__ = [
     "DatabaseError",
     "DatabaseFullError",
     "DatabaseVersionError",
+    "GatherProgress",
     "GroupError",
     "InfeasibleError",
     "NanInputError",
@@ -64,14 +70,19 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedInputError",
     "WorkspaceError",
+    "all_gather",
+    "all_gather_with_progress",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_bias",
+    "all_reduce_rms_norm",
     "all_to_all",
     "all_to_all_v",
     "check_agreement",
     "explain",
     "force",
     "get_communicator",
+    "reduce_scatter",
     "register_symmetric",
     "release_communicators",
     "symmetric_empty",
@@ -80,15 +91,21 @@ __all__ = [
 _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
+    "GatherProgress": "ops.progress",
     "Problem": "spec",
+    "all_gather": "ops.all_gather",
+    "all_gather_with_progress": "ops.progress",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "all_to_all": "ops.all_to_all",
+    "all_reduce_bias": "ops.all_reduce_bias",
+    "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
     "all_to_all_v": "ops.all_to_all_v",
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",
     "get_communicator": "communicator",
+    "reduce_scatter": "ops.reduce_scatter",
     "register_symmetric": "ops.symmetric",
     "release_communicators": "communicator",
     "symmetric_empty": "ops.symmetric",

@@ -24,7 +24,7 @@ from tunedcomm.db.select import Snapshot
 from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
 from tunedcomm.nan_watch import NanWatch
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
@@ -246,6 +246,8 @@ class Communicator:
         # The interpreter has run the kernel to its end: a peer that did not come is known in this very call.
         if isinstance(launch, AddressLaunch):
             return AddressLaunch(self._then_look(launch.by_address))
+        if isinstance(launch, ManyLaunch):
+            return replace(launch, by_address=self._then_look(launch.by_address))
         return self._then_look(launch)
 
     def guarded(self, problem: Problem, launch: Callable[..., None]) -> Callable[..., None]:

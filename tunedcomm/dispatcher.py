@@ -175,12 +175,17 @@ def decide(
         forced=forced,
         max_sms=max_sms,
         sms_of=lambda candidate: _sms_of(problem, candidate),
+        rounds_of=_rounds_of,
         hopeless=lambda: unservable(problem, limits, policy),
     )
 
 
 def _sms_of(problem: Problem, candidate: Candidate) -> int:
     return get_variant(candidate.op, candidate.variant).num_blocks(problem, candidate.config_dict)
+
+
+def _rounds_of(problem: Problem, candidate: Candidate) -> int:
+    return get_variant(candidate.op, candidate.variant).num_rounds(problem, candidate.config_dict)
 
 
 def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str | None:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ from tunedcomm.db.once import warn_once
 from tunedcomm.db.records import utc_now
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
-from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
 from tunedcomm.spec import Problem
 
 __all__ = ["MAX_PROBLEMS", "counted", "flush"]
@@ -164,12 +165,14 @@ def counted(launch: Launch, problem: Problem, environment: Environment, source: 
     if counter is None:
         return launch
 
-    inner = launch.by_address if isinstance(launch, AddressLaunch) else launch
+    inner = launch.by_address if isinstance(launch, (AddressLaunch, ManyLaunch)) else launch
 
     def count_and_launch(*arguments: Any) -> None:
         counter.count += 1
         inner(*arguments)
 
+    if isinstance(launch, ManyLaunch):
+        return replace(launch, by_address=count_and_launch)
     return AddressLaunch(count_and_launch) if isinstance(launch, AddressLaunch) else count_and_launch
 
 

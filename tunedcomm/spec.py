@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.names import did_you_mean
+from tunedcomm.shapes import format_shape
 from tunedcomm.space import Config, Space, Value
 
 __all__ = [
@@ -31,11 +32,9 @@ __all__ = [
     "admits",
     "candidates",
     "check_candidate",
-    "format_shape",
     "get_op",
     "get_variant",
     "ops",
-    "parse_shape",
     "register_op",
     "register_variant",
     "variants",
@@ -71,26 +70,6 @@ _ADMITTED: Mapping[str, frozenset[str]] = {
 def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
     """True if a caller's numerics policy allows a variant of this numerics class."""
     return numerics in _ADMITTED[policy]
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Read `4096x8192x3584` or `98304`.
-
-    Raises:
-        ValueError: anything else.
-    """
-    try:
-        shape = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        raise ValueError(f"shape {text!r} is not of the form N or MxNxK, e.g. 98304 or 4096x8192x3584") from None
-    if any(extent < 0 for extent in shape):
-        raise ValueError(f"shape {text!r} has a negative extent")
-    return shape
-
-
-def format_shape(shape: Sequence[int]) -> str:
-    """The text that `parse_shape` reads back."""
-    return "x".join(str(extent) for extent in shape)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -233,13 +212,13 @@ class OpSpec:
             same values on every rank and device.
         make_outputs: `(problem, device)` to freshly allocated output tensors.
         reference: `(problem, inputs of every rank, rank)` to the expected outputs in float64.
-        tolerance: dtype to the largest ‖out − ref‖ / ‖ref‖ that a right variant may show on random inputs.
+        tolerance: dtype, or scaling, to the largest ‖out − ref‖ / ‖ref‖ of a right variant on random inputs.
         message_bytes: bytes by which sizes of the op are compared (columns of bench/results say how it is counted).
         busbw_factor: world size to bus factor, or None where the op has none.
         default_shapes: backend to the shapes that `tunedcomm tune` sweeps with no shape given, dtype size as argument.
-        ordered_reference: like `reference`, but the exact bits that every `ordered` variant must give, in the payload's
-            dtype.
+        ordered_reference: like `reference`, but the exact bits of every `ordered` variant, in the payload's dtype.
         in_place: the result may overwrite the input.
+        layouts, scalings: what a `Problem` may have there; what is swept by default comes first.
     """
 
     name: str
@@ -257,6 +236,8 @@ class OpSpec:
     default_shapes: Callable[[str, int], list[tuple[int, ...]]]
     ordered_reference: Callable[[Problem, Sequence[tuple[Any, ...]], int], tuple[Any, ...]] | None = None
     in_place: bool = False
+    layouts: tuple[str, ...] = ("",)
+    scalings: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +256,8 @@ class Variant:
             handle (0 on the host). Compiles; never called while a graph is captured.
         num_blocks: `(problem, config)` to the number of thread blocks (SMs at most) it occupies; 0 for copy engines
             and -1 where it is not known (library calls).
+        num_rounds: `(problem, config)` to how often its grid goes round to do all the work; 0 where that is not known.
+            Dispatch between the measured sizes goes by whether once is enough.
         kernels: the Triton functions whose source, with all they call, makes the variant's source hash.
         compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels._launch`.
         version: raise it to retire stored rows when something outside `kernels` changes what is measured.
@@ -292,6 +275,7 @@ class Variant:
     num_blocks: Callable[[Problem, Config], int]
     kernels: tuple[Any, ...] = ()
     compile_requests: Callable[[Problem, Config], Iterable[Any]] = field(default=lambda problem, config: ())
+    num_rounds: Callable[[Problem, Config], int] = field(default=lambda problem, config: 0)
     version: int = 1
     bounded: bool = True
 

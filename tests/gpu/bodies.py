@@ -11,7 +11,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from tunedcomm.db.select import Pinned, Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 
 ORDERED = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
+LARGE = "two_shot_split"  # from 1 MiB on
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -67,7 +69,7 @@ def variants_body() -> dict[str, object]:
                     everyone = [torch.empty_like(x) for _ in range(comm.world_size)]
                     dist.all_gather(everyone, x)
                     (expected,) = get_op("all_reduce").ordered_reference(problem, [(e,) for e in everyone], 0)
-                for name in ORDERED:
+                for name in (*ORDERED, LARGE):
                     variant = get_variant("all_reduce", name)
                     config = variant.default(problem, comm.limits)
                     candidate = Candidate.of("all_reduce", name, config)
@@ -90,7 +92,7 @@ def chain_body() -> dict[str, object]:
     a buffer, too early, stale values of the replay before would show.
     """
     comm, replays, length = get_communicator(), 40, 12
-    for name in ORDERED:
+    for name in (*ORDERED, LARGE):
         for pdl in (False, True):
             for numel in (2048, 65536, 524288):
                 problem = Problem("all_reduce", (numel,), "float32", comm.world_size)
@@ -203,7 +205,7 @@ def stress_body() -> dict[str, object]:
     for numel in (1, 333, 2048, 30000, 262144, 1_000_003):
         problem = Problem("all_reduce", (numel,), "bfloat16", comm.world_size)
         x, expected = expected_of(problem, numel)
-        for name in ORDERED:
+        for name in (*ORDERED, LARGE):
             variant = get_variant("all_reduce", name)
             feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
             for config in shuffle.sample(feasible, min(3, len(feasible))):
@@ -271,14 +273,14 @@ def lost_peer_body() -> dict[str, object]:
     only = os.environ.get("LOST_VARIANT")
     if only:
         return {"waited": lose_peer(only, os.environ["LOST_MODE"], kill=True)}
-    waited = [lose_peer(variant, mode, kill=False) for variant in ORDERED for mode in ("eager", "graph")]
+    waited = [lose_peer(variant, mode, kill=False) for variant in (*ORDERED, LARGE) for mode in ("eager", "graph")]
     return {"waited": max(waited)}
 
 
 def lose_peer(variant: str, mode: str, *, kill: bool) -> float:
     """Seconds that a survivor waited; 0 on the lost rank."""
     group = dist.new_group()
-    last, x = dist.get_world_size() - 1, torch.ones(2048, device="cuda")
+    last, x = dist.get_world_size() - 1, torch.ones(1 << 20 if variant == LARGE else 2048, device="cuda")
 
     def calls() -> None:
         for _ in range(3):
@@ -307,7 +309,14 @@ def lose_peer(variant: str, mode: str, *, kill: bool) -> float:
     return waited
 
 
-def miss(run: Callable[[], None], x: torch.Tensor, group: dist.ProcessGroup, said: str) -> float:
+def miss(
+    run: Callable[[], None],
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    said: str,
+    *,
+    call: Callable[..., torch.Tensor] = tunedcomm.all_reduce,
+) -> float:
     """Run what one rank does not run; seconds until the device was free again."""
     begin = time.monotonic()
     with contextlib.suppress(tunedcomm.PeerTimeoutError):  # eager calls may learn of it while they are made
@@ -316,7 +325,7 @@ def miss(run: Callable[[], None], x: torch.Tensor, group: dist.ProcessGroup, sai
     waited = time.monotonic() - begin
     for _ in range(2):
         try:
-            tunedcomm.all_reduce(x, group=group)
+            call(x, group=group)
         except tunedcomm.PeerTimeoutError as error:
             assert re.search(said, str(error)), str(error)
         else:
@@ -377,7 +386,8 @@ def dispatch_body() -> dict[str, object]:
     return {}
 
 
-def main(name: str) -> None:
+def main(name: str, found: Mapping[str, Any] | None = None) -> None:
+    """Run `NAME_body` of this module, or of the module whose names are `found`."""
     rank = int(os.environ["LOCAL_RANK"])
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
     torch.cuda.set_device(rank)
@@ -385,7 +395,7 @@ def main(name: str) -> None:
     kernels.discover()
     assert spec.variants("all_reduce")
     begin = time.monotonic()
-    result = globals()[f"{name}_body"]()
+    result = (globals() if found is None else found)[f"{name}_body"]()
     torch.cuda.synchronize()
     result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
     sys.stdout.write(json.dumps(result) + "\n")
@@ -397,4 +407,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], globals())

@@ -20,7 +20,7 @@ def python_path() -> str:
 
 
 def run(
-    name: str, world_size: int, *, timeout: float = 150.0, bodies: Path = BODIES, **environment: str
+    name: str, world_size: int, *, bodies: Path = BODIES, timeout: float = 150.0, **environment: str
 ) -> list[dict[str, object]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     settings = {"TUNEDCOMM_PEER_TIMEOUT_S": "5", "OMP_NUM_THREADS": "1", **environment}

@@ -10,7 +10,8 @@ from tunedcomm import kernels
 from tunedcomm.spec import Problem, variants
 
 kernels.discover()
-KERNELS = sorted(name for name, variant in variants("all_reduce").items() if variant.kernels)
+# On one node: what spans several has tests of its own.
+KERNELS = sorted(n for n, v in variants("all_reduce").items() if v.kernels and "ranks_per_node" not in v.space.names)
 ORDERED = sorted(name for name in KERNELS if variants("all_reduce")[name].numerics == "ordered")
 SIZES = (1, 7, 64, 1000, 4099)
 
@@ -111,6 +112,26 @@ def test_ordered_variants_give_the_same_bits(world_size, dtype):
                 assert torch.equal(torch.tensor(results[reduction, variant]), expected), (reduction, variant)
     words = torch.tensor(first["sum", ORDERED[0]])
     assert words[8] == 0, "negative zeros sum to +0.0"
+
+
+def split_body(rank, world_size):
+    """two_shot_split cut into more pieces than its areas hold, sizes that do not divide, in place and not."""
+    from tunedcomm.communicator import get_communicator
+
+    communicator = get_communicator()
+    for numel in (16 * 128 * 8 * world_size, 11 * 128 * 8 * world_size + 1234):
+        for chunks in (4, 8, 16) if numel % 128 == 0 else (4, 8):
+            config = {"num_blocks": 3, "num_warps": 4, "items": 1, "num_chunks": chunks}
+            for in_place in (False, True):
+                problem = Problem("all_reduce", (numel,), "bfloat16", world_size, mode="eager", in_place=in_place)
+                for seed in (1, 2):
+                    _check(communicator, problem, "two_shot_split", seed, "random", config)
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_shot_split_in_many_chunks(world_size):
+    assert run_ranks(world_size, split_body, timeout=240) == [True] * world_size
 
 
 def chunks_body(rank, world_size):

@@ -16,7 +16,7 @@ from harness import run_ranks
 
 import tunedcomm
 
-KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
+KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_split")
 PEER_TIMEOUT_S = 1.0
 
 

@@ -82,5 +82,9 @@ def check_variant(
             assert torch.equal(bits_of(got), bits_of(expected)), (variant, problem, kind)
     for got, reference in zip(outputs, spec.reference(problem, given, rank), strict=True):
         error = ((got.double() - reference).norm() / reference.norm().clamp_min(1e-30)).item()
-        assert error <= spec.tolerance[problem.dtype] or not torch.isfinite(reference).all(), (variant, problem, error)
+        assert error <= spec.tolerance[problem.scaling or problem.dtype] or not torch.isfinite(reference).all(), (
+            variant,
+            problem,
+            error,
+        )
     return outputs

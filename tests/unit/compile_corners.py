@@ -33,6 +33,7 @@ CAPABILITIES = (90, 100)
 REDUCTIONS = ("sum", "avg")
 INPUTS: tuple[tuple[InputKind, bool], ...] = (("plain", False), ("symmetric", False), ("symmetric", True))
 WORLD_SIZES = (2, 3, 4, 8)
+ROW_BYTES = (256, 2048, 8192, 10240, 16384, 32768)
 LIMITS = Limits(
     backend="cuda",
     num_sms=132,
@@ -90,13 +91,16 @@ def end_points(variant: Variant) -> Iterator[Config]:
 
 def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: bool) -> Problem | None:
     """A problem like `like`, of any size, that the config may run: what can never run need not compile."""
+    from tunedcomm.spec import get_op
+
     width = ITEMSIZE[like.dtype]
-    for exponent in range(4, 30):
-        shape = ((1 << exponent) // width + (1 if tail else 0),)
-        problem = Problem(
-            like.op, shape, like.dtype, like.world_size,
-            reduction=like.reduction, input_kind=like.input_kind, in_place=like.in_place,
-        )  # fmt: skip
+    if get_op(like.op).rank_of_shape == 1:
+        shapes: list[tuple[int, ...]] = [((1 << e) // width + (1 if tail else 0),) for e in range(4, 30)]
+    else:  # of matrices the longest rows, or the shortest ones
+        rows = ROW_BYTES if tail else tuple(reversed(ROW_BYTES))
+        shapes = [(count, size // width) for size in rows for count in (1, 16, 256, 4096)]
+    for shape in shapes:
+        problem = replace(like, shape=shape)
         if any(
             variant.infeasible(problem, config, limits) is None
             for limits in (LIMITS, *SPANNING)
@@ -114,17 +118,33 @@ def every_corner(variant: Variant) -> list[Corner]:
     spec = get_op(variant.op)
     reductions = [name for name in REDUCTIONS if name in spec.reductions] or [""]
     inputs = [(kind, in_place) for kind, in_place in INPUTS if spec.in_place or not in_place]
-    problems = itertools.product(spec.dtypes, reductions, inputs, WORLD_SIZES, (False, True))
-    for (dtype, reduction, (kind, in_place), world_size, tail), config in itertools.product(
+    extras = [*((layout, "") for layout in spec.layouts), *((spec.layouts[0], s) for s in spec.scalings if s)]
+    problems = itertools.product(spec.dtypes, reductions, inputs, extras, WORLD_SIZES, (False, True))
+    for (dtype, reduction, (kind, in_place), (layout, scaling), world_size, tail), config in itertools.product(
         problems, list(end_points(variant))
     ):
-        like = Problem(variant.op, (1,), dtype, world_size, reduction=reduction, input_kind=kind, in_place=in_place)
+        like = Problem(
+            variant.op, (1,), dtype, world_size,
+            reduction=reduction, input_kind=kind, in_place=in_place, layout=layout, scaling=scaling,
+        )  # fmt: skip
         problem = feasible_problem(variant, config, like, tail=tail)
         if problem is not None:
             for request in variant.compile_requests(problem, config):
                 for capability in CAPABILITIES:
                     found[Corner(variant.op, variant.name, request, capability)] = None
     return list(found)
+
+
+def beside_variants() -> list[Corner]:
+    """Kernels that no variant has."""
+    from tunedcomm.kernels.all_gather.progress import compile_requests
+
+    return [
+        Corner("all_gather", "with_progress", request, capability)
+        for world_size in WORLD_SIZES
+        for request in compile_requests(world_size)
+        for capability in CAPABILITIES
+    ]
 
 
 def weight(corner: Corner) -> tuple[Any, ...]:
@@ -210,7 +230,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"triton": triton.__version__, "file": str(Path(triton.__file__)), "variants": hashes}))
         return
     part, num_parts = int(arguments[1]), int(arguments[2])
-    chosen = [corner for variant in variants for corner in covering(every_corner(variant))]
+    chosen = [corner for variant in variants for corner in covering(every_corner(variant))] + beside_variants()
     for corner in chosen[part::num_parts]:
         print(json.dumps(compiled(corner)), flush=True)
 

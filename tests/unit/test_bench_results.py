@@ -42,6 +42,9 @@ MOST_OF_TORCH = 7 / 7.8
 # How much longer a call may take because every wait is bounded: two medians of one machine differ by as much.
 MOST_FOR_THE_BOUND = 1.02
 
+# At 128 MiB on 2 GPUs PyTorch's two-shot, which works in place, leaves out a copy that ours makes.
+MOST_OF_A_PEER_IN_PLACE = 1.07
+
 
 def rows(name: str) -> list[dict[str, str]]:
     with (RESULTS / name).open(newline="", encoding="utf-8") as file:
@@ -81,11 +84,22 @@ def test_all_reduce_clears_its_bar_on_four_gpus(size: int) -> None:
         assert most_us is None or run["tuned"] <= most_us, run
 
 
+def test_all_reduce_on_two_gpus_beats_nccl_everywhere_and_the_best_peer_but_where_that_copies_nothing() -> None:
+    runs: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for row in rows("all_reduce_h200.csv"):
+        if (row["world_size"], row["mode"], row["dtype"]) == ("2", "graph", "bfloat16"):
+            runs[row["run_id"], int(row["message_bytes"])][row["contender"]] = float(row["latency_p50_us"])
+    assert {size for _, size in runs} >= set(BARS)
+    for run in runs.values():
+        assert run["tuned"] < run["library"], run
+        assert run["tuned"] <= MOST_OF_A_PEER_IN_PLACE * min(run[name] for name in PEERS if name in run), run
+
+
 def test_an_eager_call_clears_its_bar() -> None:
     runs: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows("eager_cost_h200.csv"):
         runs[row["run_id"]][row["contender"].removeprefix("host_cost:")] = float(row["latency_p50_us"])
-    assert len(runs) >= 3
+    assert len(runs) >= 5
     for run in runs.values():
         assert run["tuned"] <= MOST_OF_TORCH * run["torch_one_shot"], run
 
@@ -104,16 +118,33 @@ def test_the_bound_of_waits_costs_next_to_nothing() -> None:
         assert pair["bounded"] <= MOST_FOR_THE_BOUND * pair["unbounded"], pair
 
 
-def test_dispatch_loses_little_between_the_tuned_sizes() -> None:
+# Of the ranks: mean and worst regret at most. Anywhere 1.03 and 1.12 would do; better than that is not given up.
+REGRET = {"4": (1.015, 1.09), "2": (1.03, 1.12)}
+
+
+@pytest.mark.parametrize("world_size", REGRET)
+def test_dispatch_loses_little_between_the_tuned_sizes(world_size: str) -> None:
     with (RESULTS / "replay" / "regret_rules_h200.csv").open(newline="", encoding="utf-8") as file:
-        rules = {row["rule"]: row for row in csv.DictReader(file)}
+        rules = {row["rule"]: row for row in csv.DictReader(file) if row["world_size"] == world_size}
     ours = rules["dispatch"]
     assert int(ours["sizes"]) == 40
-    assert float(ours["regret_mean"]) <= 1.03
-    assert float(ours["regret_worst"]) <= 1.12
+    most_mean, most = REGRET[world_size]
+    assert float(ours["regret_mean"]) <= most_mean
+    assert float(ours["regret_worst"]) <= most
     assert float(ours["library_over_choice_least"]) >= 0.97
-    assert len(rules) >= 3
+    assert len(rules) >= 6
     assert float(ours["regret_mean"]) == min(float(row["regret_mean"]) for row in rules.values())
+
+
+def test_going_by_rounds_holds_for_other_candidates_too() -> None:
+    """With finals left out at random: where it changes a choice, the choice gets better."""
+    with (RESULTS / "replay" / "regret_thinned_h200.csv").open(newline="", encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert {row["world_size"] for row in found} == {"2", "4"}
+    assert sum(int(row["changed"]) for row in found) >= 50
+    for row in found:
+        assert int(row["better"]) >= 10 * int(row["worse"])
+        assert float(row["regret_mean"]) < float(row["regret_mean_rounds_unknown"])
 
 
 def test_the_table_of_rules_is_what_the_recording_gives(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ("--op all_reduse", ["unknown op 'all_reduse'; did you mean 'all_reduce'? The ops are all_reduce"]),
-        ("--op quux", ["unknown op 'quux'. The ops are all_reduce"]),
+        ("--op all_reduse", ["unknown op 'all_reduse'; did you mean 'all_reduce'", "The ops are "]),
+        ("--op quux", ["unknown op 'quux'. The ops are "]),
         ("--op all_reduce --model lama3-70b", ["unknown model 'lama3-70b'; did you mean 'llama3-70b'", "--shape"]),
         ("--op all_reduce --model quux", ["unknown model 'quux'. The models are"]),
         ("--op all_reduce --variants lamprt", ["no variant 'lamprt'; did you mean 'lamport'", "Its variants are"]),

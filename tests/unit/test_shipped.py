@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from tunedcomm import kernels
 from tunedcomm.communicator import limits_for
 from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
+from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatcher import decide
-from tunedcomm.spec import Mode, Problem, get_op, get_variant
+from tunedcomm.spec import Limits, Mode, Problem, get_op, get_variant
 
 SHIPPED = packaged_databases()
 README = Path(__file__).parents[2] / "tuning_db" / "README.md"
@@ -59,23 +61,44 @@ def test_an_export_decides_the_same(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_size_of_the_sweep_is_answered(path: Path, mode: Mode, dtype: str) -> None:
-    """By a final of its own, or, where the file has none (see its README), by the same kernel in bf16 and graphs."""
-    kernels.discover()
-    has_finals = "x4" in path.name or (mode, dtype) == ("graph", "bfloat16")
+    """By a final of its own."""
     world_size = 4 if "x4" in path.name else 2
+    for shape in get_op("all_reduce").default_shapes("cuda", 2):
+        assert_won(path, Problem("all_reduce", shape, dtype, world_size, mode=mode))
+
+
+def test_calls_in_place_on_two_gpus_are_answered_by_what_was_tuned_in_place() -> None:
+    path = next(path for path in SHIPPED if "x2" in path.name)
+    for shape in get_op("all_reduce").default_shapes("cuda", 2):
+        assert_won(path, Problem("all_reduce", shape, "bfloat16", 2, in_place=True))
+
+
+def test_an_odd_size_runs_in_one_round() -> None:
+    """169 packets of 16 bytes: both neighbours' winners have 128 threads or cannot run."""
+    path = next(path for path in SHIPPED if "x2" in path.name)
+    snapshot, limits = snapshot_of(path, 2)
+    decision = decide(Problem("all_reduce", (1349,), "bfloat16", 2), snapshot, limits)
+    assert decision.source == "interpolated"
+    config = decision.candidate.config_dict
+    assert (decision.candidate.variant, config["num_blocks"], config["num_warps"]) == ("lamport", 2, 4)
+
+
+def assert_won(path: Path, problem: Problem) -> None:
+    """By a final of this very problem, which is no slower than the library."""
+    snapshot, limits = snapshot_of(path, problem.world_size)
+    decision = decide(problem, snapshot, limits)
+    assert decision.source == "exact", problem
+    assert decision.library_us is not None
+    assert decision.latency_us is not None
+    assert decision.latency_us <= decision.library_us
+    if problem.nbytes <= 64 << 20:
+        assert decision.candidate.variant != "library", problem
+
+
+@functools.cache
+def snapshot_of(path: Path, world_size: int) -> tuple[Snapshot, Limits]:
+    kernels.discover()
     with Database.open(path, readonly=True, immutable=True) as database:
         (environment,) = database.environments()
     snapshot = load_snapshot(environment, world_size, layers=[Layer("packaged", str(path))], strict=True)
-    limits = limits_for(environment, world_size)
-    for shape in get_op("all_reduce").default_shapes("cuda", 2):
-        problem = Problem("all_reduce", shape, dtype, world_size, mode=mode)
-        decision = decide(problem, snapshot, limits)
-        if has_finals:
-            assert decision.source == "exact", problem
-            assert decision.library_us is not None
-            assert decision.latency_us is not None
-            assert decision.latency_us <= decision.library_us
-        else:
-            assert decision.source == ("heuristic" if mode == "eager" else "interpolated"), problem
-        if problem.nbytes <= 64 << 20:
-            assert decision.candidate.variant != "library", problem
+    return snapshot, limits_for(environment, world_size)

@@ -115,6 +115,17 @@ def test_all_reduce_moves_the_hidden_states_each_size_once() -> None:
     assert shapes_for([llama, find_model("llama3-70b")], 4, [1, 2], "all_reduce") == ((4096,), (8192,), (16384,))
 
 
+def test_a_rank_gathers_its_share_of_the_tokens() -> None:
+    found = shapes_for([find_model("llama3-70b")], 4, [1, 3, 4, 5, 4096], "all_gather")
+    assert found == ((8192,), (2 * 8192,), (1024 * 8192,))
+
+
+def test_reduce_scatter_leaves_each_rank_its_tokens() -> None:
+    llama = find_model("llama3-8b")
+    assert shapes_for([llama], 4, [1, 4, 6, 64], "reduce_scatter") == ((4096,), (2 * 4096,), (16 * 4096,))
+    assert shapes_for([llama], 8, [64], "reduce_scatter") == ((8 * 4096,),)
+
+
 def test_a_later_op_needs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHAPES", {**SHAPES, "gather_vocab": lambda model, tp, tokens: [(tokens, tp)]})
     assert shapes_for([find_model("llama3-8b")], 2, [3], "gather_vocab") == ((3, 2),)

@@ -186,6 +186,7 @@ def test_every_kind_of_drift_is_flagged(path: Path, tmp_path: Path, winners: dic
         e: "ok",
     }
     assert "lost 30.0%" in found[a].why
+    assert "30.0% longer" in found[a].why
     assert "20.0% longer than the library" in found[b].why
     assert found[c].why == "incorrect: planted: one element is wrong"
     assert {r.winner.problem.shape[0] for r in outcome.wrong} >= {a, b, c}
@@ -349,6 +350,8 @@ def winner_of(ratio: float, **changes: Any) -> Winner:
         "latency_us": 10.0 * ratio,
         "library_us": 10.0,
         "noise": 0.01,
+        "measured_us": 10.0 * ratio,
+        "uncertainty": 0.01,
         "environment": here(),
         "layer": "user",
         "created_at": "2026-01-01",
@@ -392,6 +395,48 @@ def test_verdict(stored: float, now: float, verdict: str) -> None:
     assert found.verdict == verdict
     assert found.ratio == pytest.approx(now)
     assert found.is_wrong == (verdict not in ("ok", "tied"))
+
+
+@pytest.mark.parametrize(
+    ("then_us", "now_us", "verdict"),
+    [
+        (5.0, 8.0, "drifted"),
+        (8.0, 8.0, "ok"),  # the library has become faster
+        (7.25, 8.0, "ok"),  # 10.3 % longer: 10 % and 1 % of noise
+        (7.15, 8.0, "drifted"),
+        (10.0, 8.0, "ok"),
+    ],
+)
+def test_a_winner_that_is_not_slower_than_it_was_has_not_drifted(then_us: float, now_us: float, verdict: str) -> None:
+    """Against the library it has lost 60 % each time."""
+    winner = winner_of(0.5, measured_us=then_us)
+    times = {"latency_p10_us": now_us, "latency_p90_us": now_us, "baseline_p50_us": now_us / 0.8}
+    found = judge(winner, [timed(winner, now_us / 20, **times)], tolerance=0.1)
+    assert found.ratio == pytest.approx(0.8)
+    assert found.verdict == verdict
+    assert ("the library's doing" in found.why) == (verdict == "ok")
+
+
+def test_an_eager_call_may_differ_by_its_spread() -> None:
+    winner = winner_of(0.5, problem=replace(problem_of(SIZES[0]), mode="eager"))
+    steady, erratic = (
+        timed(winner, 0.65, problem=winner.problem, latency_p10_us=13.0 - spread, latency_p90_us=13.0 + spread)
+        for spread in (0.1, 3.0)
+    )
+    assert judge(winner, [steady], tolerance=0.1).verdict == "drifted"
+    assert judge(winner, [erratic], tolerance=0.1).verdict == "ok"
+    assert judge(replace(winner, uncertainty=0.25), [steady], tolerance=0.1).verdict == "ok"
+
+
+def test_only_what_is_faster_by_itself_and_against_the_library_has_overtaken() -> None:
+    winner = winner_of(0.5)
+    other = Candidate.of("all_reduce", "one_shot", {"items": 1, "num_blocks": 8, "num_warps": 4})
+    mine, fields = timed(winner, 0.5), at(other, SIZES[0])
+    for us, library_us, is_faster in ((9.0, 20.0, True), (9.0, 17.0, False), (10.5, 25.0, False), (9.95, 20.0, False)):
+        times = {f"latency_p{p}_us": us for p in (10, 50, 90)}
+        record = replace(timed(winner, 0.5), **{**fields, **times, "baseline_p50_us": library_us})
+        found = judge(winner, [mine, record], tolerance=0.1)
+        assert (found.faster == other) == is_faster, (us, library_us)
 
 
 def test_verdict_where_the_library_may_not_run() -> None:

@@ -26,7 +26,8 @@ from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.dispatcher import decide
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, parse_shape, variants
+from tunedcomm.shapes import parse_shape
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 from tunedcomm.tuner.measure import Contender, calls_for, contend, summarise, take_rounds
 
 __all__ = ["COLUMNS", "main"]
@@ -299,6 +300,7 @@ def _problems(job: dict[str, Any], world_size: int) -> list[Problem]:
             input_kind=kind,
             reduction=next(iter(get_op(job["op"]).reductions), ""),
             in_place=kind == "symmetric" and get_op(job["op"]).in_place,
+            layout=job["layout"],
             mode=mode,
         )
         for mode in job["modes"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import tunedcomm
 from tunedcomm.communicator import release_communicators
-from tunedcomm.spec import parse_shape
+from tunedcomm.shapes import parse_shape
 
 __all__ = ["main"]
 

@@ -12,7 +12,8 @@ import typer
 
 from tunedcomm import settings
 from tunedcomm.names import did_you_mean
-from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, parse_shape
+from tunedcomm.shapes import parse_shape
+from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op
 
 if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy
@@ -36,6 +37,7 @@ __all__ = [
     "WorldSizeOption",
     "borrowed",
     "check_dtype",
+    "check_layout",
     "check_reduction",
     "check_shape",
     "known_op",
@@ -136,6 +138,10 @@ MaxSmsOption: TypeAlias = Annotated[
     int | None,
     typer.Option(min=0, help="SMs at most that the kernel may take.", show_default=False),
 ]
+LayoutOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--layout", help="What the op is given besides, or how it lies; by default the op's first layout."),
+]
 DatabaseOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--db", help="Database to read, a path or a SQLAlchemy URL; by default every layer is read."),
@@ -210,6 +216,20 @@ def check_shape(text: str, spec: OpSpec, *, may_be_empty: bool = False) -> tuple
     return shape
 
 
+def check_layout(layout: str | None, spec: OpSpec) -> str:
+    """The layout, `none` for the one without a name, or the op's first where none is given."""
+    if layout is None:
+        return spec.layouts[0]
+    meant = "" if layout == "none" else layout
+    if meant not in spec.layouts:
+        allowed = [name or "none" for name in spec.layouts]
+        raise typer.BadParameter(
+            f"{layout!r} is not a layout of {spec.name}{did_you_mean(layout, allowed)} Allowed: {', '.join(allowed)}",
+            param_hint="--layout",
+        )
+    return meant
+
+
 def check_reduction(reduction: str | None, spec: OpSpec) -> str:
     """The reduction, or the op's first where none is given."""
     allowed = spec.reductions or ("",)
@@ -268,6 +288,7 @@ class ProblemOptions:
     in_place: bool = False
     numerics: Policy = Policy.default
     max_sms: int | None = None
+    layout: str | None = None
 
     @property
     def policy(self) -> NumericsPolicy:
@@ -292,5 +313,6 @@ class ProblemOptions:
             reduction=check_reduction(self.reduction, spec),
             input_kind=input_kind,
             in_place=self.in_place,
+            layout=check_layout(self.layout, spec),
             mode=mode,
         )

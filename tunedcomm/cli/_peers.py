@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from tunedcomm.cli._fused_peers import NCCL_COMPILED_NORM, compiled_norm
 from tunedcomm.spec import Problem
 
 __all__ = ["PEERS", "Peer", "peers_of"]
@@ -40,7 +41,7 @@ class Peer:
 
 
 _KRAKEN_BYTES = 32 << 20  # beyond this its kernels are behind NCCL and only take time
-PEERS = ("torch_one_shot_symmetric", "torch_two_shot_symmetric", "kraken")
+PEERS = ("torch_one_shot_symmetric", "torch_two_shot_symmetric", "kraken", NCCL_COMPILED_NORM)
 
 
 def _world() -> dist.ProcessGroup:
@@ -108,6 +109,10 @@ def _kraken(problem: Problem, device: torch.device) -> Iterator[Peer]:
 
 def peers_of(problem: Problem, device: torch.device, wanted: Callable[[str], bool]) -> Iterator[Peer]:
     """The peers that can run `problem`; several of one name are its settings, of which the best counts."""
+    if problem.op == "all_reduce_rms_norm" and device.type == "cuda" and wanted(NCCL_COMPILED_NORM):
+        for load, run, result in compiled_norm(problem, device):
+            yield Peer(NCCL_COMPILED_NORM, "in place", load, run, result)
+        return
     if (
         problem.op != "all_reduce"
         or device.type != "cuda"

@@ -10,7 +10,7 @@ import typer
 from tunedcomm.cli._choice import environment_here, match_environments, open_layer, read_layers, stored_environments
 from tunedcomm.cli._output import note, table
 from tunedcomm.errors import DatabaseError, UnknownNameError
-from tunedcomm.spec import format_shape
+from tunedcomm.shapes import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.db.records import PinRecord

@@ -17,17 +17,20 @@ from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
 from tunedcomm.cli._options import (
     BorrowOption,
     JsonOption,
+    LayoutOption,
     OpOption,
     SweptKind,
     SweptMode,
     borrowed,
     check_dtype,
+    check_layout,
     check_shape,
     known_op,
     split,
 )
 from tunedcomm.cli._output import emit_json, format_bytes, format_ratio, format_us, note, table
-from tunedcomm.spec import ITEMSIZE, format_shape
+from tunedcomm.shapes import format_shape
+from tunedcomm.spec import ITEMSIZE
 
 __all__ = ["bench"]
 
@@ -57,6 +60,7 @@ def bench(
         SweptMode | None, typer.Option(help="Inside CUDA graphs, outside, or both. Default: graph, eager on the host.")
     ] = None,
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
+    layout: LayoutOption = None,
     contender: Annotated[
         list[str] | None,
         typer.Option(help="Of tuned, library, kraken and the variants. By default all that run."),
@@ -86,6 +90,7 @@ def bench(
         "dtypes": dtypes,
         "modes": list(modes),
         "input_kinds": list(input_kind.values),
+        "layout": check_layout(layout, spec),
         "contenders": split(contender) or None,
         "csv": None if csv is None else str(csv.absolute()),
         "seed": seed,

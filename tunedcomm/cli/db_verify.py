@@ -16,7 +16,7 @@ from tunedcomm.cli._options import JsonOption, SweptMode, check_dtype, known_op,
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
 from tunedcomm.cli._progress import shown
 from tunedcomm.cli.tune import Backend, is_spare_copy
-from tunedcomm.spec import format_shape
+from tunedcomm.shapes import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.verdict import Verified
@@ -63,7 +63,8 @@ def db_verify(
         typer.Option(min=1, help="Most problems: first those measured under other software, then the oldest."),
     ] = None,
     tolerance: Annotated[
-        str, typer.Option(help="How much a winner may have lost against the library, besides the noise.")
+        str,
+        typer.Option(help="How much longer a winner may take, by itself and against the library, besides the noise."),
     ] = "10%",
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
     backend: Annotated[
@@ -88,8 +89,9 @@ def db_verify(
     Winners, runners-up and the library are checked as `tunedcomm tune` checks them, then timed as in its finals. The
     new timings are stored, so that dispatch goes by them: after a new driver or a new torch this is all that is needed.
 
-    Exit code 1 if a winner is slower than the library, has lost more against it than --tolerance, fails, or could not
-    be measured; or if nothing is stored for this machine. Progress on stderr is that of `tunedcomm tune`.
+    Exit code 1 if a winner is slower than the library, takes longer than it did by more than --tolerance, by itself and
+    against the library, fails, or could not be measured; or if nothing is stored for this machine. Progress on stderr
+    is that of `tunedcomm tune`.
 
     Example: tunedcomm db verify --tolerance 5% --no-store
     """
@@ -191,7 +193,7 @@ def _cells(result: Verified) -> list[str]:
         problem.dtype,
         ", ".join([problem.mode, *extras]),
         f"{winner.candidate}{asked}",
-        format_us(winner.latency_us),
+        format_us(winner.measured_us),
         format_ratio(winner.library_us, winner.latency_us),
         format_us(result.latency_us),
         format_us(result.library_us),
@@ -224,6 +226,8 @@ def _to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]:
                     "latency_us": result.winner.latency_us,
                     "library_us": result.winner.library_us,
                     "noise": result.winner.noise,
+                    "measured_us": result.winner.measured_us,
+                    "uncertainty": result.winner.uncertainty,
                     "created_at": result.winner.created_at,
                     "environment": result.winner.environment.digest,
                     "changes": [] if here is None else here.drift(result.winner.environment),

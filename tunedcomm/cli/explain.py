@@ -15,6 +15,7 @@ from tunedcomm.cli._options import (
     HardwareOption,
     JsonOption,
     Kind,
+    LayoutOption,
     MaxSmsOption,
     OpOption,
     Policy,
@@ -75,6 +76,7 @@ def explain(
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,
     max_sms: MaxSmsOption = None,
+    layout: LayoutOption = None,
     hardware: HardwareOption = None,
     borrow: BorrowOption = None,
     db: DatabaseOption = None,
@@ -94,6 +96,7 @@ def explain(
         input_kind=input_kind,
         numerics=numerics,
         max_sms=max_sms,
+        layout=layout,
     )
     choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow))
     if as_json:

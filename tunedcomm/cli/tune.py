@@ -22,6 +22,7 @@ from tunedcomm.cli._options import (
     SweptMode,
     SweptPlace,
     check_dtype,
+    check_layout,
     check_reduction,
     check_shape,
     known_op,
@@ -31,7 +32,8 @@ from tunedcomm.cli._options import (
 )
 from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
 from tunedcomm.cli._progress import shown
-from tunedcomm.spec import format_shape, get_variant
+from tunedcomm.shapes import format_shape
+from tunedcomm.spec import get_variant
 
 if TYPE_CHECKING:
     from tunedcomm.spec import Problem
@@ -82,6 +84,7 @@ def tune(
         Backend | None, typer.Option(help="By default cuda where there are two GPUs or more, else host.")
     ] = None,
     reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="Layouts. By default the op's first.")] = None,
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
     in_place: Annotated[SweptPlace, typer.Option(help="Whether the result overwrites the input.")] = SweptPlace.no,
     variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides the library.")] = None,
@@ -151,6 +154,7 @@ def tune(
         world_size=ranks,
         backend=None if backend is None else ("host" if on_host else "cuda"),
         reductions=tuple(check_reduction(name, spec) for name in split(reduction)) or (check_reduction(None, spec),),
+        layouts=tuple(check_layout(name, spec) for name in split(layout)),
         input_kinds=input_kind.values,
         in_place=in_place.values,
         variants=tuple(split(variants)),

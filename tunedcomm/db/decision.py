@@ -73,6 +73,7 @@ class Call:
     message_bytes: Callable[[Problem], int]
     max_sms: int | None = None
     sms_of: Callable[[Candidate], int] = lambda candidate: -1
+    rounds_of: Callable[[Problem, Candidate], int] = lambda problem, candidate: 0
     passed: dict[Candidate, str] = field(default_factory=dict)
     objections: dict[Candidate, str | None] = field(default_factory=dict)
     borrowed: bool = False

@@ -19,7 +19,7 @@ from tunedcomm.db.jsonl import FORMAT, FORMAT_VERSION, Line, check_trial, end, r
 from tunedcomm.db.records import canonical_json, config_digest
 from tunedcomm.db.schema import HEAD, REVISIONS, Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
-from tunedcomm.spec import format_shape
+from tunedcomm.shapes import format_shape
 
 __all__ = ["Intake", "is_jsonl", "read_lines"]
 

@@ -13,7 +13,8 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, VariantRow
 from tunedcomm.errors import DatabaseCorruptError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Problem, format_shape
+from tunedcomm.shapes import format_shape
+from tunedcomm.spec import Problem
 
 __all__ = ["VariantKey", "environment_ids", "problem_ids", "row_id", "variant_ids", "variant_key"]
 

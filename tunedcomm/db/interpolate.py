@@ -7,10 +7,16 @@ each of them has been fitted to some measured size, and few can run at any size 
 trial at the next larger or the next smaller measured size takes part, and is expected to take
 
 - what the straight line in log-log between both measured sizes says, or
-- as many times less than the library as at twice the size (at the larger measured size, if that is nearer), or twice
-  what it takes at half the size, whichever is less,
+- what it takes at twice the size (at the larger measured size, if that is nearer), less what the library saves on the
+  way or what the fastest save, whichever is less; or twice what it takes at half the size, if that is less still,
 
-whichever is worse. Of a challenger that was measured at one of the sizes alone only one of the bounds is known.
+whichever is worse. Of a challenger that was measured at one of the sizes alone only one of the bounds is known. The
+library changes its protocol between some sizes, and what it saves there says nothing about a kernel.
+
+The step from one round to two is the steepest. Where the one that is expected to take least goes round more than once,
+`num_rounds` of its variant tells, another config of the variant may do in one round what none that was measured at the
+two sizes does. So the best of those that were measured at the size after them, and go round once here, takes part: with
+what it takes there over the fastest there, less the root of the rounds that it saves.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tunedcomm.db.decision import Call, Decision, settle
-from tunedcomm.db.score import Place, Pool, between, pool
+from tunedcomm.db.score import Further, Place, Pool, between, pool
 from tunedcomm.db.snapshot import Row
 from tunedcomm.spec import Mode, Problem
 
@@ -30,6 +36,7 @@ __all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "kin", "near_pools", "relativ
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
 MAX_REACH = 2
+_RELAXED = ("reduction", "in_place", "input_kind", "dtype", "layout", "scaling")
 _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
 
@@ -63,12 +70,24 @@ def relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
         kinds.append("plain")
     reductions = [problem.reduction, *(["sum"] if problem.reduction == "avg" else [])]
     places = [problem.in_place, not problem.in_place]
-    for dtype, kind, place, reduction in itertools.product(dtypes, kinds, places, reductions):
-        like = replace(problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction)
-        changed = [
-            n for n in ("reduction", "in_place", "input_kind", "dtype") if getattr(like, n) != getattr(problem, n)
-        ]
-        yield like, ", ".join(f"{n}={getattr(like, n)}" for n in changed)
+    extras = [(problem.layout, problem.scaling), *_fewer_extras(problem)]
+    for dtype, kind, (layout, scaling), place, reduction in itertools.product(
+        dtypes, kinds, extras, places, reductions
+    ):
+        like = replace(
+            problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction, layout=layout, scaling=scaling
+        )
+        changed = [n for n in _RELAXED if getattr(like, n) != getattr(problem, n)]
+        yield like, ", ".join(f"{n}={getattr(like, n) or 'none'}" for n in changed)
+
+
+def _fewer_extras(problem: Problem) -> list[tuple[str, str]]:
+    """(layout, scaling) of problems that move the same bytes between the ranks; the most usual first."""
+    if problem.op != "all_reduce_rms_norm":
+        return []
+    layouts = dict.fromkeys((problem.layout, "residual", "bias+residual", "", "bias"))
+    scalings = dict.fromkeys((problem.scaling, ""))
+    return [(layout, scaling) for scaling in scalings for layout in layouts][1:]
 
 
 def kin(problem: Problem) -> list[Problem]:
@@ -84,6 +103,18 @@ def interpolated(call: Call, reach: int | None) -> Decision | None:
         if sizes and (decision := _betweensizes_of(call, sizes, reach, f" with {relaxed}" if relaxed else "")):
             return decision
     return None
+
+
+def _further(call: Call, sizes: dict[int, list[Row]], size: int, above: int) -> Further:
+    """Of the size after `above`, if it is within reach."""
+    after = min((s for s in sizes if s > above), default=None)
+    rows = sizes[after] if after is not None and after <= MAX_GAP * size else []
+    like = rows[0].problem if rows else call.problem
+    return Further(
+        rows,
+        here=lambda candidate: call.rounds_of(call.problem, candidate),
+        there=lambda candidate: call.rounds_of(like, candidate),
+    )
 
 
 def _betweensizes_of(call: Call, sizes: dict[int, list[Row]], reach: int | None, relaxed: str) -> Decision | None:
@@ -103,9 +134,9 @@ def _betweensizes_of(call: Call, sizes: dict[int, list[Row]], reach: int | None,
     below = max((s for s in sizes if s < size), default=None)
     above = min((s for s in sizes if s > size), default=None)
     if below is not None and above is not None and above <= MAX_GAP * below:
-        rows = [*sizes[below], *sizes[above]]
-        usable = call.usable(rows, predicted=True)
-        found = between(sizes[below], sizes[above], Place.of(size, below, above), usable)
+        rows, further = [*sizes[below], *sizes[above]], _further(call, sizes, size, above)
+        usable = call.usable([*rows, *further.rows], predicted=True)
+        found = between(sizes[below], sizes[above], Place.of(size, below, above), usable, further)
         if found.scored:
             call.report(rows, usable)
             text = f"predicted between {below} and {above} bytes{relaxed}: "

@@ -7,7 +7,6 @@ A database may come from elsewhere or be damaged. What does not make sense raise
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from typing import Any, NoReturn, cast
 from tunedcomm.db.records import STATUSES, RunRecord, Status
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
+from tunedcomm.shapes import parse_shape
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem, parse_shape
+from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem
 
 __all__ = ["Reader", "Skipped", "StoredVariant"]
 
@@ -26,6 +26,8 @@ _MAX_TEXT = 100_000
 _MAX_CONFIG = 10_000
 _MAX_EXTENTS = 16
 _MAX_EXTENT = 2**63
+# A thousandth of a nanosecond, and two weeks.
+_LEAST_US, _MOST_US = 1e-6, 1e12
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON can name and UTF-8 cannot
 
 
@@ -78,11 +80,12 @@ def bool_of(value: object, name: str) -> bool:
 
 
 def latency_of(value: object, name: str) -> float | None:
+    """µs; selection multiplies and divides them, which nothing between these bounds makes 0 or infinite."""
     if value is None:
         return None
-    if type(value) is float and 0 < value < math.inf:  # nearly all of them
+    if type(value) is float and _LEAST_US <= value <= _MOST_US:  # nearly all of them
         return value
-    if type(value) not in (int, float) or not math.isfinite(cast(float, value)) or cast(float, value) <= 0:
+    if type(value) not in (int, float) or not _LEAST_US <= cast(float, value) <= _MOST_US:
         raise ValueError(f"{name} is not a time: {value!r:.80}")
     return float(cast(float, value))
 

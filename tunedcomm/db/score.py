@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tunedcomm.db.snapshot import Row
 from tunedcomm.spec import Candidate
 
-__all__ = ["MAX_NOISE", "MIN_NOISE", "Place", "Pool", "Scored", "between", "noise", "pool"]
+__all__ = ["MAX_NOISE", "MIN_NOISE", "Further", "Place", "Pool", "Scored", "between", "noise", "pool"]
 
 # Below one per cent two medians of one machine cannot be told apart whatever the sample count says (clocks drift);
 # above five the bound would let a slow but erratic candidate pass for a tie.
@@ -149,7 +149,28 @@ class Place:
         return cls(weight, doubled, math.ceil(math.log2(size / below)))
 
 
-def between(low: Sequence[Row], high: Sequence[Row], place: Place, usable: Mapping[Candidate, str | None]) -> Pool:
+@dataclass(frozen=True, slots=True)
+class Further:
+    """What was measured at the size after the larger one, and how often grids go round.
+
+    Attributes:
+        rows: of that size.
+        here: candidate to its rounds at the size that is asked; 0 where that is not known.
+        there: candidate to its rounds at the size of `rows`.
+    """
+
+    rows: Sequence[Row]
+    here: Callable[[Candidate], int]
+    there: Callable[[Candidate], int]
+
+
+def between(
+    low: Sequence[Row],
+    high: Sequence[Row],
+    place: Place,
+    usable: Mapping[Candidate, str | None],
+    further: Further | None = None,
+) -> Pool:
     """Expect from two measured sizes the latencies at a size between them; see `interpolate` for the reasons.
 
     Args:
@@ -157,6 +178,7 @@ def between(low: Sequence[Row], high: Sequence[Row], place: Place, usable: Mappi
         high: rows of the larger size.
         place: where the size lies.
         usable: as for `pool`; only challengers of the most conclusive rows take part.
+        further: who may join where the least that is expected goes round more than once.
     """
     at_low, at_high = (
         {row.candidate: row for row in rows if not row.is_library and usable.get(row.candidate, "") is None}
@@ -172,17 +194,51 @@ def between(low: Sequence[Row], high: Sequence[Row], place: Place, usable: Mappi
     base_low = _baseline(at_low[c] for c in kept if c in at_low) or _baseline(low)
     base_high = _baseline(at_high[c] for c in kept if c in at_high) or _baseline(high)
     library = _Line(base_low, base_high)
-    here, there = library.at(place.weight), library.at(place.doubled)
-    shrunk = here / there if here is not None and there is not None else 1.0
+    lines = {c: _Line.of(*pairs[c], base_low, base_high) for c in kept}
+    fastest = _Line(_least(line.low for line in lines.values()), _least(line.high for line in lines.values()))
+    shrunk = max((line.shrunk(place) for line in (library, fastest) if line.is_known), default=1.0)
     scored = []
-    for candidate in kept:
+    for candidate, own in lines.items():
         one, other = pairs[candidate]
-        own = _Line(None if one is None else _score(one, base_low), None if other is None else _score(other, base_high))
         near = one if one is not None and (other is None or place.weight < 0.5) else other
         assert near is not None
         expected = own.expected(place, shrunk)
         scored.append(Scored(row=near, score=expected, noise=max(noise(row) for row in (one, other) if row)))
-    return Pool(_sorted(scored), here, outranked)
+    found = _sorted(scored)
+    joining = _in_one_round(found, fastest.at(place.weight), further, usable)
+    return Pool(_sorted([*found, *joining]), library.at(place.weight), outranked)
+
+
+def _in_one_round(
+    found: Sequence[Scored], fastest_us: float | None, further: Further | None, usable: Mapping[Candidate, str | None]
+) -> list[Scored]:
+    """Where the best goes round more than once, another of its variant that goes round once and is expected to be best.
+
+    It takes as many times the fastest as where it was measured, less the root of the rounds that it saves; but no less
+    than the fastest, and by `MAX_NOISE` more, for it was measured further away.
+    """
+    best = found[0]
+    if further is None or fastest_us is None or further.here(best.candidate) <= 1:
+        return []
+    rows = [row for row in further.rows if not row.is_library and usable.get(row.candidate, "") is None]
+    rows = [row for row in rows if _standing(row) == _standing(best.row)]
+    base, known = _baseline(rows) or _baseline(further.rows), {scored.candidate for scored in found}
+    fitting = [row for row in rows if row.candidate.variant == best.candidate.variant and row.candidate not in known]
+    fitting = [row for row in fitting if further.here(row.candidate) == 1]
+    if not fitting:
+        return []
+    here_over_there = fastest_us / min(_score(row, base) for row in rows)
+
+    def expected(row: Row) -> float:
+        return _score(row, base) * here_over_there / math.sqrt(max(1, further.there(row.candidate)))
+
+    chosen = min(fitting, key=lambda row: (expected(row), str(row.candidate)))
+    score = max(expected(chosen), fastest_us) * (1 + MAX_NOISE)
+    return [Scored(row=chosen, score=score, noise=MAX_NOISE)]
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +248,32 @@ class _Line:
     low: float | None
     high: float | None
 
+    @classmethod
+    def of(cls, low: Row | None, high: Row | None, base_low: float | None, base_high: float | None) -> _Line:
+        """Of a candidate's rows, by their ratio to the library."""
+        return cls(None if low is None else _score(low, base_low), None if high is None else _score(high, base_high))
+
     def at(self, weight: float) -> float | None:
         if self.low is None or self.high is None:
             return None
         return math.exp((1 - weight) * math.log(self.low) + weight * math.log(self.high))
 
-    def expected(self, place: Place, shrunk: float) -> float:
-        """A candidate's latency: the line, or a bound where that is worse; `shrunk` is the library's part of the way.
+    @property
+    def is_known(self) -> bool:
+        return self.low is not None and self.high is not None
 
-        The bounds are what it takes at twice the size, less what the library saves, and what it took at the smaller
-        size, once more for each doubling.
+    def shrunk(self, place: Place) -> float:
+        """What the line takes at a place over what it takes at twice the size."""
+        here, there = self.at(place.weight), self.at(place.doubled)
+        assert here is not None
+        assert there is not None
+        return here / there
+
+    def expected(self, place: Place, shrunk: float) -> float:
+        """A candidate's latency: the line, or a bound where that is worse; `shrunk` is the part of the way.
+
+        The bounds are what it takes at twice the size times `shrunk`, and what it took at the smaller size, once more
+        for each doubling.
         """
         bounds = []
         if self.high is not None:

@@ -6,10 +6,10 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   or whose source has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
 - *Exact*: the rows of that very problem, the most conclusive tier of them (`Row.tier`), compared as `score` says.
 - *Interpolated*: rows of the same family at other sizes (`message_bytes`; of shapes with several extents all but the
-  first must agree). Between two measured sizes at most `MAX_GAP` times apart every challenger with a trial at the
-  larger one takes part, as `interpolate` says. Elsewhere the winner of the nearest size serves within a factor of
-  `MAX_REACH`; beyond that nothing is extrapolated. Candidates that were ever incorrect, crashed or hung in the family,
-  and have not been good there since, are not interpolated.
+  first must agree). Between two measured sizes at most `MAX_GAP` times apart every challenger with a trial at one of
+  them takes part, and at times one of the size after them, as `interpolate` says. Elsewhere the winner of the nearest
+  size serves within a factor of `MAX_REACH`; beyond that nothing is extrapolated. Candidates that were ever incorrect,
+  crashed or hung in the family, and have not been good there since, are not interpolated.
 - Where a family gives no answer its relatives are asked, in this order: `avg` answered by `sum`; in place by out of
   place and the other way round; symmetric input by plain input (what reads a plain input reads a symmetric one, not the
   other way round); combinations of these; then the same with bfloat16 for float16 or the other way round. Mode, world
@@ -55,6 +55,7 @@ def choose(
     forced: Candidate | None = None,
     max_sms: int | None = None,
     sms_of: Callable[[Candidate], int] = lambda candidate: -1,
+    rounds_of: Callable[[Problem, Candidate], int] = lambda problem, candidate: 0,
     hopeless: Callable[[], str | None] = lambda: None,
 ) -> Decision:
     """Resolve `problem`; see the module's text for the rules.
@@ -72,6 +73,7 @@ def choose(
         max_sms: SMs that the caller leaves to the call. What takes more is not considered, and the library, which takes
             as many as it likes, only where nothing else fits.
         sms_of: candidate to the SMs that it takes at most; -1 where that is not known.
+        rounds_of: problem and candidate to how often its grid goes round; 0 where that is not known.
         hopeless: why no variant that the policy admits can ever run `problem` here, or None; asked where nothing that
             it admits is known, for tuning is no way out then.
 
@@ -79,7 +81,9 @@ def choose(
         InfeasibleError: the forced candidate cannot run, or the policy excludes the library and nothing that it admits
             is known.
     """
-    call = Call(snapshot, problem, feasible, source_hash, numerics_of, policy, message_bytes, max_sms, sms_of)
+    call = Call(
+        snapshot, problem, feasible, source_hash, numerics_of, policy, message_bytes, max_sms, sms_of, rounds_of
+    )
     if forced is not None:
         return _forced(call, forced)
     decision = _pinned(call) or _exact(call) or interpolated(call, MAX_REACH) or _borrowed(call, MAX_REACH)

@@ -20,6 +20,7 @@ __all__ = [
     "bind_plain",
     "blocks_and_threads",
     "closest",
+    "grid_rounds",
     "kernel_blocks",
     "refuse_kernels",
     "refuse_multicast",
@@ -62,6 +63,12 @@ def kernel_blocks(problem: Problem, config: Config) -> int:
     """Thread blocks of a config that has a `num_blocks` axis."""
     del problem
     return int(config["num_blocks"])
+
+
+def grid_rounds(work_packets: int, config: Config) -> int:
+    """How often a grid of `num_blocks`, `num_warps` and perhaps `items` goes round for so many packets."""
+    per_round = int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config.get("items", 1))
+    return -(-work_packets // per_round)
 
 
 def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:

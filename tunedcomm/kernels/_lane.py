@@ -69,6 +69,22 @@ def await_peers(local, rank, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr
 
 
 @triton.jit
+def arrive_at(row, q0, q1, q2, q3, q4, q5, q6, rank, epoch, WORLD_SIZE: tl.constexpr):
+    """`arrive` for the block whose flags are in `row` on the peers, where blocks of one grid do different work."""
+    step = tl.arange(0, _RANKS)
+    slot = row.to(tl.int64) * (_RANKS * 8) + rank * 8
+    signal(by_step(q0, q1, q2, q3, q4, q5, q6) + slot, epoch + step.to(tl.int64) * 0, step < WORLD_SIZE - 1)
+
+
+@triton.jit
+def await_at(local, row, rank, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+    """`await_peers` for flags in another row than the block's own."""
+    peer = tl.arange(0, _RANKS)
+    flags = local + row.to(tl.int64) * (_RANKS * 8) + peer.to(tl.int64) * 8
+    wait(flags, epoch + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer, timeout_ns, status)
+
+
+@triton.jit
 def address_of(peers, own, index, rank, WORLD_SIZE: tl.constexpr):
     """Address of rank `index` from the peers' addresses in step order; `own` for the caller itself."""
     step = (index - rank - 1 + WORLD_SIZE) % WORLD_SIZE

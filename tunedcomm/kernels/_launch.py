@@ -20,7 +20,15 @@ from tunedcomm.space import Value
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AddressLaunch", "BoundKernel", "CompileRequest", "bind_kernel", "compile_request", "current_target"]
+__all__ = [
+    "AddressLaunch",
+    "BoundKernel",
+    "CompileRequest",
+    "ManyLaunch",
+    "bind_kernel",
+    "compile_request",
+    "current_target",
+]
 
 _MAX_THREADS_PER_SM = 2048
 _MAX_BLOCKS_PER_SM = 32
@@ -117,6 +125,23 @@ class AddressLaunch:
 
 
 @dataclass(frozen=True, slots=True)
+class ManyLaunch:
+    """A launch that needs nothing of its several inputs and outputs but their addresses.
+
+    Attributes:
+        by_address: `(stream, address of every input and output that the op may have, further numbers)`, in an order
+            that the op fixes, 0 for what a problem does not have.
+        arrange: `(inputs, outputs)` to what `by_address` takes after the stream.
+    """
+
+    by_address: Callable[..., None]
+    arrange: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[int, ...]]
+
+    def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        self.by_address(stream, *self.arrange(inputs, outputs))
+
+
+@dataclass(frozen=True, slots=True)
 class BoundKernel:
     """A kernel ready to launch.
 
@@ -146,6 +171,19 @@ def _fill_in(launch: Callable[..., None], arguments: Sequence[int | None]) -> Ca
     def run(stream: int, *varying: int) -> None:
         given = iter(varying)
         launch(stream, *(next(given) if value is None else value for value in arguments))
+
+    return run
+
+
+def _behind_varying(launch: Callable[..., None], arguments: Sequence[int | None]) -> Callable[..., None]:
+    """`_fill_in`, by the shorter way where all arguments that vary come first."""
+    count = next((i for i, value in enumerate(arguments) if value is not None), len(arguments))
+    rest = tuple(arguments[count:])
+    if None in rest:
+        return _fill_in(launch, arguments)
+
+    def run(stream: int, *varying: int) -> None:
+        launch(stream, *varying, *rest)
 
     return run
 
@@ -180,7 +218,7 @@ def _through_triton(
             entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args, *tail)
 
     if list(arguments[:2]) != [None, None] or None in arguments[2:]:
-        return _fill_in(launch_any, arguments)
+        return _behind_varying(launch_any, arguments)
     rest = (*arguments[2:], *tail)
 
     def launch_shared(stream: int, x: int, out: int) -> None:

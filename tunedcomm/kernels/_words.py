@@ -105,3 +105,63 @@ def store_word(address, word, mask):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.constexpr_function
+def _poll_from_asm():
+    """PTX that loads one packet until no word of it is the sentinel.
+
+    Operands: 4 outputs, then address, mask, the rank that sends it, timeout, status.
+    """
+    address, mask, rank, timeout, status = (f"${4 + i}" for i in range(5))
+    lines = ["{", _WAIT_REGISTERS, ".reg .pred use;"]
+    lines += [f"mov.u32 ${i}, 0;" for i in range(4)] + [f"setp.ne.u32 use, {mask}, 0;"]
+    poll = [f"@use ld.relaxed.sys.global.v4.u32 {{$0, $1, $2, $3}}, [{address}];"]
+    poll.append("setp.eq.u32 use, $0, 0x80000000;")
+    poll += [f"setp.eq.or.u32 use, ${w}, 0x80000000, use;" for w in range(1, 4)]
+    poll.append("mov.pred any, use;")
+    missed = [
+        f"mul.wide.u32 slot, {rank}, 4;",
+        "add.u64 slot, slot, block;",
+        "and.pred bad, use, late;",
+        "@bad st.volatile.global.u32 [slot+4], number;",
+    ]
+    lines += [_bounded_loop(poll, missed, timeout, status), "}"]
+    return "\n".join(lines)
+
+
+@triton.jit
+def poll_from(address, mask, ranks, timeout_ns, status):
+    """Wait for the packet at each `address` where `mask` and return its four words; 0 elsewhere.
+
+    `ranks` (int32) says who sends each packet, for the status block.
+    """
+    if INTERPRET:
+        p = address.to(tl.pointer_type(tl.int32))
+        mask = as_mask(mask)
+        waiting = True
+        start = _clock_ns()
+        while waiting:
+            w0 = tl.load(p, mask=mask, other=0, volatile=True)
+            w1 = tl.load(p + 1, mask=mask, other=0, volatile=True)
+            w2 = tl.load(p + 2, mask=mask, other=0, volatile=True)
+            w3 = tl.load(p + 3, mask=mask, other=0, volatile=True)
+            missing = (w0 == SENTINEL) | (w1 == SENTINEL) | (w2 == SENTINEL) | (w3 == SENTINEL)
+            waiting = tl.max(missing.to(tl.int32), axis=0) > 0
+            if waiting:
+                _yield_cpu()
+                if tl.load((status & -_STATUS_BYTES).to(tl.pointer_type(tl.int32))) != 0:
+                    waiting = False
+                elif _clock_ns() - start > timeout_ns:
+                    _note_missing(ranks, missing, status)
+                    waiting = False
+        return w0, w1, w2, w3
+    else:
+        return tl.inline_asm_elementwise(
+            _poll_from_asm(),
+            _outs(4, "l,r,r,l,l"),
+            [address, mask.to(tl.int32), ranks, timeout_ns, status],
+            dtype=_u32s(4),
+            is_pure=False,
+            pack=1,
+        )

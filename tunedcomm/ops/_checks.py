@@ -13,8 +13,10 @@ __all__ = [
     "FLOATS",
     "INTEGERS",
     "MOVED",
+    "check_apart",
     "check_differentiable",
     "check_dtype",
+    "check_extra",
     "check_input",
     "check_out",
     "check_reduction",
@@ -65,6 +67,15 @@ def check_dtype(op: str, x: torch.Tensor, dtypes: Mapping[torch.dtype, str], com
         raise UnsupportedInputError(f"{op} does not take {x.dtype}; {advice}")
     if x.dtype not in dtypes:
         raise UnsupportedInputError(f"{op} does not take {x.dtype}; allowed: {', '.join(sorted(dtypes.values()))}")
+
+
+def check_extra(op: str, x: torch.Tensor, extra: torch.Tensor | None, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse what cannot be added to `x`, or multiplied with it."""
+    if extra is not None and (tuple(extra.shape) != shape or extra.dtype != x.dtype):
+        raise UnsupportedInputError(
+            f"{name} of {op} has shape {tuple(extra.shape)} and {extra.dtype}; with this x it must have {shape} and "
+            f"{x.dtype}"
+        )
 
 
 def check_reduction(op: Any, x: torch.Tensor, reductions: Sequence[str]) -> None:
@@ -126,10 +137,17 @@ def check_out(
         return
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
-    if x.numel() == 0:
+    check_apart(x, out, may_be_other=may_be_input, name=name, other_name="x")
+
+
+def check_apart(other: torch.Tensor, out: torch.Tensor, *, may_be_other: bool, name: str, other_name: str) -> None:
+    """Refuse an output that shares memory with another argument, unless it may be that and is."""
+    if out.numel() == 0 or other.numel() == 0:
         return
-    (low, high), (out_low, out_high) = _extent(x), _extent(out)
-    same = may_be_input and out_low == low and out.stride() == x.stride()
+    (low, high), (out_low, out_high) = _extent(other), _extent(out)
+    same = may_be_other and out_low == low and out.stride() == other.stride()
     if not same and out_low < high and low < out_high:
-        advice = "pass out=x, or a tensor with memory of its own" if may_be_input else "give it memory of its own"
-        raise UnsupportedInputError(f"{name} overlaps x{' without being x' if may_be_input else ''}; {advice}")
+        advice = f"pass {name}={other_name}, or a tensor with memory of its own"
+        advice = advice if may_be_other else "give it memory of its own"
+        without = f" without being {other_name}" if may_be_other else ""
+        raise UnsupportedInputError(f"{name} overlaps {other_name}{without}; {advice}")

@@ -23,6 +23,7 @@ __all__ = [
     "empty",
     "is_capturing",
     "make",
+    "make_guard",
     "raw_stream",
     "target_kind",
 ]
@@ -80,7 +81,7 @@ def target_kind(x: object, out: object) -> TargetKind:
     return "new" if out is None else "input" if out is x else "given"
 
 
-def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
     """A predicate for tensors like these, or None where this torch has none."""
     try:
         sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -98,7 +99,7 @@ def make(
     The caller has found that kernels can take `x` and `out` as they are. Made anew once tensors are registered as
     symmetric, for it asks of those only if there were some.
     """
-    looks_alike = _guard(x, out) if asked.target == "given" else _guard(x)
+    looks_alike = make_guard(x, out) if asked.target == "given" else make_guard(x)
     if looks_alike is None:
         return None
     maker = {"new": _into_new, "given": _into_given, "input": _into_input}[asked.target]

@@ -34,7 +34,7 @@ from tunedcomm.ops._fast import (
 )
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
-__all__ = ["CallPath", "Form", "is_usable", "world"]
+__all__ = ["CallPath", "Form", "communicator_for", "is_usable", "stride_of", "world"]
 
 # Guards made for one key: callers that alternate (with inference mode and without, say) must not pay for one each time.
 _MAX_GUARDS = 8
@@ -98,7 +98,24 @@ def is_usable(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED and not tensor.is_neg()
 
 
-def _stride_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def communicator_for(op: str, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+    """The communicator that serves `x` on `group`, made now if this is the group's first call.
+
+    Raises:
+        UnsupportedInputError: the group cannot work where `x` lives.
+    """
+    if x.device.type not in ("cuda", "cpu"):
+        raise UnsupportedInputError(f"{op} serves cuda and cpu tensors, not {x.device}")
+    communicator = get_communicator(group, x.device)
+    if x.device != communicator.device:
+        raise UnsupportedInputError(
+            f"the tensor is on {x.device}, but rank {communicator.rank} of this group works on "
+            f"{communicator.device}; move the tensor, or call torch.cuda.set_device() before the group's first call"
+        )
+    return communicator
+
+
+def stride_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     strides, step = [], 1
     for extent in reversed(shape):
@@ -147,9 +164,10 @@ class CallPath:
             communicator = self.communicator(x, group)
         asked = Asked(option, target_kind(x, out), numerics, max_sms, is_capturing())
         try:
-            result = self._known_call(communicator, x, out, asked, group)
+            hash(asked)
         except TypeError:  # an option that cannot even be a key: the slow way says so
-            result = None
+            return self._slow(communicator, x, out, asked)
+        result = self._known_call(communicator, x, out, asked, group)
         return self._slow(communicator, x, out, asked) if result is None else result
 
     def communicator(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
@@ -161,15 +179,7 @@ class CallPath:
         known = self._communicators.get((group, x.device))
         if known is not None:
             return known
-        if x.device.type not in ("cuda", "cpu"):
-            raise UnsupportedInputError(f"{self.form.op} serves cuda and cpu tensors, not {x.device}")
-        communicator = get_communicator(group, x.device)
-        if x.device != communicator.device:
-            raise UnsupportedInputError(
-                f"the tensor is on {x.device}, but rank {communicator.rank} of this group works on "
-                f"{communicator.device}; move the tensor, or call torch.cuda.set_device() before the group's first call"
-            )
-        self._communicators[group, x.device] = communicator
+        communicator = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
         return communicator
 
     def _known_call(
@@ -229,7 +239,7 @@ class CallPath:
             return x if self.form.may_be_input else None
         shape = self.form.result_shape(x, asked.option, communicator.world_size)
         if out is None:
-            return empty(shape, _stride_of(shape), x.dtype)
+            return empty(shape, stride_of(shape), x.dtype)
         try:
             fits = tuple(out.shape) == shape and out.dtype == x.dtype and out.device == x.device and self._is_plain(out)
             apart = -out.nbytes < out.data_ptr() - x.data_ptr() < x.nbytes

@@ -2,7 +2,8 @@
 
 The sizes are in models.json beside this file, each with its source. A projection that is split by columns has its input
 gathered (`ag_gemm`); one that is split by rows leaves every rank a partial sum of the whole output, which is reduced
-(`all_reduce`, `gemm_rs`, `gemm_ar`). Routed experts are a grouped GEMM, no shape of these ops.
+(`all_reduce`, `gemm_rs`, `gemm_ar`). Between the two, sequence parallelism leaves every rank the hidden states of its
+share of the tokens (`all_gather`, `reduce_scatter`). Routed experts are a grouped GEMM, no shape of these ops.
 """
 
 from __future__ import annotations
@@ -296,6 +297,12 @@ def _hidden_states(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
     return [(tokens * model.hidden_size,)]
 
 
+def _hidden_states_a_rank(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
+    """Of a rank's share of the tokens under sequence parallelism; the last rank's may be padded."""
+    _check_split(model, tp)
+    return [(-(-tokens // tp) * model.hidden_size,)]
+
+
 def _column_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
     return [(tokens, part.n, part.k) for part in column_parallel(model, tp)]
 
@@ -304,9 +311,18 @@ def _row_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
     return [(tokens, part.n, part.k) for part in row_parallel(model, tp)]
 
 
+def _token_rows(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
+    _check_split(model, tp)
+    return [(tokens, model.hidden_size)]
+
+
 # An op whose shapes follow from a model has its line here; nothing else needs to know.
 SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
+    "all_gather": _hidden_states_a_rank,
     "all_reduce": _hidden_states,
+    "reduce_scatter": _hidden_states_a_rank,
+    "all_reduce_bias": _token_rows,
+    "all_reduce_rms_norm": _token_rows,
     "ag_gemm": _column_gemms,
     "gemm_rs": _row_gemms,
     "gemm_ar": _row_gemms,

@@ -86,9 +86,15 @@ def plan_cases(problem: Problem, *, full: bool) -> list[tuple[str, int]]:
 
 
 def odd_problems(op: OpSpec, problem: Problem) -> list[Problem]:
-    """Shapes next to the problem's that no vector width or world size divides evenly; none where shapes are not 1-D."""
-    if op.rank_of_shape != 1 or problem.nbytes > LARGE_BYTES:
+    """Shapes next to the problem's that no vector width or world size divides evenly.
+
+    Of matrices, those with a row less and a row more; none of GEMMs.
+    """
+    if op.rank_of_shape > 2 or problem.nbytes > LARGE_BYTES:
         return []
+    if op.rank_of_shape == 2:
+        rows, columns = problem.shape
+        return [replace(problem, shape=(count, columns)) for count in (rows - 1, rows + 1) if count > 0]
     numel = problem.shape[0]
     return [replace(problem, shape=(n,)) for n in (numel - 1, numel + 3) if n > 0]
 
@@ -151,7 +157,7 @@ def _compare(
     num_wrong, error_value = torch.stack([wrong.sum().to(error.dtype), error]).tolist()
     if num_wrong:
         return Judgement(error_value, _explain(wrong, output, expected, int(num_wrong), f"{case.kind} inputs: {rule}"))
-    tolerance = op.tolerance.get(problem.dtype, 0.0)
+    tolerance = op.tolerance.get(problem.scaling or problem.dtype, 0.0)
     if not error_value <= tolerance:
         return Judgement(error_value, f"{case.kind} inputs: relative error {error_value:.3g}, allowed {tolerance:.3g}")
     return Judgement(error_value)

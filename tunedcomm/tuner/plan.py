@@ -26,7 +26,9 @@ class SweepSpec:
         modes: call modes; `graph` on GPUs, `eager` on the host if empty.
         world_size: ranks; all GPUs, or 2 on the host.
         backend: `cuda` where there are at least two GPUs, else `host`.
-        reductions, input_kinds, in_place: further options of the problems.
+        reductions: of the problems; by default the op's first.
+        input_kinds, in_place: further options of the problems.
+        layouts: the op's first if empty.
         problems: tune exactly these instead of the product of the above.
         variants: only these variants besides the library.
         trials: most candidates a problem, stored ones counted.
@@ -51,9 +53,10 @@ class SweepSpec:
     modes: tuple[Mode, ...] = ()
     world_size: int | None = None
     backend: Literal["cuda", "host"] | None = None
-    reductions: tuple[str, ...] = ("sum",)
+    reductions: tuple[str, ...] = ()
     input_kinds: tuple[InputKind, ...] = ("plain",)
     in_place: tuple[bool, ...] = (False,)
+    layouts: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     variants: tuple[str, ...] = ()
     trials: int | None = None
@@ -164,12 +167,21 @@ def gang_devices(settings: Settings) -> list[str]:
 def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> tuple[Problem, ...]:
     op = get_op(spec.op)
     modes: tuple[Mode, ...] = spec.modes or (("graph",) if backend == "cuda" else ("eager",))
-    for name, given, allowed in (("reduction", spec.reductions, op.reductions), ("dtype", spec.dtypes, op.dtypes)):
+    known = op.reductions or ("",)
+    reductions = spec.reductions or known[:1]
+    layouts = spec.layouts or op.layouts[:1]
+    for name, given, allowed in (
+        ("reduction", reductions, known),
+        ("dtype", spec.dtypes, op.dtypes),
+        ("layout", layouts, op.layouts),
+    ):
         if wrong := [value for value in given if value not in allowed]:
             raise ValueError(f"{op.name} has no {name} {wrong[0]!r}; allowed: {', '.join(allowed)}")
     if wrong_shapes := [shape for shape in spec.shapes if len(shape) != op.rank_of_shape]:
         raise ValueError(f"shape {wrong_shapes[0]} does not fit {op.name}: {op.shape_help}")
-    options = product(spec.dtypes, modes, spec.reductions, spec.input_kinds, spec.in_place)
+    if True in spec.in_place and not op.in_place:
+        raise ValueError(f"{op.name} cannot overwrite its input; leave out in_place (--in-place)")
+    options = product(spec.dtypes, modes, reductions, spec.input_kinds, spec.in_place, layouts)
     return tuple(
         Problem(
             op=op.name,
@@ -179,9 +191,10 @@ def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) 
             reduction=reduction,
             input_kind=input_kind,
             in_place=in_place,
+            layout=layout,
             mode=mode,
         )
-        for dtype, mode, reduction, input_kind, in_place in options
+        for dtype, mode, reduction, input_kind, in_place, layout in options
         for shape in spec.shapes or op.default_shapes(backend, ITEMSIZE[dtype])
     )
 

@@ -11,7 +11,7 @@ from tunedcomm.db.score import noise
 from tunedcomm.db.snapshot import Row
 from tunedcomm.spec import Candidate, admits
 from tunedcomm.tuner.commands import LOST
-from tunedcomm.tuner.winners import Winner
+from tunedcomm.tuner.winners import Winner, uncertainty
 
 __all__ = ["Verdict", "Verified", "judge"]
 
@@ -26,12 +26,13 @@ class Verified:
     Attributes:
         winner: as it was stored.
         verdict: `ok`; `tied`: it is as fast as the library within the noise, which will serve instead; `drifted`: it
-            lost more against the library than is tolerated; `slower`: it is slower than the library, beyond the noise;
-            `failed`: it does not run or is not right; `unmeasured`: it was not tried.
+            takes longer than it did, by itself and against the library, and by more than is tolerated; `slower`: it is
+            slower than the library, beyond the noise; `failed`: it does not run or is not right; `unmeasured`: it was
+            not tried.
         why: one sentence.
         latency_us, library_us: of it and of the library in one interleaved run; None where there is none.
         noise: relative uncertainty of `latency_us`; None where there is none.
-        faster: what was measured too and is faster now, beyond the noise.
+        faster: what was measured too and is faster now, by itself and against the library, beyond the noise.
         faster_us: its latency, comparable with `latency_us`.
     """
 
@@ -63,7 +64,7 @@ def judge(winner: Winner, records: Iterable[TrialRecord], *, tolerance: float) -
     Args:
         winner: as it was stored.
         records: all trials of the verification, in order.
-        tolerance: how much slower against the library it may have become besides the noise, as a share.
+        tolerance: how much slower it may have become besides the noise, as a share.
     """
     found = list(records)
     latest = {record.candidate: record for record in found if record.problem == winner.problem}
@@ -76,36 +77,42 @@ def judge(winner: Winner, records: Iterable[TrialRecord], *, tolerance: float) -
     if library_us is None:
         why = "the library, which it is compared with, could not be measured beside it"
         return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=mine.latency_p50_us)
-    now = noise(_row(mine))
-    verdict, why = _compare(winner, mine.latency_p50_us / library_us, now, tolerance)
-    faster, faster_us = _faster(winner, list(latest.values()), mine.latency_p50_us, library_us)
+    now = _row(mine)
+    verdict, why = _compare(winner, now, library_us, tolerance)
+    faster, faster_us = _faster(winner, list(latest.values()), now, library_us)
     return Verified(
         winner=winner,
         verdict=verdict,
         why=why,
         latency_us=mine.latency_p50_us,
         library_us=library_us,
-        noise=now,
+        noise=noise(now),
         faster=faster,
         faster_us=faster_us,
     )
 
 
-def _compare(winner: Winner, ratio: float, now: float, tolerance: float) -> tuple[Verdict, str]:
+def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> tuple[Verdict, str]:
+    """What became of it. The library's time moves too: a loss against it alone is no fault of the winner."""
     if winner.is_library:
         return "ok", "the library serves"
+    ratio, now = row.latency_p50_us / library_us, noise(row)
     # Where the library may not run at all, being slower than it is no fault.
     may_be_library = any(admits(policy, "library") for policy in winner.policies)
     if may_be_library and ratio > 1 + now:
         return "slower", f"it takes {ratio - 1:.1%} longer than the library, and the noise is {now:.1%}"
-    uncertain = max(winner.noise, now)
-    if winner.ratio is not None and ratio > winner.ratio * (1 + tolerance + uncertain):
-        lost = ratio / winner.ratio - 1
+    uncertain = max(winner.uncertainty, uncertainty(row))
+    lost = 0.0 if winner.ratio is None else ratio / winner.ratio - 1
+    longer = row.latency_p50_us / winner.measured_us - 1
+    if min(lost, longer) > tolerance + uncertain:
         return "drifted", (
-            f"against the library it lost {lost:.1%}; {tolerance:.1%} and a noise of {uncertain:.1%} are tolerated"
+            f"against the library it lost {lost:.1%}, and by itself it takes {longer:.1%} longer; {tolerance:.1%} and "
+            f"a noise of {uncertain:.1%} are tolerated"
         )
     if may_be_library and ratio >= 1 - now:
         return "tied", f"it is no longer faster than the library by more than the noise of {now:.1%}"
+    if lost > tolerance + uncertain:
+        return "ok", f"against the library it lost {lost:.1%}, which is the library's doing: by itself {longer:+.1%}"
     return "ok", "as fast against the library as it was" if winner.ratio is not None else "faster than the library"
 
 
@@ -119,18 +126,23 @@ def _why_unmeasured(winner: Winner, records: list[TrialRecord]) -> str:
 
 
 def _faster(
-    winner: Winner, records: list[TrialRecord], latency_us: float, library_us: float
+    winner: Winner, records: list[TrialRecord], mine: Row, library_us: float
 ) -> tuple[Candidate | None, float | None]:
-    """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise."""
+    """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise.
+
+    Each was timed beside the library, but not beside the winner: it must be faster as it was timed, and by its ratio to
+    the library.
+    """
     best: tuple[float, Candidate] | None = None
     for record in records:
         may_run = all(admits(policy, record.numerics) for policy in winner.policies)
         is_other = record.candidate != winner.candidate and record.variant != "library"
         if not (may_run and is_other and record.status == "ok" and record.latency_p50_us and record.baseline_p50_us):
             continue
-        # Of another run: compared by way of the library, which was in both.
         score = record.latency_p50_us / record.baseline_p50_us * library_us
-        if score * (1 + noise(_row(record))) < latency_us and (best is None or score < best[0]):
+        uncertain = max(uncertainty(_row(record)), uncertainty(mine))
+        clearly = max(score, record.latency_p50_us) * (1 + uncertain) < mine.latency_p50_us
+        if clearly and (best is None or score < best[0]):
             best = (score, record.candidate)
     return (None, None) if best is None else (best[1], best[0])
 

@@ -42,7 +42,8 @@ class VerifySpec:
         ops, dtypes, modes: only problems of these; any where empty.
         limit: at most so many problems, those first whose winner is most in doubt: measured under other software, then
             longest ago.
-        tolerance: how much slower against the library a winner may have become, besides the noise, 0.1 for 10 %.
+        tolerance: how much slower a winner may have become, by itself and against the library, besides the noise, 0.1
+            for 10 %.
         layers: databases that the winners are read from; None reads those that dispatch reads.
         world_size: ranks; all GPUs, or 2 on the host.
         backend: `cuda` where there are at least two GPUs, else `host`.

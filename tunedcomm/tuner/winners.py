@@ -21,7 +21,7 @@ from tunedcomm.spec import (
     variants,
 )
 
-__all__ = ["Stored", "Winner", "candidates_to_measure", "stored_winners"]
+__all__ = ["Stored", "Winner", "candidates_to_measure", "stored_winners", "uncertainty"]
 
 # The default comes first: it is what most callers get.
 _POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
@@ -37,6 +37,8 @@ class Winner:
         latency_us, library_us: what is stored of it and of the library, comparable with each other; None where the
             library was never measured beside it.
         noise: relative uncertainty of `latency_us`.
+        measured_us: what it took itself, in the run that it was measured in.
+        uncertainty: by how much `measured_us` may differ in another run of the same machine, as a share.
         environment: where it was measured.
         layer: name of the layer that holds it.
         created_at: when it was measured, ISO 8601 in UTC.
@@ -49,6 +51,8 @@ class Winner:
     latency_us: float
     library_us: float | None
     noise: float
+    measured_us: float
+    uncertainty: float
     environment: Environment
     layer: str
     created_at: str
@@ -81,6 +85,20 @@ class Stored:
     def age(self) -> tuple[bool, str]:
         """Sorts first what is most in doubt: other software, then the oldest."""
         return min((not winner.is_drift, winner.created_at) for winner in self.winners)
+
+
+def uncertainty(row: Row) -> float:
+    """By how much a median may differ in another run, as a share.
+
+    In graphs that is `noise`. An eager call of a small message takes what the host takes, and what moves a host lasts
+    longer than a run: many samples of one run say little about the next. So all of half the 10-90 spread counts.
+    """
+    known = row.latency_p10_us is not None and row.latency_p90_us is not None
+    if row.problem.mode != "eager" or not known:
+        return noise(row)
+    assert row.latency_p10_us is not None
+    assert row.latency_p90_us is not None
+    return max(noise(row), (row.latency_p90_us - row.latency_p10_us) / (2 * row.latency_p50_us))
 
 
 def stored_winners(
@@ -161,6 +179,8 @@ def _winner(problem: Problem, decision: Decision, row: Row, policies: Iterable[N
         latency_us=decision.latency_us,
         library_us=decision.library_us,
         noise=noise(row),
+        measured_us=row.latency_p50_us,
+        uncertainty=uncertainty(row),
         environment=row.environment,
         layer=row.layer,
         created_at=row.created_at,

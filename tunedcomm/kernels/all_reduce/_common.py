@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import Launch, bind_plain, refuse_kernels
+from tunedcomm.kernels._host import Launch, bind_plain, grid_rounds, refuse_kernels
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
@@ -13,7 +13,15 @@ from tunedcomm.spec import ITEMSIZE, Limits, Problem
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["bind_packets", "constants_of", "packet_request", "refuse", "slice_packets"]
+__all__ = [
+    "bind_packets",
+    "constants_of",
+    "message_rounds",
+    "packet_request",
+    "refuse",
+    "slice_packets",
+    "slice_rounds",
+]
 
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -26,6 +34,16 @@ def slice_packets(problem: Problem) -> int:
 def refuse(problem: Problem, limits: Limits) -> str | None:
     """Why no kernel of ours can run `problem`, whatever the config; None if one might."""
     return refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum", "avg"))
+
+
+def message_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose threads share the whole message."""
+    return grid_rounds(packets_of(problem.nbytes), config)
+
+
+def slice_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose threads share one rank's share of the message."""
+    return grid_rounds(slice_packets(problem), config)
 
 
 def constants_of(problem: Problem, config: Config) -> dict[str, Value]:

@@ -17,6 +17,7 @@ __all__ = ["refuse_torch", "staging_of"]
 
 def staging_of(problem: Problem, workspace: Workspace) -> torch.Tensor:
     """The lane's staging as the operators want it: known to PyTorch under the group's own name; collective."""
+    import torch
     import torch.distributed._symmetric_memory as symm_mem
 
     staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)

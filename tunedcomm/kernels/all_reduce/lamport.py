@@ -30,7 +30,7 @@ from tunedcomm.kernels._data import arm, insert_own, num_packets, packets_of, re
 from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import bind_packets, packet_request, refuse
+from tunedcomm.kernels.all_reduce._common import bind_packets, message_rounds, packet_request, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -129,6 +129,7 @@ LAMPORT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=message_rounds,
         kernels=(lamport_kernel,),
         compile_requests=_requests,
     )

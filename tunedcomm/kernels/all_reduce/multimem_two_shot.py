@@ -23,7 +23,7 @@ from tunedcomm.kernels._host import Launch, closest, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._multimem import load_reduce, store_all
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import slice_packets
+from tunedcomm.kernels.all_reduce._common import slice_packets, slice_rounds
 from tunedcomm.kernels.all_reduce._multimem import SPACE, bind_multimem, refuse_multimem, request_multimem
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -103,6 +103,7 @@ MULTIMEM_TWO_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=slice_rounds,
         kernels=(multimem_two_shot_kernel,),
         compile_requests=_requests,
     )

@@ -32,7 +32,7 @@ from tunedcomm.kernels._lane import (
 )
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import constants_of, refuse
+from tunedcomm.kernels.all_reduce._common import constants_of, message_rounds, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -144,6 +144,7 @@ ONE_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=message_rounds,
         kernels=(one_shot_kernel,),
         compile_requests=_requests,
     )

@@ -43,7 +43,7 @@ from tunedcomm.kernels._lane import (
 )
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets
+from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -224,6 +224,7 @@ TWO_SHOT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=slice_rounds,
         kernels=(two_shot_kernel, two_shot_inplace_kernel),
         compile_requests=_requests,
     )

@@ -1,0 +1,382 @@
+"""What each rank of all_gather's GPU tests runs: `torchrun tests/gpu/gather_bodies.py NAME`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bodies import main, miss, stream
+
+import tunedcomm
+from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.db.select import Pinned, Snapshot
+from tunedcomm.kernels._move import ESCAPE
+from tunedcomm.kernels._sync import SENTINEL
+from tunedcomm.space import Config
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
+
+PACKETS, OTHERS = ("lamport", "pull", "push"), ("copy_engine", "multimem")
+WORDS = (SENTINEL.value, ESCAPE.value, 0x7FC01234, 0)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def gather(numel: int, dtype: str = "bfloat16", *, symmetric: bool = False) -> Problem:
+    kind = "symmetric" if symmetric else "plain"
+    return Problem("all_gather", (numel,), dtype, dist.get_world_size(), reduction="", input_kind=kind)  # type: ignore[arg-type]
+
+
+def payload(problem: Problem, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(this rank's input, what every rank must get): any bits, many of them words that the packets disguise."""
+    parts = []
+    for rank in range(problem.world_size):
+        generator = torch.Generator(device="cuda").manual_seed(seed * 1009 + rank)
+        room = -(-problem.nbytes // 16) * 4
+        words = torch.randint(-(2**31), 2**31, (room,), generator=generator, device="cuda").to(torch.int32)
+        for index, word in enumerate(WORDS[: (seed + rank) % 5]):
+            words[torch.randint(0, 8, (room,), generator=generator, device="cuda") == index] = word
+        parts.append(words.view(torch.uint8)[: problem.nbytes])
+    dtype = getattr(torch, problem.dtype)
+    return parts[dist.get_rank()].clone().view(dtype), torch.cat(parts)
+
+
+def feasible(comm: Communicator, problem: Problem, name: str) -> list[dict[str, object]]:
+    variant = get_variant("all_gather", name)
+    return [dict(c) for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
+
+
+def default_of(comm: Communicator, problem: Problem, name: str) -> Config | None:
+    """The variant's default, or None where it cannot run the problem."""
+    config = get_variant("all_gather", name).default(problem, comm.limits)
+    return None if check_candidate(problem, Candidate.of("all_gather", name, config), comm.limits) else config
+
+
+def result_like(problem: Problem) -> torch.Tensor:
+    """An output full of a byte that is no right answer by itself."""
+    return guarded(problem)[0]
+
+
+def guarded(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Such an output, and the bytes behind it, which nobody may touch."""
+    end = problem.nbytes * problem.world_size
+    room = torch.full((end + 64,), 0x5A, dtype=torch.uint8, device="cuda")
+    return room[:end].view(getattr(torch, problem.dtype)), room[end:]
+
+
+def variants_body() -> dict[str, object]:
+    """Every variant at odd sizes and dtypes: exact bits, and nothing written behind the result."""
+    comm, checked = get_communicator(), 0
+    for seed, numel in enumerate((1, 5, 64, 1001, 4096, 65537, 1 << 20, 3_000_001, 1 << 24)):
+        for dtype in ("bfloat16", "float32", "uint8", "int64"):
+            problem = gather(numel, dtype)
+            x, expected = payload(problem, seed)
+            for name in (*PACKETS, *OTHERS):
+                config = default_of(comm, problem, name)
+                if config is None:
+                    continue
+                launch = comm.bind(problem, Candidate.of("all_gather", name, config))
+                for _ in range(3):
+                    out, behind = guarded(problem)
+                    launch((x,), (out,), stream())
+                    assert torch.equal(bytes_of(out), expected), (str(problem), name, config)
+                    assert bool((behind == 0x5A).all()), "written behind the result"
+                checked += 1
+    assert checked > 80, checked
+    return {"checked": checked}
+
+
+def configs_body() -> dict[str, object]:
+    """Points all over the spaces, exact bits."""
+    comm, shuffle, checked = get_communicator(), random.Random(3), 0
+    for numel in (4096, 262144, 5_000_000):
+        problem = gather(numel)
+        x, expected = payload(problem, numel)
+        for name in (*PACKETS, *OTHERS):
+            found = feasible(comm, problem, name)
+            for config in shuffle.sample(found, min(12, len(found))):
+                with contextlib.suppress(tunedcomm.InfeasibleError):
+                    launch = comm.bind(problem, Candidate.of("all_gather", name, config))
+                    out = result_like(problem)
+                    for _ in range(2):
+                        launch((x,), (out,), stream())
+                    assert torch.equal(bytes_of(out), expected), (name, config, numel)
+                    checked += 1
+    assert checked > 40, checked
+    return {"checked": checked}
+
+
+def chain_body() -> dict[str, object]:
+    """Launches whose input is a part of the result before them, in a graph that is replayed with new inputs.
+
+    With programmatic dependent launch a kernel starts before its predecessor ends: if it read its input, or overwrote
+    a buffer, too early, stale values of the replay before would show.
+    """
+    comm, length = get_communicator(), 12
+    rank, world_size = dist.get_rank(), comm.world_size
+    for name in (*PACKETS, *OTHERS):
+        for pdl in (False, True):
+            for numel in (2048, 65536, 1 << 20):
+                problem = gather(numel, "float32")
+                config = dict(default_of(comm, problem, name) or {})
+                if not config or (pdl and "launch_pdl" not in config):
+                    continue
+                if "launch_pdl" in config:
+                    config["launch_pdl"] = pdl
+                launch = comm.bind(problem, Candidate.of("all_gather", name, config))
+                x = torch.zeros(numel, device="cuda")
+                outs = [torch.zeros(numel * world_size, device="cuda") for _ in range(3)]
+                mine = slice((rank + 1) % world_size * numel, ((rank + 1) % world_size + 1) * numel)
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.stream(side):
+                    launch((x,), (outs[0],), stream())
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph, stream=side):
+                        for i in range(length):
+                            source = x if i == 0 else outs[(i - 1) % 3][mine]
+                            launch((source,), (outs[i % 3],), stream())
+                for replay in range(30):
+                    values, everyone = payload(problem, replay)
+                    x.copy_(values)
+                    graph.replay()
+                    # Each launch passes every rank's part on to the rank before it.
+                    turned = everyone.view(world_size, -1).roll(-(length - 1), 0).flatten()
+                    assert torch.equal(bytes_of(outs[(length - 1) % 3]), turned), (name, pdl, numel, replay)
+                comm.check_peers()
+    return {}
+
+
+def pin_variants(variant_by_numel: dict[int, str]) -> None:
+    """Dispatch these bf16 problems to these variants' defaults, whatever any database holds."""
+    comm, pins = get_communicator(), []
+    for numel, name in variant_by_numel.items():
+        for mode in ("eager", "graph"):
+            problem = Problem("all_gather", (numel,), "bfloat16", comm.world_size, reduction="", mode=mode)
+            config = get_variant("all_gather", name).default(problem, comm.limits)
+            pins.append(Pinned(problem=problem, candidate=Candidate.of("all_gather", name, config), reason="test"))
+    comm.replace_snapshot(Snapshot(environment=comm.environment, world_size=comm.world_size, pins=tuple(pins)))
+
+
+def streams_body() -> dict[str, object]:
+    """Eager calls from two streams in turn, and a graph replayed while eager calls run on another stream."""
+    shuffle = random.Random(5)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    pin_variants({512: "lamport", 4096: "pull", 600_000: "push", 300_000: "copy_engine"})
+    cases = [payload(gather(numel), numel) for numel in (512, 4096, 600_000, 300_000)]
+    for x, expected in cases:
+        assert torch.equal(bytes_of(tunedcomm.all_gather(x)), expected)
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(200):
+        x, expected = cases[shuffle.randrange(len(cases))]
+        with torch.cuda.stream(streams[shuffle.randrange(2)]):
+            torch.cuda._sleep(random.randrange(30000))
+            results.append((tunedcomm.all_gather(x), expected))
+    torch.cuda.synchronize()
+    assert all(torch.equal(bytes_of(out), expected) for out, expected in results)
+
+    late = []
+    for x, expected in cases:
+        out, graph = result_like(gather(x.numel())), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(streams[0]):
+            with torch.cuda.graph(graph, stream=streams[0]):
+                for _ in range(10):
+                    tunedcomm.all_gather(x, out=out)
+        torch.cuda.synchronize()
+        for round_number in range(10):
+            with torch.cuda.stream(streams[0]):
+                out.fill_(0)
+                graph.replay()
+                late.append((out.clone(), expected))
+            with torch.cuda.stream(streams[1]):
+                for step in range(5):
+                    y, wanted = cases[(round_number + step) % len(cases)]
+                    late.append((tunedcomm.all_gather(y), wanted))
+        torch.cuda.synchronize()
+        assert all(torch.equal(bytes_of(a), b) for a, b in late)
+        late.clear()
+    return {"calls": len(results)}
+
+
+def stress_body() -> dict[str, object]:
+    """Random variants, configs, sizes and per-rank delays on one lane, outputs poisoned.
+
+    STRESS_LAUNCHES of every variant, but no longer than STRESS_SECONDS.
+    """
+    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
+    wanted, most_s = int(os.environ.get("STRESS_LAUNCHES", "1500")), float(os.environ.get("STRESS_SECONDS", "60"))
+    cases: dict[str, list[tuple[object, ...]]] = {}
+    for numel in (1, 333, 2048, 30_001, 262_144, 1_000_003):
+        problem = gather(numel)
+        x, expected = payload(problem, numel)
+        for name in (*PACKETS, *OTHERS):
+            found = feasible(comm, problem, name)
+            for config in shuffle.sample(found, min(3, len(found))):
+                with contextlib.suppress(tunedcomm.InfeasibleError):
+                    launch = comm.bind(problem, Candidate.of("all_gather", name, config))
+                    cases.setdefault(name, []).append((launch, problem, x, expected, name, config))
+    launches, begin = dict.fromkeys(cases, 0), time.monotonic()
+    while True:
+        stop = [min(launches.values()) >= wanted or time.monotonic() - begin > most_s]
+        dist.broadcast_object_list(stop, src=0)
+        if stop[0]:
+            return {"launches": launches}
+        pending = []
+        for _ in range(100):
+            name = shuffle.choice(sorted(cases))
+            launch, problem, x, expected, _, config = shuffle.choice(cases[name])
+            out = result_like(problem)  # type: ignore[arg-type]
+            if noise.random() < 0.3:
+                torch.cuda._sleep(noise.randrange(200_000))
+            launch((x,), (out,), stream())  # type: ignore[operator]
+            pending.append((out, expected, name, config))
+            launches[name] += 1
+        torch.cuda.synchronize()
+        comm.check_peers()
+        for out, expected, name, config in pending:
+            assert torch.equal(bytes_of(out), expected), (name, config, out.numel(), launches)  # type: ignore[arg-type]
+
+
+def symmetric_body() -> dict[str, object]:
+    """Symmetric inputs, overwritten as soon as the call has ended."""
+    for numel in (64, 5000, 300_001):
+        for name in ("pull", "copy_engine", "lamport", "push"):
+            x = tunedcomm.symmetric_empty(numel + 64, dtype=torch.bfloat16)[64:]
+            with tunedcomm.force("all_gather", name):
+                for seed in range(20):
+                    values, expected = payload(gather(numel), seed)
+                    x.copy_(values)
+                    out = tunedcomm.all_gather(x)
+                    x.fill_(-1.0)
+                    assert torch.equal(bytes_of(out), expected), (name, numel, seed)
+            torch.cuda.synchronize()
+            dist.barrier()
+    return {}
+
+
+def progress_body() -> dict[str, object]:
+    """A kernel sums chunks while they come: eagerly, and in a graph that is replayed with new inputs and delays."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "multirank"))
+    from progress_consumer import sum_kernel
+
+    rank, world_size, columns = dist.get_rank(), dist.get_world_size(), 1024
+    noise = random.Random(rank)
+
+    def values(r: int, rows: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator(device="cuda").manual_seed(seed * 31 + r)
+        return torch.randint(-3, 4, (rows, columns), generator=generator, device="cuda").float()
+
+    def read(gather: tunedcomm.GatherProgress) -> torch.Tensor:
+        sums = torch.full((world_size, gather.num_chunks), float("nan"), device="cuda")
+        extents = (gather.num_rows * columns, gather.chunk_rows * columns, gather.num_chunks)
+        sum_kernel[(world_size,)](
+            gather.out.data_ptr(), sums.data_ptr(), *extents, *gather.kernel_arguments, BLOCK=1024
+        )
+        return sums
+
+    def wanted(gather: tunedcomm.GatherProgress, every: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([torch.stack([c.sum() for c in t.split(gather.chunk_rows)]) for t in every])
+
+    calls = 0
+    for rows, num_chunks, aside in ((64, 4, True), (1000, 7, True), (1000, 3, False), (5, 64, True)):
+        out = tunedcomm.symmetric_empty((rows * world_size, columns), dtype=torch.float32)
+        x = torch.empty(rows, columns, device="cuda")
+        for seed in range(20):
+            every = [values(r, rows, seed) for r in range(world_size)]
+            x.copy_(every[rank])
+            torch.cuda._sleep(noise.randrange(100_000))
+            gather = tunedcomm.all_gather_with_progress(x, out=out, num_chunks=num_chunks, aside=aside)
+            sums = read(gather)
+            whole = gather.finish().clone()
+            x.fill_(float("nan"))
+            assert torch.equal(sums, wanted(gather, every)), (rows, seed)
+            assert torch.equal(whole, torch.cat(every)), (rows, seed)
+            calls += 1
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
+            kept = []
+            for _ in range(3):
+                gather = tunedcomm.all_gather_with_progress(x, out=out, num_chunks=num_chunks, aside=aside)
+                kept.append(read(gather))
+                gather.finish()
+        for seed in range(20):
+            every = [values(r, rows, seed + 50) for r in range(world_size)]
+            x.copy_(every[rank])
+            torch.cuda._sleep(noise.randrange(100_000))
+            graph.replay()
+            assert all(torch.equal(sums, wanted(gather, every)) for sums in kept), (rows, seed)
+            calls += 1
+    get_communicator().check_peers()
+    return {"calls": calls}
+
+
+def dispatch_body() -> dict[str, object]:
+    """The public call as users make it: any tensor, dimension and group, and first in a capture."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    base = torch.arange(64 * 130, device="cuda").view(64, 130)
+    for dtype in (torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64, torch.complex128):
+        every = [((base + r) % 97).to(dtype) for r in range(world_size)]
+        for view in (lambda t: t, lambda t: t.t(), lambda t: t[:, 1:], lambda t: t[3:, ::2], lambda t: t[:0]):
+            x = view(every[rank])
+            for dim in (0, 1, -1):
+                wanted = torch.cat([view(t) for t in every], dim)
+                assert torch.equal(tunedcomm.all_gather(x, dim=dim), wanted), (dtype, tuple(x.shape), dim)
+                out = torch.empty(*wanted.shape[:-1], 2 * wanted.shape[-1], dtype=dtype, device="cuda")[..., ::2]
+                assert tunedcomm.all_gather(x, dim=dim, out=out) is out
+                assert torch.equal(out, wanted), (dtype, dim)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        out = tunedcomm.all_gather(torch.full((1000,), float(rank), device="cuda"), group=pair)
+        assert out.sum().item() == 1000.0
+    fresh = torch.full((777,), float(rank), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # never called before: the library serves it
+        out = tunedcomm.all_gather(fresh)
+    graph.replay()
+    assert torch.equal(out, torch.arange(float(world_size), device="cuda").repeat_interleave(777))
+    return {}
+
+
+def lost_peer_body() -> dict[str, object]:
+    """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls."""
+    waited = []
+    for variant in (name for name in (*PACKETS, "copy_engine") if name in variants("all_gather")):
+        for mode in ("eager", "graph"):
+            group, last = dist.new_group(), dist.get_world_size() - 1
+            x = torch.ones(2048, device="cuda")
+
+            def calls(group: dist.ProcessGroup = group, x: torch.Tensor = x) -> None:
+                for _ in range(3):
+                    tunedcomm.all_gather(x, group=group)
+
+            with tunedcomm.force("all_gather", variant):
+                calls()
+                run = calls
+                if mode == "graph":
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        calls()
+                    run = graph.replay
+                run()
+                torch.cuda.synchronize()
+                dist.barrier()
+                torch.cuda.synchronize()
+                if dist.get_rank() != last:
+                    said = f"all_gather .*{mode}.* missed rank {last} of the group of {last + 1}"
+                    waited.append(miss(run, x, group, said, call=tunedcomm.all_gather))
+            dist.barrier()
+    return {"waited": max(waited, default=0.0)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], globals())

@@ -1,0 +1,311 @@
+"""What each rank of a GPU test of reduce_scatter runs; started as `bodies.py` is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import bodies
+import torch
+import torch.distributed as dist
+from bodies import miss, same_bits, stream
+
+import tunedcomm
+from tunedcomm.communicator import get_communicator
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+
+OP = "reduce_scatter"
+
+
+def ordered(op: str = OP) -> list[str]:
+    return sorted(name for name, variant in variants(op).items() if variant.numerics == "ordered")
+
+
+def expected_of(problem: Problem, seed: int, *, awkward: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(this rank's input, exact bits of every ordered variant)."""
+    op, rank = get_op(problem.op), dist.get_rank()
+    everyone = [op.make_inputs(problem, r, seed, "random", "cuda") for r in range(problem.world_size)]
+    if awkward and problem.numel > 16:
+        for r, (x,) in enumerate(everyone):
+            tiny = torch.finfo(x.dtype).smallest_normal / 8
+            for chunk in x.view(problem.world_size, -1):
+                chunk[:4] = torch.tensor([-0.0, -0.0, tiny, -tiny if r % 2 else tiny], device="cuda").to(x.dtype)
+    assert op.ordered_reference is not None
+    (expected,) = op.ordered_reference(problem, everyone, rank)
+    return everyone[rank][0], expected
+
+
+def some_configs(problem: Problem, name: str, shuffle: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """The default and a few others that can run, the same on every rank."""
+    limits, variant = get_communicator().limits, get_variant(problem.op, name)
+    default = variant.default(problem, limits)
+    feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, limits) is None]
+    if default in feasible:
+        yield default
+        yield from shuffle.sample(feasible, min(count, len(feasible)))
+
+
+def variants_body() -> dict[str, object]:
+    """Every ordered variant, odd sizes, dtypes and reductions, for one of them several configs: exact bits."""
+    comm, shuffle, checked = get_communicator(), random.Random(3), Counter[str]()
+    for seed, numel in enumerate((1, 5, 64, 1001, 4096, 65537, 1 << 20, 3_000_001)):
+        for dtype in ("bfloat16", "float16", "float32"):
+            for reduction in ("sum", "avg"):
+                problem = Problem(OP, (numel,), dtype, comm.world_size, reduction=reduction)
+                x, expected = expected_of(problem, seed, awkward=True)
+                others = 2 if (dtype, reduction) == ("bfloat16", "sum") else 0  # each may be a binary to compile
+                for name in ordered():
+                    for config in some_configs(problem, name, shuffle, others):
+                        with contextlib.suppress(InfeasibleError):  # too many registers for so many blocks
+                            launch = comm.bind(problem, Candidate.of(OP, name, config))
+                            for _ in range(2):
+                                out = torch.full_like(expected, float("nan"))
+                                launch((x,), (out,), stream())
+                                assert same_bits(out, expected), (problem, name, config)
+                            checked[name] += 1
+        comm.check_peers()
+    assert all(checked[name] >= 40 for name in ordered()), checked
+    return {"checked": dict(checked)}
+
+
+def large_body() -> dict[str, object]:
+    """Messages far larger than what the areas hold, against NCCL, small whole numbers so that any order is exact."""
+    comm, checked = get_communicator(), 0
+    for numel in (8 << 20, (16 << 20) + 8, (5 << 20) + 3):
+        problem = Problem(OP, (numel,), "bfloat16", comm.world_size)
+        (x,) = get_op(OP).make_inputs(problem, comm.rank, 5, "integers", "cuda")
+        wanted = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+        dist.reduce_scatter_tensor(wanted, x)
+        for name in ordered():
+            for config in some_configs(problem, name, random.Random(numel), 4):
+                with contextlib.suppress(InfeasibleError):
+                    launch = comm.bind(problem, Candidate.of(OP, name, config))
+                    for _ in range(2):
+                        out = torch.full_like(wanted, float("nan"))
+                        launch((x,), (out,), stream())
+                        assert torch.equal(out, wanted), (name, config, numel)
+                    checked += 1
+    comm.check_peers()
+    assert checked >= 5, checked
+    return {"checked": checked}
+
+
+def simulated(everyone: list[list[torch.Tensor]], length: int) -> list[list[torch.Tensor]]:
+    """All ranks' three buffers after the chain of `chain_body`."""
+    count = len(everyone)
+    held = [[buffer.clone() for buffer in buffers] for buffers in everyone]
+    for i in range(length):
+        for rank, total in enumerate(sum(buffers[i % 3] for buffers in held).view(count, -1).clone()):
+            held[rank][(i + 1) % 3].view(count, -1)[i % count] = total
+    return held
+
+
+def chain_body() -> dict[str, object]:
+    """Back-to-back launches that depend on each other over rotating buffers, replayed with new inputs.
+
+    A launch writes its result into a chunk of the next one's input. If a kernel that started early read its input, or
+    overwrote a buffer, too early, stale values of the replay before would show.
+    """
+    comm, replays, length = get_communicator(), 25, 7
+    world_size, rank = comm.world_size, comm.rank
+    for name in ordered():
+        for pdl in (False, True):
+            for numel in (512, 16384, 131072):
+                problem = Problem(OP, (numel,), "float32", world_size)
+                config = dict(get_variant(OP, name).default(problem, comm.limits))
+                if "launch_pdl" in config:
+                    config["launch_pdl"] = pdl
+                elif pdl:
+                    continue
+                candidate = Candidate.of(OP, name, config)
+                if check_candidate(problem, candidate, comm.limits):
+                    continue
+                launch = comm.bind(problem, candidate)
+                buffers = [torch.zeros(numel * world_size, device="cuda") for _ in range(3)]
+                side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    launch((buffers[0],), (buffers[1][:numel],), stream())
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph, stream=side):
+                        for i in range(length):
+                            target = buffers[(i + 1) % 3].view(world_size, -1)[i % world_size]
+                            launch((buffers[i % 3],), (target,), stream())
+                for replay in range(replays):
+                    everyone = [
+                        [
+                            get_op(OP).make_inputs(problem, r, 3 * replay + b, "integers", "cuda")[0]
+                            for b in range(3)
+                        ]
+                        for r in range(world_size)
+                    ]  # fmt: skip
+                    for buffer, values in zip(buffers, everyone[rank], strict=True):
+                        buffer.copy_(values)
+                    graph.replay()
+                    for buffer, wanted in zip(buffers, simulated(everyone, length)[rank], strict=True):
+                        assert torch.equal(buffer, wanted), (name, pdl, numel, replay)
+                comm.check_peers()
+    return {}
+
+
+def stress_body() -> dict[str, object]:
+    """Random sizes and configs, random delays of each rank, poisoned outputs, mixed with all_reduce on one lane.
+
+    Until every variant has had STRESS_LAUNCHES launches.
+    """
+    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
+    wanted = int(os.environ.get("STRESS_LAUNCHES", "300"))
+    cases: dict[tuple[str, str], list[Any]] = {}
+    for _ in range(14):
+        numel = int(2 ** shuffle.uniform(0, 20.5))
+        for op in (OP, "all_reduce"):
+            problem = Problem(op, (numel,), "bfloat16", comm.world_size)
+            x, expected = expected_of(problem, numel)
+            for name in ordered(op):
+                for config in some_configs(problem, name, shuffle, 2):
+                    with contextlib.suppress(InfeasibleError):
+                        launch = comm.bind(problem, Candidate.of(op, name, config))
+                        cases.setdefault((op, name), []).append((launch, x, expected, config))
+    assert {name for op, name in cases if op == OP} == set(ordered())
+    launches, others = Counter[str](), [case for (op, _), held in cases.items() if op != OP for case in held]
+    while not all(launches[name] >= wanted for name in ordered()):
+        pending = []
+        for i in range(100):
+            name = ordered()[i % len(ordered())] if shuffle.random() < 0.8 else ""
+            launch, x, expected, config = shuffle.choice(cases[OP, name] if name else others)
+            out = torch.full_like(expected, float("nan"))
+            if noise.random() < 0.2:
+                torch.cuda._sleep(noise.randrange(100_000))
+            launch((x,), (out,), stream())
+            pending.append((out, expected, name, config))
+            launches[name] += 1
+        torch.cuda.synchronize()
+        comm.check_peers()
+        for out, expected, name, config in pending:
+            assert same_bits(out, expected), (name, config, out.numel(), launches)
+    return {"launches": dict(launches)}
+
+
+def symmetric_body() -> dict[str, object]:
+    """Inputs that the peers read in place, overwritten at once after the call."""
+    comm = get_communicator()
+    for numel in (64, 5001, 3_000_000):
+        problem = Problem(OP, (numel,), "bfloat16", comm.world_size)
+        values, expected = expected_of(problem, numel)
+        whole = tunedcomm.symmetric_empty(numel * comm.world_size + 64, dtype=torch.bfloat16)
+        x = whole[64:]
+        for name in ("one_shot", "push"):
+            with tunedcomm.force(OP, name):
+                for _ in range(3):
+                    x.copy_(values)
+                    out = tunedcomm.reduce_scatter(x)
+                    x.fill_(float("nan"))
+                    assert same_bits(out, expected), (name, numel)
+        torch.cuda.synchronize()
+        dist.barrier()
+    return {}
+
+
+def dispatch_body() -> dict[str, object]:
+    """The public call as users make it: any tensor and dimension, first in a capture, unusual strides and alignment."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    total = sum(range(1, world_size + 1))
+    base = (torch.arange(12 * world_size * 6 * world_size, device="cuda") % 7).view(12 * world_size, 6 * world_size)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.uint8):
+        plain = base.to(dtype)
+        mine = plain * (rank + 1)
+        padded = torch.zeros(mine.shape[0], mine.shape[1] + 1, device="cuda", dtype=dtype)[:, 1:]
+        padded.copy_(mine)
+        for x in (mine, mine.t().contiguous().t(), padded):
+            for dim in (0, 1, -1):
+                wanted = plain.chunk(world_size, dim)[rank] * total
+                for _ in range(3):
+                    assert torch.equal(tunedcomm.reduce_scatter(x, dim=dim), wanted), (dtype, dim)
+                strided = torch.zeros(*wanted.shape, 2, device="cuda", dtype=dtype)[..., 0]
+                assert tunedcomm.reduce_scatter(x, dim=dim, out=strided) is strided
+                assert torch.equal(strided, wanted)
+        wanted = plain.chunk(world_size)[rank]
+        assert torch.equal(tunedcomm.reduce_scatter(mine, op="max"), wanted * world_size)
+        assert torch.equal(tunedcomm.reduce_scatter(mine, op="min"), wanted)
+    assert tunedcomm.reduce_scatter(base[:0].to(torch.float32)).shape == (0, 6 * world_size)
+    fresh = torch.full((world_size * 777,), float(rank + 1), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # never called before: the library serves it
+        out = tunedcomm.reduce_scatter(fresh)
+    graph.replay()
+    assert torch.equal(out, torch.full_like(out, float(total)))
+    return {}
+
+
+def lost_peer_body() -> dict[str, object]:
+    """One rank stops calling: the others give up within the bound, say for whom, and refuse further calls."""
+    return {"waited": max(lose_peer(name, mode) for name in ordered() for mode in ("eager", "graph"))}
+
+
+def lose_peer(variant: str, mode: str) -> float:
+    """Seconds that a survivor waited; 0 on the lost rank."""
+    group, last = dist.new_group(), dist.get_world_size() - 1
+    x = torch.ones(2048 * dist.get_world_size(), device="cuda")
+
+    def calls() -> None:
+        for _ in range(3):
+            tunedcomm.reduce_scatter(x, group=group)
+
+    with tunedcomm.force(OP, variant):
+        calls()
+        run = calls
+        if mode == "graph":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls()
+            run = graph.replay
+        run()
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        waited = 0.0
+        if dist.get_rank() != last:
+            waited = miss(run, x, group, f"{OP} .*{mode}.* missed rank {last} of the group of {last + 1}")
+    dist.barrier()
+    return waited
+
+
+def times_body() -> dict[str, object]:
+    """µs a call in graphs of 20, default configs beside NCCL; for a look, not a measurement to keep."""
+    comm, found = get_communicator(), {}
+    for exponent in (12, 16, 20, 22, 24, 26):
+        problem = Problem(OP, (1 << (exponent - 1),), "bfloat16", comm.world_size)
+        (x,) = get_op(OP).make_inputs(problem, comm.rank, 1, "random", "cuda")
+        out = torch.empty(problem.numel, dtype=torch.bfloat16, device="cuda")
+        for name in variants(OP):
+            config = get_variant(OP, name).default(problem, comm.limits)
+            candidate = Candidate.of(OP, name, config)
+            if check_candidate(problem, candidate, comm.limits):
+                continue
+            launch, graph = comm.bind(problem, candidate), torch.cuda.CUDAGraph()
+            launch((x,), (out,), stream())
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                for _ in range(20):
+                    launch((x,), (out,), stream())
+            samples = []
+            for _ in range(7):
+                dist.barrier()
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                graph.replay()
+                torch.cuda.synchronize()
+                samples.append((time.perf_counter() - begin) / 20 * 1e6)
+            found[f"{1 << exponent} {name}"] = round(sorted(samples)[3], 2)
+    return {"us": found}
+
+
+if __name__ == "__main__":
+    bodies.main(sys.argv[1], globals())

@@ -1,0 +1,151 @@
+"""`all_gather_with_progress` on the host backend: a kernel of a test waits for each chunk and sums it."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, report, run_cases
+from harness import run_ranks
+
+import tunedcomm
+from tunedcomm.errors import PeerTimeoutError
+
+WORLD_SIZE = 3
+
+
+def refused(text: str) -> Any:
+    return pytest.raises(tunedcomm.UnsupportedInputError, match=text)
+
+
+def shard(rank: int, rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 31 + rank)
+    return torch.randint(-9, 10, (rows, columns), generator=generator).float()
+
+
+def sums_of(gather: tunedcomm.GatherProgress, columns: int) -> torch.Tensor:
+    """Sum of each (rank, chunk) by a kernel that waits for it first; one block goes through all of them."""
+    from progress_consumer import sum_kernel
+
+    sums = torch.full((WORLD_SIZE, gather.num_chunks), float("nan"))
+    extents = (gather.num_rows * columns, gather.chunk_rows * columns, gather.num_chunks)
+    sum_kernel[(WORLD_SIZE,)](gather.out.data_ptr(), sums.data_ptr(), *extents, *gather.kernel_arguments, BLOCK=1024)
+    return sums
+
+
+def chunks(rank: int) -> None:
+    """Every chunk is whole when its flag is there, call after call on one output, chunks and sizes changing."""
+    shuffle = random.Random(1)
+    columns = 8
+    out = tunedcomm.symmetric_empty((40 * WORLD_SIZE, columns), dtype=torch.float32)
+    for seed in range(14):
+        rows, num_chunks = shuffle.choice((1, 4, 17, 40)), shuffle.choice((1, 2, 4, 5, 64))
+        part = out[: rows * WORLD_SIZE]
+        x = shard(rank, rows, columns, seed)
+        if seed % 4 == 3:  # the own rows are in place already
+            x = part[rank * rows : (rank + 1) * rows].copy_(x)
+        if seed % 3 == rank:
+            time.sleep(0.05)
+        gather = tunedcomm.all_gather_with_progress(
+            x, out=part, num_chunks=num_chunks, num_blocks=1 + seed % 2, aside=seed % 2 == 0
+        )
+        assert gather.num_chunks == -(-rows // gather.chunk_rows) <= num_chunks
+        sums = sums_of(gather, columns)
+        every = [shard(r, rows, columns, seed) for r in range(WORLD_SIZE)]
+        for source in range(WORLD_SIZE):
+            for c in range(gather.num_chunks):
+                first = c * gather.chunk_rows
+                wanted = every[source][first : first + gather.chunk_rows]
+                assert sums[source, c] == wanted.sum(), (seed, source, c)
+                assert torch.equal(part[gather.rows_of(source, c)], wanted)
+        assert gather.finish() is gather.out
+        assert torch.equal(gather.finish(), torch.cat(every))
+
+
+def among_other_calls(rank: int) -> None:
+    """Other collectives may come between beginning and end; a gather that was not finished is by the next."""
+    out = tunedcomm.symmetric_empty((6 * WORLD_SIZE, 4), dtype=torch.float32)
+    for seed in range(6):
+        gather = tunedcomm.all_gather_with_progress(shard(rank, 6, 4, seed), out=out)
+        with tunedcomm.force("all_reduce", ("one_shot", "two_shot", "lamport")[seed % 3]):
+            assert torch.equal(tunedcomm.all_reduce(torch.ones(99)), torch.full((99,), float(WORLD_SIZE)))
+        with tunedcomm.force("all_gather", ("push", "copy_engine")[seed % 2]):
+            assert torch.equal(tunedcomm.all_gather(torch.tensor([rank])), torch.arange(WORLD_SIZE))
+        if seed % 2:
+            wanted = torch.cat([shard(r, 6, 4, seed) for r in range(WORLD_SIZE)])
+            assert torch.equal(gather.finish(), wanted), seed
+    gather.finish()
+
+
+def unusual_inputs(rank: int) -> None:
+    out = tunedcomm.symmetric_empty((8 * WORLD_SIZE, 16), dtype=torch.uint8)
+    x = (torch.arange(16 * 8, dtype=torch.uint8).view(16, 8) + rank).t()
+    gather = tunedcomm.all_gather_with_progress(x, out=out)
+    wanted = torch.cat([(torch.arange(16 * 8, dtype=torch.uint8).view(16, 8) + r).t() for r in range(WORLD_SIZE)])
+    assert torch.equal(gather.finish(), wanted)
+
+
+def bad_input(rank: int) -> None:
+    out = tunedcomm.symmetric_empty((4 * WORLD_SIZE, 4), dtype=torch.float32)
+    x = shard(rank, 4, 4, 0)
+    gather = tunedcomm.all_gather_with_progress
+    with refused("must be symmetric memory .* make it with tunedcomm.symmetric_empty"):
+        gather(x, out=torch.empty(4 * WORLD_SIZE, 4))
+    with refused(r"has shape \(12, 4\), torch.float32; the result of gathering \(5, 4\), torch.float32 has shape"):
+        gather(shard(rank, 5, 4, 0), out=out)
+    with refused("the result of gathering"):
+        gather(torch.tensor(1.0), out=out)
+    with refused("has 4 rows of 12 bytes"):
+        gather(x[:, :3], out=tunedcomm.symmetric_empty((4 * WORLD_SIZE, 3), dtype=torch.float32))
+    with refused("x of all_gather_with_progress lies in out"):
+        gather(out.view(-1)[:32].view(4, 8)[:, :4], out=out)
+    for wrong in (0, 65, True, 2.0):
+        with refused(r"num_chunks=.* must be a number from 1 to 64"):
+            gather(x, out=out, num_chunks=wrong)
+    with refused(r"num_blocks=0 .* must be a number from 1 to 512"):
+        gather(x, out=out, num_blocks=0)
+    with refused("wants a torch.Tensor, got list"):
+        gather([1.0], out=out)
+    assert torch.equal(gather(x, out=out).finish(), torch.cat([shard(r, 4, 4, 0) for r in range(WORLD_SIZE)]))
+
+
+def a_lost_peer(rank: int) -> None:
+    """A consumer that waits for a chunk that never comes gives up in time, and the group says for whom it waited."""
+    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "1"
+    group = dist.new_group()
+    out = tunedcomm.symmetric_empty((4 * WORLD_SIZE, 4), dtype=torch.float32, group=group)
+    tunedcomm.all_gather_with_progress(shard(rank, 4, 4, 0), out=out, group=group).finish()
+    dist.barrier()
+    if rank != 1:
+        begin = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match=r"all_gather \(called eagerly\) missed rank 1 of the group of 3"):
+            tunedcomm.all_gather_with_progress(shard(rank, 4, 4, 1), out=out, group=group)
+        assert 1.0 <= time.monotonic() - begin < 6.0
+        with pytest.raises(PeerTimeoutError):
+            tunedcomm.all_gather_with_progress(shard(rank, 4, 4, 2), out=out, group=group)
+    dist.barrier()
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case for case in (chunks, among_other_calls, unusual_inputs, bad_input, a_lost_peer)
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    del world_size
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body, timeout=200)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_gather_with_progress(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)

@@ -1,0 +1,147 @@
+"""Copies by a GPU's copy engines, on side streams that fork from and join the caller's; by `memmove` on the host.
+
+Addresses may be a peer's: those of symmetric memory are addresses of this process. All goes straight to the driver,
+which takes raw addresses and streams, is captured like any other work, and costs a microsecond a call. Streams and
+events belong to a lane of a workspace and are made once: calls of one lane are in order, so each call may record events
+anew. Lanes do not share them, for then calls of two groups could wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tunedcomm.errors import TunedCommError
+
+if TYPE_CHECKING:
+    from tunedcomm.spec import Mode
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["NUM_EVENTS", "NUM_STREAMS", "Copies", "copies_of"]
+
+NUM_STREAMS = 9
+NUM_EVENTS = 32
+_NON_BLOCKING = 1  # of cuStreamCreate: no order with the legacy default stream
+_DISABLE_TIMING = 2  # of cuEventCreate
+
+
+class Copies(Protocol):
+    """Where copies are queued.
+
+    Attributes:
+        streams: handles of `NUM_STREAMS` side streams.
+    """
+
+    streams: tuple[int, ...]
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """Queue a copy of `nbytes` between two addresses."""
+
+    def record(self, event: int, stream: int) -> None:
+        """Let event number `event` (below `NUM_EVENTS`) stand for all that is queued on `stream` now."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """Hold back what is queued on `stream` from now on until what `event` stands for is done."""
+
+
+class _HostCopies:
+    """On the host a copy is done when it is asked for, so there is nothing to order."""
+
+    streams = (0,) * NUM_STREAMS
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        del stream
+        ctypes.memmove(target, source, nbytes)
+
+    def record(self, event: int, stream: int) -> None:
+        del event, stream
+
+    def wait(self, stream: int, event: int) -> None:
+        del stream, event
+
+
+@functools.cache
+def _driver() -> Any:
+    """The driver, with the types of what is called here."""
+    library = ctypes.CDLL("libcuda.so.1")
+    handle, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint
+    library.cuMemcpyAsync.argtypes = [address, address, ctypes.c_size_t, handle]
+    library.cuCtxGetStreamPriorityRange.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int)]
+    library.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(handle), number, ctypes.c_int]
+    library.cuStreamDestroy_v2.argtypes = [handle]
+    library.cuEventCreate.argtypes = [ctypes.POINTER(handle), number]
+    library.cuEventDestroy_v2.argtypes = [handle]
+    library.cuEventRecord.argtypes = [handle, handle]
+    library.cuStreamWaitEvent.argtypes = [handle, handle, number]
+    return library
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        raise TunedCommError(
+            f"the CUDA driver refused {what} (CUresult {result}); run with CUDA_LAUNCH_BLOCKING=1 to find the "
+            "call that failed first, or leave copy engines out with tunedcomm.force()"
+        )
+
+
+def _new_stream() -> int:
+    """A stream of the highest priority: what others wait for should not queue behind what they compute."""
+    handle, least, greatest = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    _check(_driver().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest)), "to name priorities")
+    made = _driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, greatest)
+    _check(made, "a stream")
+    return int(handle.value or 0)
+
+
+def _new_event() -> int:
+    handle = ctypes.c_void_p()
+    _check(_driver().cuEventCreate(ctypes.byref(handle), _DISABLE_TIMING), "an event")
+    return int(handle.value or 0)
+
+
+def _destroy(streams: tuple[int, ...], events: tuple[int, ...]) -> None:
+    """What is still queued is done first; the driver sees to that."""
+    library = _driver()
+    for stream in streams:
+        library.cuStreamDestroy_v2(stream)
+    for event in events:
+        library.cuEventDestroy_v2(event)
+
+
+class _DeviceCopies:
+    """Streams and events of the current device."""
+
+    def __init__(self) -> None:
+        library = _driver()
+        self.streams = tuple(_new_stream() for _ in range(NUM_STREAMS))
+        self.events = tuple(_new_event() for _ in range(NUM_EVENTS))
+        self._copy, self._record, self._wait = library.cuMemcpyAsync, library.cuEventRecord, library.cuStreamWaitEvent
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        _check(self._copy(target, source, nbytes, stream), "a copy")
+
+    def record(self, event: int, stream: int) -> None:
+        _check(self._record(self.events[event], stream), "to record an event")
+
+    def wait(self, stream: int, event: int) -> None:
+        _check(self._wait(stream, self.events[event], 0), "to wait for an event")
+
+
+_lanes: weakref.WeakKeyDictionary[Workspace, dict[Mode, _DeviceCopies]] = weakref.WeakKeyDictionary()
+
+
+def copies_of(workspace: Workspace, mode: Mode) -> Copies:
+    """The queues of a lane, made when they are first asked for; never while a graph is captured."""
+    if workspace.device.type == "cpu":
+        return _HostCopies()
+    import torch
+
+    lanes = _lanes.setdefault(workspace, {})
+    if mode not in lanes:
+        with torch.cuda.device(workspace.device):
+            made = lanes[mode] = _DeviceCopies()
+        # Not at exit, when the driver may be gone.
+        weakref.finalize(workspace, _destroy, made.streams, made.events).atexit = False
+    return lanes[mode]

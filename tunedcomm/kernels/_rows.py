@@ -1,0 +1,260 @@
+"""Rows of a matrix in packets: what is added to a row, and its RMS norm, with bits that no config changes.
+
+A row is held by one block as `BLOCK` packets, a power of two with a thread for each 32 × num_warps of them, of which
+those behind the row's end are zero.
+
+**Rounding.** With s a rank-ordered sum that was rounded to the payload's dtype, everything else is fp32:
+
+    h = round(s + bias + residual)          added from left to right, rounded once to the payload's dtype
+    y = h · (1 / √(Σ h² / hidden + ε)) · weight, from left to right, every operation rounded to fp32; then rounded once
+
+So y is a function of h as it is stored, whoever computes it.
+
+**The order of Σ h²** is part of the rule, and is the same for every grid and every number of warps: the squares of a
+packet in a tree of neighbours; 32 packets in a butterfly (16, 8, 4, 2, 1); sums of 32 packets whose numbers are equal
+modulo 32 one after another; those 32 in a butterfly again. Zeros from padding do not change a sum of squares.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._data import narrow, widen
+from tunedcomm.kernels._sync import INTERPRET, as_mask, load_packets, store_packets
+
+__all__ = ["MAX_ROW_PACKETS", "row_block"]
+
+MAX_ROW_PACKETS = 2048  # 16384 elements of 16 bits; beyond that a block holds too much of a row in registers
+
+_E4M3_MAX = tl.constexpr(448.0)
+
+
+def row_block(packets: int) -> int:
+    """The constant `BLOCK` for rows of so many packets."""
+    return max(32, 1 << (packets - 1).bit_length())
+
+
+@triton.jit
+def _butterfly(value):
+    """Sum over each 32 neighbours, which all of them get."""
+    if INTERPRET:
+        lanes = tl.arange(0, value.shape[0])
+        for step in tl.static_range(5):
+            value += tl.gather(value, lanes ^ (16 >> step), 0)
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 other;
+            mov.f32 $0, $1;
+            shfl.sync.bfly.b32 other, $0, 16, 31, 0xffffffff;
+            add.rn.f32 $0, $0, other;
+            shfl.sync.bfly.b32 other, $0, 8, 31, 0xffffffff;
+            add.rn.f32 $0, $0, other;
+            shfl.sync.bfly.b32 other, $0, 4, 31, 0xffffffff;
+            add.rn.f32 $0, $0, other;
+            shfl.sync.bfly.b32 other, $0, 2, 31, 0xffffffff;
+            add.rn.f32 $0, $0, other;
+            shfl.sync.bfly.b32 other, $0, 1, 31, 0xffffffff;
+            add.rn.f32 $0, $0, other;
+            }""",
+            "=&f,f",
+            [value],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def row_sum(value, BLOCK: tl.constexpr):
+    """Sum of one number a packet over the row, in the order of the module's text; every element gets it."""
+    value = _butterfly(value)
+    if BLOCK > 32:
+        lanes = tl.arange(0, BLOCK)
+        total = tl.gather(value, tl.where((lanes & 31) * 32 < BLOCK, (lanes & 31) * 32, 0), 0)
+        total = tl.where((lanes & 31) * 32 < BLOCK, total, 0.0)
+        for k in tl.static_range(1, BLOCK // 1024):
+            total += tl.gather(value, (lanes & 31) * 32 + k * 1024, 0)
+        value = _butterfly(total)
+    return value
+
+
+@triton.jit
+def _squares(w, DTYPE: tl.constexpr):
+    low, high = widen(w, DTYPE)
+    if DTYPE == "float32":
+        return low * low
+    else:
+        return low * low + high * high
+
+
+@triton.jit
+def add_word(s, b, r, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """One word of h from one of the sum, of the bias and of the residual."""
+    low, high = widen(s, DTYPE)
+    if BIAS:
+        more_low, more_high = widen(b, DTYPE)
+        low += more_low
+        high += more_high
+    if RESIDUAL:
+        more_low, more_high = widen(r, DTYPE)
+        low += more_low
+        high += more_high
+    return narrow(low, high, DTYPE)
+
+
+@triton.jit
+def add_extras(s, b, r, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """Four words of h; the sum itself where there is nothing to add."""
+    if BIAS or RESIDUAL:
+        return (
+            add_word(s[0], b[0], r[0], DTYPE, BIAS, RESIDUAL),
+            add_word(s[1], b[1], r[1], DTYPE, BIAS, RESIDUAL),
+            add_word(s[2], b[2], r[2], DTYPE, BIAS, RESIDUAL),
+            add_word(s[3], b[3], r[3], DTYPE, BIAS, RESIDUAL),
+        )
+    else:
+        return s[0], s[1], s[2], s[3]
+
+
+@triton.jit
+def _scaled(h, w, factor, DTYPE: tl.constexpr):
+    """The one or two elements of a word of y, in fp32."""
+    low, high = widen(h, DTYPE)
+    weight_low, weight_high = widen(w, DTYPE)
+    if DTYPE == "float32":
+        return low * factor * weight_low, 0.0
+    else:
+        return low * factor * weight_low, high * factor * weight_high
+
+
+@triton.jit
+def _e4m3_bits(value):
+    """Interpreter: bits of fp32 rounded to nearest even in e4m3, saturated, NaN kept a NaN."""
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(value), _E4M3_MAX)
+    of_size = size.to(tl.int32, bitcast=True)
+    normal = ((of_size + 0x7FFFF + ((of_size >> 20) & 1)) >> 20) - (120 << 3)
+    # Adding 2^14 rounds to multiples of 2^-9, the least of e4m3.
+    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    found = tl.where(size < 0.015625, subnormal, normal)
+    found = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, found)
+    return found | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _narrow_e4m3(low, high):
+    """Two fp32 values as two e4m3 in the low half of an int32."""
+    if INTERPRET:
+        return _e4m3_bits(low) | (_e4m3_bits(high) << 8)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 pair;
+            cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1;
+            cvt.u32.u16 $0, pair;
+            }""",
+            "=r,f,f",
+            [low, high],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _store_words(address, w0, w1, mask, COUNT: tl.constexpr):
+    """Store one or two words to each `address` where `mask`."""
+    if INTERPRET:
+        p = address.to(tl.pointer_type(tl.int32))
+        mask = as_mask(mask)
+        tl.store(p, w0, mask=mask)
+        if COUNT == 2:
+            tl.store(p + 1, w1, mask=mask)
+    elif COUNT == 2:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.u32 p, $4, 0;
+            mov.u32 $0, 0;
+            @p st.global.v2.b32 [$1], {$2, $3};
+            }""",
+            "=&r,l,r,r,r",
+            [address, w0, w1, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(address.to(tl.pointer_type(tl.int32)), w0, mask=mask)
+
+
+@triton.jit
+def _write_e4m3(out, packet, h, weight, factor, scale, mask, DTYPE: tl.constexpr):
+    """Write y divided by the scale: multiplied by its reciprocal, which is rounded to fp32."""
+    inverse = tl.div_rn(1.0, tl.load(scale.to(tl.pointer_type(tl.float32))))
+    a0, b0 = _scaled(h[0], weight[0], factor, DTYPE)
+    a1, b1 = _scaled(h[1], weight[1], factor, DTYPE)
+    a2, b2 = _scaled(h[2], weight[2], factor, DTYPE)
+    a3, b3 = _scaled(h[3], weight[3], factor, DTYPE)
+    if DTYPE == "float32":
+        word = _narrow_e4m3(a0 * inverse, a1 * inverse) | (_narrow_e4m3(a2 * inverse, a3 * inverse) << 16)
+        _store_words(out + packet * 4, word, word, mask, 1)
+    else:
+        low = _narrow_e4m3(a0 * inverse, b0 * inverse) | (_narrow_e4m3(a1 * inverse, b1 * inverse) << 16)
+        high = _narrow_e4m3(a2 * inverse, b2 * inverse) | (_narrow_e4m3(a3 * inverse, b3 * inverse) << 16)
+        _store_words(out + packet * 8, low, high, mask, 2)
+
+
+@triton.jit
+def _y_word(h, w, factor, DTYPE: tl.constexpr):
+    low, high = _scaled(h, w, factor, DTYPE)
+    return narrow(low, high, DTYPE)
+
+
+@triton.jit
+def row_extras(bias, residual, at, packet, mask, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """(bias, residual) of the packets numbered `at` in their row and `packet` in the matrix; zeros for what is not."""
+    nothing = tl.zeros(at.shape, tl.int32)
+    b = (nothing, nothing, nothing, nothing)
+    r = (nothing, nothing, nothing, nothing)
+    if BIAS:
+        b = load_packets(bias + at * 16, mask)
+    if RESIDUAL:
+        r = load_packets(residual + packet * 16, mask)
+    return b, r
+
+
+@triton.jit
+def finish_row(
+    s, b, r, weight, out, residual_out, scale, eps, row, packet, mask,
+    DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write h and y of one row.
+
+    Args:
+        s, b, r, weight: words of the row's sum, bias, residual and weight, zeros behind its end.
+        eps: bits of an fp32.
+        row: packets of a row.
+        packet: numbers of the row's packets in the matrix.
+        mask: packets of the row.
+    """
+    h = add_extras(s, b, r, DTYPE, BIAS, RESIDUAL)
+    store_packets(residual_out + packet * 16, h[0], h[1], h[2], h[3], mask)
+    squares = (_squares(h[0], DTYPE) + _squares(h[1], DTYPE)) + (_squares(h[2], DTYPE) + _squares(h[3], DTYPE))
+    squares = tl.where(mask, squares, 0.0)
+    PER: tl.constexpr = 4 if DTYPE == "float32" else 8
+    hidden = tl.zeros((BLOCK,), tl.float32) + (row * PER).to(tl.float32)
+    mean = tl.div_rn(row_sum(squares, BLOCK), hidden)
+    root = tl.sqrt_rn(mean + eps.to(tl.int32).to(tl.float32, bitcast=True))
+    factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), root)
+    if FP8:
+        _write_e4m3(out, packet, h, weight, factor, scale, mask, DTYPE)
+    else:
+        y0 = _y_word(h[0], weight[0], factor, DTYPE)
+        y1 = _y_word(h[1], weight[1], factor, DTYPE)
+        y2 = _y_word(h[2], weight[2], factor, DTYPE)
+        y3 = _y_word(h[3], weight[3], factor, DTYPE)
+        store_packets(out + packet * 16, y0, y1, y2, y3, mask)

@@ -1,0 +1,1 @@
+"""all_gather: its op and its variants, one file each."""

@@ -1,0 +1,162 @@
+"""lamport: one-shot push without flags; data announce themselves. Best at small sizes.
+
+As all_reduce's `lamport`, on the same two stages: a rank pushes its packets into its slot of every peer's stage, polls
+its own stage until no word is the sentinel, and writes the sentinel back at once. Every bit of a payload counts here,
+so sentinel words travel as escapes (see `_move`): behind the slots of packets lies an area with one remark word a
+packet, which is written, polled and cleared only for packets that hold an escape.
+
+Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
+packets (at least one, for no call is empty), which this rank sends only after its own call k has ended (stream order),
+clears included.
+
+Why any mix of sizes, and of ops, is right: what a call polls is what it clears, remarks too, and it polls all that is
+sent to it. So every stage holds nothing but sentinels when a call ends, wherever the next one puts its slots.
+
+Programmatic dependent launch lets the next kernel's blocks take their places while this one still polls; the kernel
+touches nothing before `gdc_wait`, which returns when the kernel before has ended and its writes are visible.
+
+Numerics: ordered (nothing is computed). Graph-safe: the call counter lives in the lane.
+Source: the protocol of TensorRT-LLM's and FlashInfer's low-latency collectives (after L. Lamport's flagless
+synchronisation), redesigned for Triton and for payloads whose every bit counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tunedcomm.kernels._data import packets_of
+from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._move import escape, has_escape, remark_of, remarked_slots, restore, store_bytes
+from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
+from tunedcomm.kernels._words import poll_words, store_word
+from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["LAMPORT", "lamport_kernel"]
+
+_BYTES_A_PACKET = 16 + 4  # with its remark
+
+
+@triton.jit
+def lamport_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Push own packets to all peers, poll theirs, write them out. Slot r of a stage holds rank r's, tightly packed."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    total = (nbytes + 15) // 16
+    remarks = stage + WORLD_SIZE * total * 16
+    lanes, first, step = block_range(BLOCK)
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+        remark = remark_of(w0, w1, w2, w3)
+        e0, e1, e2, e3 = escape(w0), escape(w1), escape(w2), escape(w3)
+        marked = here & has_escape(e0, e1, e2, e3)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + stage + (rank * total + packet) * 16, e0, e1, e2, e3, here, REMOTE=True)
+            store_word(peers[i] + remarks + (rank * total + packet) * 4, remark, marked)
+        store_bytes(out + rank * nbytes + packet * 16, nbytes - packet * 16, w0, w1, w2, w3, here, ALIGN)
+    if PDL and not INTERPRET:
+        gdc_launch_dependents()
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        place = local + stage + packet * 16
+        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
+        noted = local + remarks + packet * 4
+        slots = remarked_slots(words, WORLD_SIZE)
+        remark = poll_words(noted, total * 4, slots, timeout_ns, status, WORLD_SIZE)
+        empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+        for i in tl.static_range(WORLD_SIZE):
+            theirs = here & (rank != i)
+            store_packets(place + i * total * 16, empty, empty, empty, empty, theirs)
+            store_word(noted + i * total * 4, empty, ((slots >> i) & 1) != 0)
+            store_bytes(
+                out + i * nbytes + packet * 16, nbytes - packet * 16,
+                restore(words[4 * i], remark[i], 0), restore(words[4 * i + 1], remark[i], 1),
+                restore(words[4 * i + 2], remark[i], 2), restore(words[4 * i + 3], remark[i], 3), theirs, ALIGN,
+            )  # fmt: skip
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "num_warps": PowerOfTwo(1, 16),
+        "launch_pdl": Choice(False, True),
+    }
+)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits):
+        return reason
+    packets = packets_of(problem.nbytes)
+    if packets * _BYTES_A_PACKET * problem.world_size > limits.stage_bytes:
+        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
+    if config["launch_pdl"] and not limits.launch_pdl:
+        return "programmatic dependent launch is not available here"
+    return blocks_and_threads(config, limits, packets, most_rounds=4)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = packets_of(problem.nbytes)
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
+        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    pdl = bool(config["launch_pdl"])
+    constants = {**constants_of(problem, config), "PDL": pdl}
+    return CompileRequest.of(lamport_kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=pdl)
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    request = _request(problem, config)
+    return bind_plain(as_bytes(problem), config, workspace, request, layout.arena, layout.stage_bytes)
+
+
+LAMPORT = register_variant(
+    Variant(
+        op="all_gather",
+        name="lamport",
+        numerics="ordered",
+        summary="one-shot push without flags: packets announce themselves; best at small sizes",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(lamport_kernel,),
+        compile_requests=_requests,
+        num_rounds=message_rounds,
+    )
+)

@@ -1,0 +1,66 @@
+"""library: NCCL (gloo on CPUs) through `torch.distributed.all_gather_into_tensor`; fall-back and baseline.
+
+Takes every dtype: what the backend does not know travels as bytes. Numerics: ordered (nothing is computed).
+Graph-safe on NCCL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels._host import Launch
+from tunedcomm.space import Config, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["LIBRARY"]
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    del problem, config, limits
+    return None
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    del problem, limits
+    return {}
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    import torch
+    import torch.distributed as dist
+
+    del problem, config
+    group, gather = workspace.group, dist.all_gather_into_tensor
+    # What NCCL and gloo both have; tensors of other dtypes are seen as bytes.
+    known = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32}
+    known.add(torch.int64)
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        del stream
+        x, out = inputs[0], outputs[0]
+        if x.dtype in known and x.is_cuda:
+            gather(out, x, group=group)
+        elif x.dtype in known:  # gloo cuts the output along its first dimension
+            gather(out.view(-1), x.view(-1), group=group)
+        else:
+            gather(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
+
+    return run
+
+
+LIBRARY = register_variant(
+    Variant(
+        op="all_gather",
+        name="library",
+        numerics="ordered",
+        summary="NCCL on GPUs, gloo on CPUs",
+        space=Space(),
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=lambda problem, config: -1,
+    )
+)

@@ -1,0 +1,88 @@
+"""all_gather: every rank gets all ranks' inputs, one after another in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels._move import ESCAPE
+from tunedcomm.kernels._sync import SENTINEL
+from tunedcomm.metrics import busbw_factor
+from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ALL_GATHER"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
+    """Values of the dtype; `integers` come with a few words that the packet protocol has to disguise."""
+    import torch
+
+    dtype = getattr(torch, problem.dtype)
+    generator = torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
+    if kind == "random" and dtype.is_floating_point:
+        values = torch.randn(problem.numel, generator=generator, device=device, dtype=torch.float32)
+        return (values.to(dtype),)
+    values = torch.randint(0, 17, (problem.numel,), generator=generator, device=device, dtype=torch.int32).to(dtype)
+    words = values.view(torch.uint8)[: problem.nbytes // 4 * 4].view(torch.int32)
+    if kind == "integers" and len(words):
+        places = torch.randint(0, len(words), (len(words) // 32 + 2,), generator=generator, device=device)
+        words[places[0::2]] = SENTINEL.value
+        words[places[1::2]] = ESCAPE.value
+    return (values,)
+
+
+def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
+    import torch
+
+    numel = problem.numel * problem.world_size
+    return (torch.empty(numel, dtype=getattr(torch, problem.dtype), device=device),)
+
+
+def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+    import torch
+
+    del problem, rank
+    return (torch.cat([values.to(torch.float64) for (values,) in inputs]),)
+
+
+def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+    import torch
+
+    del problem, rank
+    dtype = inputs[0][0].dtype
+    return (torch.cat([values.view(torch.uint8) for (values,) in inputs]).view(dtype),)
+
+
+def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
+    smallest, largest = (_KIB, 128 * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
+    sizes: list[tuple[int, ...]] = []
+    size = smallest
+    while size <= largest:
+        sizes.append((size // itemsize,))
+        size *= 2 if backend == "cuda" else 8
+    return sizes
+
+
+ALL_GATHER = register_op(
+    OpSpec(
+        name="all_gather",
+        summary="every rank gets all ranks' inputs, one after another in rank order",
+        reductions=(),
+        dtypes=DTYPES,
+        shape_help="number of elements of one rank's input, e.g. 98304",
+        rank_of_shape=1,
+        make_inputs=_make_inputs,
+        make_outputs=_make_outputs,
+        reference=_reference,
+        tolerance=dict.fromkeys(DTYPES, 0.0),
+        message_bytes=lambda problem: problem.nbytes,
+        busbw_factor=lambda world_size: busbw_factor("all_gather", world_size),
+        default_shapes=_default_shapes,
+        ordered_reference=_ordered_reference,
+    )
+)

@@ -1,0 +1,254 @@
+"""An all_gather whose every chunk announces itself: kernels that compute may begin before all is there.
+
+The output is symmetric memory: a rank's kernel stores chunk by chunk straight into all ranks' outputs, its own shard
+first, and after each chunk raises that chunk's flag in the peers' memory. A kernel that reads the output calls
+`wait_chunk` before it touches a chunk. No staging, no copy afterwards.
+
+Flags hold the number of the gather that raised them, which only grows, so nothing is ever reset. That number lives in
+device memory, so graphs can be replayed. Three kernels:
+
+- `begin_kernel`, on the caller's stream, exchanges the lane's flags and counts the gather. A rank gets there when all
+  that read its output before has ended (stream order), so from then on peers may write it.
+- `progress_kernel`, on a side stream or the caller's, sends. Several blocks send a chunk; each adds to a counter when
+  its part is stored, and the one that finds all others done raises the flags. The counter's addition releases what the
+  block stored and acquires what the others did, and the flag's store releases all of it at system scope.
+- `end_kernel`, on the caller's stream once the side stream has joined it, waits for every chunk of every rank.
+
+Flags and counters lie in an allocation of their own, one part a lane; only `begin_kernel` uses the lane, so other
+calls may come between beginning and end.
+
+Numerics: nothing is computed. Graph-safe.
+Source: the progress counters of asynchronous tensor parallelism in PyTorch and of fused all-gather GEMMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._copies import NUM_STREAMS, copies_of
+from tunedcomm.kernels._lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    block_range,
+    by_step,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels._launch import CompileRequest, bind_kernel
+from tunedcomm.kernels._sync import INTERPRET, load_packets, signal, store_packets, wait
+from tunedcomm.spec import Mode, Problem
+from tunedcomm.symm.buffer import SymmetricBuffer
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
+from tunedcomm.symm.workspace import LANES, rotate
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = [
+    "AREA_BYTES",
+    "MAX_CHUNKS",
+    "Sender",
+    "begin_kernel",
+    "compile_requests",
+    "end_kernel",
+    "progress_kernel",
+    "wait_chunk",
+]
+
+MAX_CHUNKS = 64
+# An area: flags [rank, chunk], counters [own or pushed, chunk], the number of the last gather; 8 bytes each.
+_COUNTERS = tl.constexpr(MAX_WORLD_SIZE * MAX_CHUNKS * 8)
+_NUMBER = tl.constexpr(_COUNTERS.value + 2 * MAX_CHUNKS * 8)
+_CHUNKS = tl.constexpr(MAX_CHUNKS)
+_RANKS = tl.constexpr(MAX_WORLD_SIZE)
+AREA_BYTES = 8 * 1024
+_STREAM = NUM_STREAMS - 2
+_BEGUN, _SENT = 30, 31  # events
+_NUM_WARPS, _ITEMS = 16, 2
+
+
+@triton.jit
+def wait_chunk(flags, source, chunk, timeout_ns, status):
+    """Wait until chunk `chunk` of rank `source` is in this rank's output; then its bytes may be read.
+
+    For kernels of any op, as a block: all threads come here, and all may read afterwards. Reads by TMA need a proxy
+    fence in between. The wait is bounded like every other (see `_sync`).
+
+    Args:
+        flags, timeout_ns, status: the handle's `kernel_arguments`.
+        source, chunk: which chunk.
+    """
+    peer = tl.arange(0, _RANKS)
+    none = peer.to(tl.int64) * 0
+    number = tl.load((flags + _NUMBER).to(tl.pointer_type(tl.int64)))
+    at = flags + (none + source * _CHUNKS + chunk) * 8
+    # Of a kernel that was launched with plain numbers, small ones come with 32 bits.
+    wait(at, number + none, peer == 0, (none + source).to(tl.int32), timeout_ns.to(tl.int64), status.to(tl.int64))
+
+
+@triton.jit
+def begin_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, flags, WORLD_SIZE: tl.constexpr):
+    """One block: all ranks are done with their outputs; count the gather."""
+    epoch = read_counter(local, EPOCH_OFFSET)
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    place = (flags + _NUMBER).to(tl.pointer_type(tl.int64))
+    number = tl.load(place)
+    if not INTERPRET:
+        tl.debug_barrier()  # all threads have read before one writes
+    tl.store(place, number + 1)
+    write_counter(local, epoch + 1, EPOCH_OFFSET)
+
+
+@triton.jit
+def _is_last(flags, index):
+    """True for the block that comes here last, of all blocks of the grid; the counter is 0 again then."""
+    if not INTERPRET:
+        tl.debug_barrier()  # all threads of the block have stored
+    counter = (flags + _COUNTERS + index * 8).to(tl.pointer_type(tl.int64))
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
+    if last:
+        tl.store(counter, tl.num_programs(0) * 0)
+    return last
+
+
+@triton.jit
+def progress_kernel(
+    x, out, nbytes, o0, o1, o2, o3, o4, o5, o6, flags, f0, f1, f2, f3, f4, f5, f6, rank, chunk, num_chunks,
+    WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the own shard into the own output, then into the peers', and raise a flag after each `chunk` bytes.
+
+    `o0` … are the peers' outputs and `f0` … their flags, from rank + 1 on.
+    """
+    peers = (o0, o1, o2, o3, o4, o5, o6)
+    number = tl.load((flags + _NUMBER).to(tl.pointer_type(tl.int64)))
+    lanes, first, step = block_range(BLOCK)
+    mine = rank * nbytes
+    peer = tl.arange(0, _RANKS)
+    for c in tl.range(0, num_chunks):
+        end = tl.minimum((c + 1) * chunk, nbytes) // 16
+        if x != out + mine:
+            for start in tl.range(c * chunk // 16 + first, end, step):
+                packet = start + lanes
+                here = packet < end
+                w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+                store_packets(out + mine + packet * 16, w0, w1, w2, w3, here)
+        if _is_last(flags, c):
+            own = flags + (peer.to(tl.int64) * 0 + rank * _CHUNKS + c) * 8
+            signal(own, number + peer.to(tl.int64) * 0, peer == 0)
+    for c in tl.range(0, num_chunks):
+        end = tl.minimum((c + 1) * chunk, nbytes) // 16
+        for start in tl.range(c * chunk // 16 + first, end, step):
+            packet = start + lanes
+            here = packet < end
+            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+            for i in tl.static_range(WORLD_SIZE - 1):
+                store_packets(peers[i] + mine + packet * 16, w0, w1, w2, w3, here)
+        if _is_last(flags, _CHUNKS + c):
+            theirs = by_step(f0, f1, f2, f3, f4, f5, f6) + (rank * _CHUNKS + c) * 8
+            signal(theirs, number + peer.to(tl.int64) * 0, peer < WORLD_SIZE - 1)
+
+
+@triton.jit
+def end_kernel(flags, timeout_ns, status, num_chunks, WORLD_SIZE: tl.constexpr):
+    """One block: every chunk of every rank is there."""
+    peer = tl.arange(0, _RANKS)
+    number = tl.load((flags + _NUMBER).to(tl.pointer_type(tl.int64))) + peer.to(tl.int64) * 0
+    for c in tl.range(0, num_chunks):
+        at = flags + (peer.to(tl.int64) * _CHUNKS + c) * 8
+        wait(at, number, peer < WORLD_SIZE, peer, timeout_ns, status)
+
+
+def compile_requests(world_size: int) -> tuple[CompileRequest, CompileRequest, CompileRequest]:
+    """The binaries of the three kernels."""
+    block = 32 * _NUM_WARPS * _ITEMS
+    return (
+        CompileRequest.of(begin_kernel, {"WORLD_SIZE": world_size}, num_warps=1),
+        CompileRequest.of(progress_kernel, {"WORLD_SIZE": world_size, "BLOCK": block}, num_warps=_NUM_WARPS),
+        CompileRequest.of(end_kernel, {"WORLD_SIZE": world_size}, num_warps=1),
+    )
+
+
+class Sender:
+    """Gathers of one group that announce their chunks.
+
+    Args:
+        workspace: the group's.
+        areas: an allocation of `AREA_BYTES` a lane on every rank, zero-filled; made by all ranks together.
+    """
+
+    def __init__(self, workspace: Workspace, areas: SymmetricBuffer) -> None:
+        self.workspace = workspace
+        self._areas = areas
+        self._launches: dict[tuple[Mode, int], tuple[Callable[..., None], ...]] = {}
+
+    def flags(self, mode: Mode) -> int:
+        """Address of a lane's area on this rank."""
+        return self._areas.addresses[self._areas.rank] + LANES.index(mode) * AREA_BYTES
+
+    def status(self, mode: Mode) -> int:
+        """What kernels take as `status`."""
+        return self.workspace.status_argument(Problem("all_gather", (0,), "uint8", 2, reduction="", mode=mode))
+
+    def prepare(self, num_blocks: int) -> None:
+        """Compile and load what gathers on so many blocks need, for all lanes; never while a graph is captured."""
+        for mode in LANES:
+            if (mode, num_blocks) not in self._launches:
+                self._launches[mode, num_blocks] = self._bind(mode, num_blocks)
+
+    def is_prepared(self, num_blocks: int) -> bool:
+        """True if a capture may begin such a gather."""
+        return (LANES[0], num_blocks) in self._launches
+
+    def _bind(self, mode: Mode, num_blocks: int) -> tuple[Callable[..., None], ...]:
+        workspace, lane = self.workspace, self.workspace.lanes[mode]
+        grids = (1, num_blocks, 1)
+        requests = zip(compile_requests(workspace.world_size), grids, strict=True)
+        begin, send, end = (bind_kernel(request, grid, workspace.device) for request, grid in requests)
+        waits = (workspace.timeout_ns, self.status(mode))
+        offset = LANES.index(mode) * AREA_BYTES
+        others = tuple(a + offset if a else 0 for a in rotate(self._areas.addresses, workspace.rank))
+        flags = self.flags(mode)
+        outputs = (None,) * (MAX_WORLD_SIZE - 1)
+        return (
+            begin.fix((lane.local, *lane.peers, workspace.rank, *waits, flags)),
+            send.fix((None, None, None, *outputs, flags, *others, workspace.rank, None, None)),
+            end.fix((flags, *waits, None)),
+        )
+
+    def send(
+        self, mode: Mode, stream: int, extents: tuple[int, int, int], x: int, out: int, peers: tuple[int, ...],
+        *, num_blocks: int, aside: bool,
+    ) -> None:  # fmt: skip
+        """Begin a gather.
+
+        Args:
+            mode, stream: the lane and the caller's stream.
+            extents: bytes of a shard, of a chunk, and number of chunks.
+            x, out, peers: addresses of the shard, the own output, and the peers' from rank + 1 on.
+            num_blocks: blocks that send.
+            aside: send on a side stream.
+        """
+        nbytes, chunk, num_chunks = extents
+        begin, push, _ = self._launches[mode, num_blocks]
+        begin(stream)
+        copies = copies_of(self.workspace, mode)
+        sending = copies.streams[_STREAM] if aside else stream
+        if aside:
+            copies.record(_BEGUN, stream)
+            copies.wait(sending, _BEGUN)
+        push(sending, x, out, nbytes, *peers, chunk, num_chunks)
+        if aside:
+            copies.record(_SENT, sending)
+
+    def end(self, mode: Mode, stream: int, num_chunks: int, *, num_blocks: int, aside: bool) -> None:
+        """Hold the stream back until the gather has sent and received everything."""
+        if aside:
+            copies_of(self.workspace, mode).wait(stream, _SENT)
+        self._launches[mode, num_blocks][2](stream, num_chunks)

@@ -1,0 +1,155 @@
+"""pull: every rank reads all ranks' inputs; one exchange of flags a block, or two.
+
+Plain input up to the size of a one-shot area: each rank copies its input into its own area, the blocks exchange flags,
+and everybody reads everybody's copy. Two areas take turns and the epoch grows by one, so no flag is needed at the end:
+a rank writes an area again only in the call after the next flagged call, in which it waited for peers that had finished
+reading (stream order).
+
+Larger plain input: the copy lies in the own scatter area, which this rank may write as soon as its call before has
+ended: then every peer has raised a flag after its last read of it. Peers may write that area from the start of their
+next call, so this call ends only after every peer has raised a flag after its last read of anybody's copy.
+
+Symmetric input: peers read the input itself, so flags are exchanged before (the inputs are there) and after (nobody
+reads any more; the caller may overwrite its input). Any size.
+
+A block reads what its counterparts wrote: block b publishes and reads the same packets on every rank.
+
+Numerics: ordered (nothing is computed). Graph-safe.
+Source: the one-shot scheme of NCCL-free serving stacks and PyTorch's symmetric memory operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._data import packets_of
+from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._move import store_bytes
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse, refuse_items
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["PULL", "pull_kernel"]
+
+
+@triton.jit
+def pull_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
+    x0, x1, x2, x3, x4, x5, x6, area, area_bytes, ends,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Publish the own input, exchange flags, read all ranks' packets; `ends` is 1 where flags end the call too."""
+    epoch = read_counter(local, EPOCH_OFFSET)
+    mine = area + (epoch & 1) * area_bytes
+    total = (nbytes + 15) // 16
+    lanes, first, step = block_range(BLOCK)
+    if SYMMETRIC:
+        peers = (x0, x1, x2, x3, x4, x5, x6)
+    else:
+        peers = (q0 + mine, q1 + mine, q2 + mine, q3 + mine, q4 + mine, q5 + mine, q6 + mine)
+        for start in tl.range(first, total, step):
+            packet = start + lanes
+            here = packet < total
+            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+            store_packets(local + mine + packet * 16, w0, w1, w2, w3, here)
+
+    # Releases the copies (or what wrote the inputs), acquires the peers'; the own part is written meanwhile.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+        store_bytes(out + rank * nbytes + packet * 16, nbytes - packet * 16, w0, w1, w2, w3, here, ALIGN)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        words = ()
+        for i in tl.static_range(WORLD_SIZE - 1):
+            words = words + load_packets(peers[i] + packet * 16, here)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            place = out + ((rank + 1 + i) % WORLD_SIZE) * nbytes + packet * 16
+            w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+            store_bytes(place, nbytes - packet * 16, w0, w1, w2, w3, here, ALIGN)
+    if ends != 0:
+        # Orders the peers' reads of what is this rank's before whatever follows this kernel.
+        arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
+        await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    write_counter(local, epoch + 1 + ends, EPOCH_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132, 264),
+        "num_warps": PowerOfTwo(2, 16),
+        "items": Choice(1, 2, 4),
+    }
+)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits):
+        return reason
+    packets = packets_of(problem.nbytes)
+    room = max(limits.one_shot_bytes, limits.staging_bytes)
+    if problem.input_kind != "symmetric" and packets * 16 > room:
+        return f"{problem.nbytes} bytes exceed the staging of {room} bytes (TUNEDCOMM_WORKSPACE_MIB)"
+    if reason := refuse_items(problem, config):
+        return reason
+    return blocks_and_threads(config, limits, packets, most_rounds=64 if packets <= 1 << 17 else 1 << 16)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = packets_of(problem.nbytes)
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
+    else:
+        warps = 4 if packets <= 2048 else 16
+        wish = {"num_blocks": min(packets / (32 * warps), 132), "num_warps": warps, "items": 1}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    constants = {**constants_of(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
+    return CompileRequest.of(pull_kernel, constants, num_warps=int(config["num_warps"]))
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    extra = (layout.one_shot, layout.one_shot_bytes, 0)
+    if problem.input_kind == "symmetric" or packets_of(problem.nbytes) * 16 > layout.one_shot_bytes:
+        extra = (layout.scatter, 0, 1)
+    return bind_flagged(as_bytes(problem), config, workspace, _request(problem, config), *extra)
+
+
+PULL = register_variant(
+    Variant(
+        op="all_gather",
+        name="pull",
+        numerics="ordered",
+        summary="every rank reads all inputs, from staging or, where they are symmetric, from where they lie",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(pull_kernel,),
+        compile_requests=_requests,
+        num_rounds=message_rounds,
+    )
+)

@@ -1,0 +1,95 @@
+"""library: NCCL (gloo on CPUs), then PyTorch operators one by one; every problem's fall-back and baseline.
+
+Sums as the backend does, and takes h and y by the same rounding points as the kernels, with the norm's sum in
+PyTorch's order. fp64 is computed in fp64.
+
+Numerics: library. Graph-safe on NCCL.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels._host import Launch
+from tunedcomm.kernels.all_reduce.library import library_reduction
+from tunedcomm.kernels.all_reduce_rms_norm._common import given_of
+from tunedcomm.kernels.all_reduce_rms_norm._rule import E4M3_MAX
+from tunedcomm.space import Config, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    import torch
+
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["LIBRARY", "add_and_norm"]
+
+
+def add_and_norm(
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, h) of a sum, as a model would write it."""
+    import torch
+
+    wide = torch.promote_types(s.dtype, torch.float32)
+    h = s
+    if bias is not None or residual is not None:
+        total = s.to(wide)
+        if bias is not None:
+            total = total + bias
+        if residual is not None:
+            total = total + residual
+        h = total.to(s.dtype)
+    held = h.to(wide)
+    y = held * (held.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    if scale is not None:
+        return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), h
+    return y.to(s.dtype), h
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    del problem, config, limits
+    return None
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    del problem, limits
+    return {}
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    del config
+    reduce = library_reduction("sum", workspace.group)
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        del stream
+        given = given_of(problem, inputs)
+        s = given.x.clone()
+        reduce(s)
+        s = s.reshape(problem.shape)
+        extra = None if given.residual is None else given.residual.reshape(problem.shape)
+        y, h = add_and_norm(s, given.weight, given.bias, extra, given.scale, given.eps)
+        outputs[0].copy_(y.reshape(outputs[0].shape))
+        outputs[1].copy_(h.reshape(outputs[1].shape))
+
+    return run
+
+
+LIBRARY = register_variant(
+    Variant(
+        op="all_reduce_rms_norm",
+        name="library",
+        numerics="library",
+        summary="NCCL on GPUs, gloo on CPUs, then PyTorch operators",
+        space=Space(),
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=lambda problem, config: -1,
+    )
+)

@@ -1,0 +1,187 @@
+"""two_shot: rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens.
+
+Block b of a grid of G has the rows b, b + G, … and takes `rows` of them at a time, one chunk. Of every row, slice j of
+the packets belongs to rank j. A chunk goes three ways: push each slice to its owner's scatter area, exchange flags, sum
+the own slices in rank order and push them into every rank's gather area, exchange flags, take the gathered rows through
+bias, residual and norm. Chunks overlap as in all_reduce's `two_shot`: the next one is pushed before the last is waited
+for, so the norm of one runs beside the transfer of the next. Only sums travel, for y follows from them on every rank.
+
+Lane rules and overwriting: the areas hold `RING` chunks of every block, apart from those of other blocks, and a
+block's steps and flags are those of all_reduce's `two_shot`, chunk for chunk; what is said there of slots, areas and
+calls holds here with "the block's part of the area" for "the area". Of one's own slices the sums go to the own gather
+area by plain stores, which the block barriers of the next flags order before the same block's reads.
+
+Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
+
+Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
+Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._data import PACKET_BYTES, insert_own, sum_packets
+from tunedcomm.kernels._host import Launch, closest, kernel_blocks
+from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._rows import finish_row, row_block, row_extras
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.all_reduce.two_shot import RING
+from tunedcomm.kernels.all_reduce_rms_norm._common import bind_rows, refuse, row_packets, rows_grid, rows_request
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["TWO_SHOT", "rms_norm_two_shot_kernel"]
+
+
+@triton.jit
+def rms_norm_two_shot_kernel(
+    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather, num_chunks, rows,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """In round c: push chunk c, reduce chunk c − 1, finish chunk c − 2.
+
+    With C chunks, pushing chunk c is step max(1, 2c) of a block's flags and reducing it step min(2c + 3, 2C).
+    """
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    block, grid = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    share = (row + WORLD_SIZE - 1) // WORLD_SIZE
+    ring = tl.minimum(num_chunks, RING)
+    lanes = tl.arange(0, THREADS)
+    at = tl.arange(0, BLOCK)
+    of_row = at < row
+    owner = at // share.to(tl.int32)
+    in_slice = at - owner * share.to(tl.int32)
+    mine = tl.minimum(share, tl.maximum(row - rank * share, 0))  # packets of a row that this rank sums
+    weights = load_packets(weight + at.to(tl.int64) * 16, of_row)
+
+    for c in tl.range(0, num_chunks + 2):
+        if c < num_chunks:
+            # Of the scatter area, a chunk of a block has `rows` × share packets from each rank.
+            chunk = (c % ring * grid + block) * rows
+            for j in tl.range(0, rows):
+                r = block + (c * rows + j) * grid
+                here = of_row & (r < tokens)
+                w0, w1, w2, w3 = load_packets(x + (r * row + at) * 16, here)
+                place = scatter + ((chunk * WORLD_SIZE + rank * rows + j) * share + in_slice) * 16
+                target = address_of(peers, local, owner, rank, WORLD_SIZE) + place
+                store_packets(target, w0, w1, w2, w3, here & (owner != rank))
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
+        if (c >= 1) & (c <= num_chunks):
+            d = c - 1
+            chunk = (d % ring * grid + block) * rows
+            await_peers(local, rank, epoch + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
+            for start in tl.range(0, rows * mine, THREADS):
+                index = start + lanes
+                j = index // tl.maximum(mine, 1).to(tl.int32)
+                column = rank * share + index - j * mine
+                r = block + (d * rows + j) * grid
+                here = (index < rows * mine) & (r < tokens)
+                own = load_packets(x + (r * row + column) * 16, here)
+                place = local + scatter + ((chunk * WORLD_SIZE + j) * share + column - rank * share) * 16
+                words = ()
+                for i in tl.static_range(WORLD_SIZE):
+                    words = words + load_packets(place + i * rows * share * 16, here & (rank != i))
+                s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+                place = gather + ((chunk + j) * row + column) * 16
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    store_packets(peers[i] + place, s0, s1, s2, s3, here)
+                store_packets(local + place, s0, s1, s2, s3, here)
+            reduced = epoch + tl.minimum(2 * d + 3, 2 * num_chunks)
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, reduced, WORLD_SIZE)
+        if c >= 2:
+            e = c - 2
+            chunk = (e % ring * grid + block) * rows
+            await_peers(local, rank, epoch + tl.minimum(2 * e + 3, 2 * num_chunks), timeout_ns, status, WORLD_SIZE)
+            for j in tl.range(0, rows):
+                r = block + (e * rows + j) * grid
+                here = of_row & (r < tokens)
+                packet = r * row + at
+                b, extra = row_extras(bias, residual, at.to(tl.int64), packet, here, BIAS, RESIDUAL)
+                s = load_packets(local + gather + ((chunk + j) * row + at) * 16, here)
+                finish_row(
+                    s, b, extra, weights, out, residual_out, scale, eps, row, packet, here,
+                    DTYPE, BIAS, RESIDUAL, FP8, BLOCK,
+                )  # fmt: skip
+    write_counter(local, epoch + 2 * num_chunks, EPOCH_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 8, 32, 64, 128, 132, 264),
+        "num_warps": PowerOfTwo(1, 16),
+        "rows": PowerOfTwo(1, 8),
+    }
+)
+
+
+def _chunks(problem: Problem, config: Config) -> int:
+    return -(-problem.shape[0] // (int(config["num_blocks"]) * int(config["rows"])))
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    # What is worked out once for every packet of a row takes as many registers as packets of four ranks.
+    if reason := refuse(problem, limits, config, slots=4):
+        return reason
+    blocks, rows, row = int(config["num_blocks"]), int(config["rows"]), row_packets(problem)
+    if rows > 1 and blocks * rows > problem.shape[0]:
+        return f"{problem.shape[0]} rows are less than one chunk of {rows} for each of {blocks} blocks"
+    if blocks > problem.shape[0]:
+        return f"{problem.shape[0]} rows leave some of {blocks} blocks without work"
+    share = -(-row // problem.world_size)
+    needed = min(_chunks(problem, config), RING.value) * blocks * rows * problem.world_size * share * PACKET_BYTES
+    if needed > limits.staging_bytes:
+        return (
+            f"chunks of {rows} rows for {blocks} blocks need {needed} bytes of staging; there are "
+            f"{limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+        )
+    return rows_grid(problem, config, limits, mixed=False)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    tokens = problem.shape[0]
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "rows": 1}
+    else:
+        warps = max(1, min(row_block(row_packets(problem)) // 32, 16))
+        wish = {"num_blocks": min(tokens, 132), "num_warps": warps, "rows": 1 if tokens < 1024 else 2}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (rows_request(rms_norm_two_shot_kernel, problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    request = rows_request(rms_norm_two_shot_kernel, problem, config)
+    extra = (layout.scatter, layout.gather, _chunks(problem, config), int(config["rows"]))
+    return bind_rows(problem, config, workspace, request, *extra)
+
+
+TWO_SHOT = register_variant(
+    Variant(
+        op="all_reduce_rms_norm",
+        name="two_shot",
+        numerics="ordered",
+        summary="rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        num_rounds=_chunks,
+        kernels=(rms_norm_two_shot_kernel,),
+        compile_requests=_requests,
+    )
+)

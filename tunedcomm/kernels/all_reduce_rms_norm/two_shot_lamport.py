@@ -1,0 +1,171 @@
+"""two_shot_lamport: reduce-scatter and all-gather of the sums by self-announcing packets, then the norm of whole rows.
+
+Slice j of the message, all rows taken together, belongs to rank j. Push packet i of slice j to rank j; sum the own
+slice's packets in rank order; push the sums to all, oneself included; take the rows of the gathered matrix through
+bias, residual and norm. Only sums travel, for y follows from them on every rank: the fused call sends what an
+all_reduce sends. A stage holds n scatter slots of a slice each and the gathered matrix.
+
+Lane rules: stages and clearing as in all_reduce's `lamport`. Every slice has a packet (`infeasible` sees to it), so
+every rank sends every peer packets and awaits some. A block scatters and reduces its packets before it waits for any
+row, and all blocks are resident, so no block waits for one that has not begun.
+
+Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
+
+Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
+Source: the two-shot scheme of TensorRT-LLM's and FlashInfer's fused kernels, with the norm after the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tunedcomm.kernels._data import arm, insert_own, packets_of, sum_packets
+from tunedcomm.kernels._host import Launch, closest, kernel_blocks
+from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels._rows import finish_row, row_block, row_extras
+from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
+from tunedcomm.kernels._words import poll_from
+from tunedcomm.kernels.all_reduce_rms_norm._common import (
+    bind_rows,
+    refuse,
+    row_packets,
+    row_rounds,
+    rows_grid,
+    rows_request,
+)
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["TWO_SHOT_LAMPORT", "rms_norm_two_shot_lamport_kernel", "slice_packets"]
+
+
+@triton.jit
+def rms_norm_two_shot_lamport_kernel(
+    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Push all slices, reduce the own one and push its sums, finish the gathered rows."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    calls = read_counter(local, STATE_OFFSET)
+    scatter = arena + (calls & 1) * stage_bytes
+    total = tokens.to(tl.int64) * row
+    share = (total + WORLD_SIZE - 1) // WORLD_SIZE
+    gather = scatter + WORLD_SIZE * share * 16
+
+    lanes, first, step = block_range(THREADS)
+    nothing = tl.full((THREADS,), SENTINEL, tl.int32)
+    for start in tl.range(first, share, step):
+        place = scatter + (rank * share + start + lanes) * 16
+        for i in tl.static_range(WORLD_SIZE - 1):
+            packet = (rank + 1 + i) % WORLD_SIZE * share + start + lanes
+            here = (start + lanes < share) & (packet < total)
+            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+            store_packets(peers[i] + place, arm(w0), arm(w1), arm(w2), arm(w3), here, REMOTE=True)
+
+    for start in tl.range(first, share, step):
+        packet = rank * share + start + lanes
+        here = (start + lanes < share) & (packet < total)
+        own = load_packets(x + packet * 16, here)
+        place = local + scatter + (start + lanes) * 16
+        words = poll_packets(place, share * 16, here, rank, timeout_ns, status, WORLD_SIZE)
+        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+        s0, s1, s2, s3 = arm(s0), arm(s1), arm(s2), arm(s3)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
+        store_packets(local + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
+        for i in tl.static_range(WORLD_SIZE):
+            store_packets(place + i * share * 16, nothing, nothing, nothing, nothing, here & (rank != i))
+    if PDL and not INTERPRET:
+        gdc_launch_dependents()
+
+    at = tl.arange(0, BLOCK).to(tl.int64)
+    of_row = at < row
+    empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+    weights = load_packets(weight + at * 16, of_row & (tl.program_id(0) < tokens))
+    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        packet = at + r * row
+        b, extra = row_extras(bias, residual, at, packet, of_row, BIAS, RESIDUAL)
+        owner = (packet.to(tl.int32) // share.to(tl.int32)).to(tl.int32)
+        place = local + gather + packet * 16
+        s = poll_from(place, of_row, owner, timeout_ns, status)
+        store_packets(place, empty, empty, empty, empty, of_row)
+        finish_row(
+            s, b, extra, weights, out, residual_out, scale, eps, row, packet, of_row, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+        )
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
+        "num_warps": PowerOfTwo(1, 32),
+        "launch_pdl": Choice(False, True),
+    }
+)
+
+
+def slice_packets(problem: Problem) -> int:
+    """Packets of one rank's slice."""
+    return -(-packets_of(problem.nbytes) // problem.world_size)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits, config):
+        return reason
+    packets, share = packets_of(problem.nbytes), slice_packets(problem)
+    if (problem.world_size - 1) * share >= packets:
+        return f"{packets} packets leave some of {problem.world_size} ranks without a slice"
+    if (problem.world_size * share + packets) * 16 > limits.stage_bytes:
+        return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
+    return rows_grid(problem, config, limits, mixed=True)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    block, tokens = row_block(row_packets(problem)), problem.shape[0]
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 1, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = max(1, min(block // 32, 16))
+        pushing = slice_packets(problem) / (32 * warps)
+        wish = {"num_blocks": min(max(tokens, pushing), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (rows_request(rms_norm_two_shot_lamport_kernel, problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    request = rows_request(rms_norm_two_shot_lamport_kernel, problem, config)
+    return bind_rows(problem, config, workspace, request, layout.arena, layout.stage_bytes)
+
+
+TWO_SHOT_LAMPORT = register_variant(
+    Variant(
+        op="all_reduce_rms_norm",
+        name="two_shot_lamport",
+        numerics="ordered",
+        summary="reduce-scatter and all-gather of sums by self-announcing packets, then the norm; for medium sizes",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        num_rounds=row_rounds,
+        kernels=(rms_norm_two_shot_lamport_kernel,),
+        compile_requests=_requests,
+    )
+)

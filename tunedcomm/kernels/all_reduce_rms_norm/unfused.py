@@ -1,0 +1,181 @@
+"""unfused: all_reduce by this library's own ordered kernels, then one kernel that adds and normalises row by row.
+
+The sum is put where residual_out goes, or where y goes if residual_out is the residual itself; y in fp8 has no room for
+it, so such plans hold a tensor of their own. The second kernel reads every packet by the thread that then writes there.
+
+Numerics: ordered. Graph-safe. Lane rules: those of the all_reduce kernel; the second one does not touch the lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from tunedcomm.kernels._host import Launch, closest
+from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels._rows import finish_row, row_block, row_extras
+from tunedcomm.kernels._sync import INTERPRET, load_packets
+from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
+from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
+from tunedcomm.kernels.all_reduce_rms_norm._common import (
+    NUM_VARYING,
+    many_launch,
+    refuse,
+    row_packets,
+    rows_constants,
+)
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["UNFUSED", "rms_norm_rows_kernel"]
+
+_REDUCERS = {"two_shot": TWO_SHOT, "two_shot_lamport": TWO_SHOT_LAMPORT}
+_MAX_NORM_BLOCKS = 264
+
+
+@triton.jit
+def rms_norm_rows_kernel(
+    s, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
+    DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Bias, residual and norm of rows that hold sums; no peers."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+    at = tl.arange(0, BLOCK).to(tl.int64)
+    here = at < row
+    weights = load_packets(weight + at * 16, here)
+    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        packet = at + r * row
+        words = load_packets(s + packet * 16, here)
+        b, extra = row_extras(bias, residual, at, packet, here, BIAS, RESIDUAL)
+        finish_row(
+            words, b, extra, weights, out, residual_out, scale, eps, row, packet, here,
+            DTYPE, BIAS, RESIDUAL, FP8, BLOCK,
+        )  # fmt: skip
+
+
+_SPACE = Space(
+    {
+        "algorithm": Choice("two_shot", "two_shot_lamport"),
+        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+        "num_warps": PowerOfTwo(4, 16),
+        "num_chunks": PowerOfTwo(1, 16),
+        "norm_warps": PowerOfTwo(1, 16),
+        "launch_pdl": Choice(False, True),
+    }
+)
+
+
+def _reducing(problem: Problem, config: Config) -> tuple[Variant, Problem, dict[str, Value]]:
+    """The all_reduce that is asked for: variant, problem, config."""
+    shared = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
+    asked = replace(problem, op="all_reduce", shape=(problem.numel,), input_kind="plain", layout="", scaling="")
+    if config["algorithm"] == "two_shot":
+        return TWO_SHOT, asked, {**shared, "items": 1, "num_chunks": config["num_chunks"]}
+    return TWO_SHOT_LAMPORT, asked, {**shared, "launch_pdl": config["launch_pdl"]}
+
+
+def _rounds(problem: Problem, config: Config) -> int:
+    variant, asked, inner = _reducing(problem, config)
+    return variant.num_rounds(asked, inner)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits, {"num_warps": config["norm_warps"], "launch_pdl": config["launch_pdl"]}):
+        return reason
+    if config["algorithm"] == "two_shot_lamport" and int(config["num_chunks"]) > 1:
+        return "two_shot_lamport has no chunks: only num_chunks=1"
+    if int(config["num_warps"]) > 8 and problem.world_size > 4:
+        return f"packets from {problem.world_size} ranks do not fit into registers with {config['num_warps']} warps"
+    variant, asked, inner = _reducing(problem, config)
+    return variant.infeasible(asked, inner, limits)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    _, asked, _ = _reducing(problem, {"algorithm": "two_shot", "num_blocks": 1, "num_warps": 4, "num_chunks": 1})
+    inner = TWO_SHOT.default(asked, limits)
+    warps = max(1, min(row_block(row_packets(problem)) // 32, 16))
+    wish = {"algorithm": "two_shot", "norm_warps": warps, "launch_pdl": limits.launch_pdl}
+    wish |= {name: inner[name] for name in ("num_blocks", "num_warps", "num_chunks")}
+    return closest(wish, _SPACE, problem, limits, _infeasible)  # type: ignore[arg-type]
+
+
+def _norm_blocks(problem: Problem) -> int:
+    return max(1, min(problem.shape[0], _MAX_NORM_BLOCKS))
+
+
+def _norm_request(problem: Problem, config: Config) -> CompileRequest:
+    pdl = bool(config["launch_pdl"])
+    constants = {**rows_constants(problem), "PDL": pdl}
+    return CompileRequest.of(rms_norm_rows_kernel, constants, num_warps=int(config["norm_warps"]), launch_pdl=pdl)
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    variant, asked, inner = _reducing(problem, config)
+    return (*variant.compile_requests(asked, inner), _norm_request(problem, config))
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    variant, asked, inner = _reducing(problem, config)
+    # A lost peer is to be named with the op that was called.
+    named = SimpleNamespace(
+        lanes=workspace.lanes,
+        layout=workspace.layout,
+        rank=workspace.rank,
+        device=workspace.device,
+        timeout_ns=workspace.timeout_ns,
+        status_argument=lambda _: workspace.status_argument(problem),
+    )
+    reducer = variant.bind(asked, inner, named)
+    assert isinstance(reducer, AddressLaunch), "plain inputs are launched by their addresses"
+    reduce = reducer.by_address
+    kernel = bind_kernel(_norm_request(problem, config), _norm_blocks(problem), workspace.device)
+    norm = kernel.fix((*(None,) * NUM_VARYING, problem.shape[0], row_packets(problem)))
+    room = _room(problem, workspace)
+
+    def by_address(stream: int, x: int, *rest: int) -> None:
+        residual, out, residual_out = rest[2], rest[4], rest[5]
+        s = residual_out if residual_out != residual else out
+        if room is not None:
+            s = room.data_ptr()
+        reduce(stream, x, s)
+        norm(stream, s, *rest)
+
+    return many_launch(problem, by_address)
+
+
+def _room(problem: Problem, workspace: Workspace) -> Any:
+    """A tensor for the sum, where neither output can be relied on to have room for it."""
+    if not (problem.scaling and "residual" in problem.layout):
+        return None
+    import torch
+
+    return torch.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=workspace.device)
+
+
+UNFUSED = register_variant(
+    Variant(
+        op="all_reduce_rms_norm",
+        name="unfused",
+        numerics="ordered",
+        summary="an ordered all_reduce kernel, then one kernel that adds and normalises",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=lambda problem, config: max(int(config["num_blocks"]), _norm_blocks(problem)),
+        num_rounds=_rounds,
+        kernels=(two_shot_kernel, two_shot_lamport_kernel, rms_norm_rows_kernel),
+        compile_requests=_requests,
+    )
+)

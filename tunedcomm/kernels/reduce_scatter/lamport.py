@@ -1,0 +1,153 @@
+"""lamport: every rank pushes its chunks to their owners without flags; packets announce themselves.
+
+Two stages take turns (call k uses stage k mod 2), each filled with the sentinel before use. A rank pushes chunk j of
+its input into its slot of rank j's stage, polls its own stage until no word is the sentinel, writes the sentinel back
+at once and sums in rank order with its own chunk, which never leaves.
+
+Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
+packets, which this rank sends only after its own call k has ended (stream order), clears included. There is at least
+one packet for every peer, for a chunk is not empty.
+
+Why any mix of sizes and ops is right: what a call polls is what it clears, so every stage is clean when a call ends.
+
+A word that is the sentinel travels as +0.0, which changes no sum that starts from +0.0.
+
+Programmatic dependent launch lets the next kernel's blocks take their places while this one still polls; the kernel
+touches nothing before `gdc_wait`, which returns when the kernel before has ended and its writes are visible.
+
+Numerics: ordered. Graph-safe: the call counter lives in the lane.
+Source: the packets of TensorRT-LLM's and FlashInfer's low-latency all-reduce (after L. Lamport's flagless
+synchronisation), in the first half of a two-shot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tunedcomm.kernels._data import PACKET_BYTES, arm, insert_own, num_packets, sum_packets, write_elements
+from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._move import load_bytes
+from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
+from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["LAMPORT", "lamport_kernel"]
+
+
+@triton.jit
+def lamport_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Push chunks to their owners, poll the own one, sum. Slot r of a stage holds rank r's packets, tightly packed."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    total = num_packets(numel, WIDTH)
+    nbytes = numel.to(tl.int64) * WIDTH
+    lanes, first, step = block_range(BLOCK)
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        place = stage + (rank * total + packet) * 16
+        words = ()
+        for i in tl.static_range(WORLD_SIZE - 1):
+            owner = (rank + 1 + i) % WORLD_SIZE
+            words = words + load_bytes(x + owner * nbytes + packet * 16, left, here, ALIGN)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            w0, w1, w2, w3 = arm(words[4 * i]), arm(words[4 * i + 1]), arm(words[4 * i + 2]), arm(words[4 * i + 3])
+            store_packets(peers[i] + place, w0, w1, w2, w3, here, REMOTE=True)
+    if PDL and not INTERPRET:
+        gdc_launch_dependents()
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
+        place = local + stage + packet * 16
+        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
+        empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+        for i in tl.static_range(WORLD_SIZE):
+            store_packets(place + i * total * 16, empty, empty, empty, empty, here & (rank != i))
+        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "num_warps": PowerOfTwo(1, 16),
+        "launch_pdl": Choice(False, True),
+    }
+)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits):
+        return reason
+    packets = chunk_packets(problem)
+    needed = problem.world_size * packets * PACKET_BYTES
+    if needed > limits.stage_bytes:
+        return f"{problem.world_size} chunks take {needed} bytes; a stage has {limits.stage_bytes}"
+    if config["launch_pdl"] and not limits.launch_pdl:
+        return "programmatic dependent launch is not available here"
+    return blocks_and_threads(config, limits, packets, most_rounds=4)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = chunk_packets(problem)
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
+        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    pdl = bool(config["launch_pdl"])
+    constants = {**constants_of(problem, config), "PDL": pdl}
+    return CompileRequest.of(lamport_kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=pdl)
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    return bind_plain(problem, config, workspace, _request(problem, config), layout.arena, layout.stage_bytes)
+
+
+LAMPORT = register_variant(
+    Variant(
+        op="reduce_scatter",
+        name="lamport",
+        numerics="ordered",
+        summary="chunks pushed to their owners without flags: packets announce themselves; best at small sizes",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(lamport_kernel,),
+        compile_requests=_requests,
+    )
+)

@@ -1,0 +1,167 @@
+"""one_shot: every rank reads its chunk of all ranks' inputs and sums; one flag exchange a block.
+
+Plain input: each rank copies the other ranks' chunks of its input into its own one-shot area, each from a whole packet
+on, the blocks exchange flags, and everybody reads its chunk of everybody's copy. Two areas take turns, so no flag is
+needed at the end: a rank writes an area again only after another flag kernel, in which it waited for peers that had
+finished reading (stream order); the epoch grows by 1, so the next call takes the other area.
+
+Symmetric input: peers read the input itself, whatever its size, so flags are exchanged before (the inputs are there)
+and after (nobody reads any more; the caller may overwrite its input).
+
+Numerics: ordered; loads are issued for all ranks at once and added in rank order. Graph-safe.
+Source: the pull scheme of the one-shot all_reduce, of which each rank needs a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, sum_packets, write_elements
+from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import (
+    EPOCH_OFFSET,
+    address_of,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._move import load_bytes
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["ONE_SHOT", "one_shot_kernel"]
+
+
+@triton.jit
+def one_shot_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
+    x0, x1, x2, x3, x4, x5, x6, area, area_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Publish the peers' chunks, exchange flags, read the own chunk of all ranks and sum.
+
+    `numel` is one chunk's. Chunk j of a copy begins j × total packets into the area.
+    """
+    epoch = read_counter(local, EPOCH_OFFSET)
+    mine = area + (epoch & 1) * area_bytes
+    total = num_packets(numel, WIDTH)
+    nbytes = numel.to(tl.int64) * WIDTH
+    lanes, first, step = block_range(BLOCK)
+    if not SYMMETRIC:
+        for start in tl.range(first, total, step):
+            packet = start + lanes
+            here = packet < total
+            for i in tl.static_range(WORLD_SIZE - 1):
+                owner = (rank + 1 + i) % WORLD_SIZE
+                at = x + owner * nbytes + packet * 16
+                w0, w1, w2, w3 = load_bytes(at, nbytes - packet * 16, here, ALIGN)
+                store_packets(local + mine + (owner * total + packet) * 16, w0, w1, w2, w3, here)
+
+    # Releases the copies (or what wrote the inputs), acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    own_chunk = x + rank * nbytes
+    if SYMMETRIC:
+        shift = rank * nbytes
+        peers = (x0 + shift, x1 + shift, x2 + shift, x3 + shift, x4 + shift, x5 + shift, x6 + shift)
+    else:
+        shift = mine + rank * total * 16
+        peers = (q0 + shift, q1 + shift, q2 + shift, q3 + shift, q4 + shift, q5 + shift, q6 + shift)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            source = address_of(peers, own_chunk, i, rank, WORLD_SIZE) + packet * 16
+            if SYMMETRIC:
+                words = words + load_bytes(source, left, here, ALIGN)
+            else:
+                words = words + load_packets(source, here & (rank != i))
+        if not SYMMETRIC:
+            own = load_bytes(own_chunk + packet * 16, left, here, ALIGN)
+            words = insert_own(words, own, rank, WORLD_SIZE)
+        s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
+    if SYMMETRIC:
+        # Orders the peers' reads of this rank's input before whatever follows this kernel.
+        arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
+        await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+        write_counter(local, epoch + 2, EPOCH_OFFSET)
+    else:
+        write_counter(local, epoch + 1, EPOCH_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
+        "num_warps": PowerOfTwo(2, 16),
+        "items": Choice(1, 2),
+    }
+)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits):
+        return reason
+    packets = chunk_packets(problem)
+    needed = problem.world_size * packets * PACKET_BYTES
+    symmetric = problem.input_kind == "symmetric"
+    if not symmetric and needed > limits.one_shot_bytes:
+        return f"{problem.world_size} chunks take {needed} bytes; the one-shot area has {limits.one_shot_bytes}"
+    return blocks_and_threads(config, limits, packets, most_rounds=1 << 16 if symmetric else 8)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = chunk_packets(problem)
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
+    else:
+        warps = 4 if packets <= 2048 else 16
+        wish = {"num_blocks": min(packets / (32 * warps), 132), "num_warps": warps, "items": 1}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    constants = {**constants_of(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
+    return CompileRequest.of(one_shot_kernel, constants, num_warps=int(config["num_warps"]))
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    layout = workspace.layout
+    return bind_flagged(problem, config, workspace, _request(problem, config), layout.one_shot, layout.one_shot_bytes)
+
+
+ONE_SHOT = register_variant(
+    Variant(
+        op="reduce_scatter",
+        name="one_shot",
+        numerics="ordered",
+        summary="every rank reads its chunk of all inputs and sums; one exchange of flags",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(one_shot_kernel,),
+        compile_requests=_requests,
+    )
+)

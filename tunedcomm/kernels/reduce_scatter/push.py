@@ -1,0 +1,188 @@
+"""push: every rank pushes its chunks to their owners' scatter areas piece by piece; best at large sizes.
+
+Chunks are cut into `num_chunks` pieces. The scatter area holds `RING` pieces of every rank, so messages of any size fit
+if they are cut often enough, and the links stay busy while pieces that have arrived are summed.
+
+`split` False: every block does both. In round c it pushes piece c, raises its flags to c + 1 and sums piece c − 1,
+which the peers' flags of round c − 1 announce. A flag of round c says two things, since it comes after both: piece c is
+there, and piece c − 2 was read. So before piece c is pushed into the place of piece c − 4, the peers' flags of round
+c − 2, which say that they have read it, have been waited for, in round c − 1.
+
+`split` True: one half of the blocks pushes and the other half sums, pusher k for reducer k, so that links never idle
+while sums are made. The peers' pushers raise the flags in a reducer's row to c + 1 once piece c is there; the peers'
+reducers raise those in a pusher's row to c + 1 once they have read piece c. A pusher waits for the flag c − 3 before it
+pushes piece c into the place of piece c − 4.
+
+Why no area is overwritten from call to call: peers may write the scatter area from the start of their next call. A call
+ends only after all blocks, or all reducers, have waited for flags that the peers raised after their last read: of round
+`num_chunks`, or in the pusher's row. Both ways all flags are at most the epoch at the end, which grows by `num_chunks`
++ 1 on every rank.
+
+Numerics: ordered; rank order whatever the order of arrival. Graph-safe.
+Source: the first half of a two-shot all_reduce; blocks of two kinds as in other libraries' proxy and copy kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._data import PACKET_BYTES, num_packets
+from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels._sync import INTERPRET
+from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
+from tunedcomm.kernels.reduce_scatter._pieces import push_piece, sum_piece
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["PUSH", "RING", "push_kernel"]
+
+RING = tl.constexpr(4)
+
+
+@triton.jit
+def push_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, num_chunks,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Push pieces, sum what came. Packets go round the lanes: those of block k, or of pusher k and reducer k.
+
+    Interpreted blocks run one after another, so pushers do the reducers' work in turn there.
+    """
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    total = num_packets(numel, WIDTH)
+    nbytes = numel.to(tl.int64) * WIDTH
+    num_lanes = tl.num_programs(0)
+    if SPLIT:
+        num_lanes = num_lanes // 2
+    lane = tl.program_id(0) % num_lanes
+    step = num_lanes.to(tl.int64) * BLOCK
+    first = lane.to(tl.int64) * BLOCK
+    span = ((total + step - 1) // step + num_chunks - 1) // num_chunks * step
+    ring = tl.minimum(num_chunks, RING)
+    slot_bytes = ring * span * 16
+    pushes = tl.program_id(0) < num_lanes  # all blocks do, where they are not split
+    sums = (tl.program_id(0) >= num_lanes) if SPLIT and not INTERPRET else pushes
+    # Whom a block tells that a piece is there: the peers' reducers.
+    told = lane + num_lanes if SPLIT else lane
+
+    for c in tl.range(0, num_chunks + 1):
+        if (c < num_chunks) & pushes:
+            if SPLIT and c >= ring:
+                await_at(local, lane, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
+            place = scatter + rank * slot_bytes - (c - c % ring) * span * 16
+            end = tl.minimum(total, (c + 1) * span)
+            push_piece(x, peers, place, first + c * span, end, step, nbytes, rank, WORLD_SIZE, ALIGN, BLOCK)
+            arrive_at(told, q0, q1, q2, q3, q4, q5, q6, rank, epoch + c + 1, WORLD_SIZE)
+        if (c >= 1) & sums:
+            d = c - 1
+            await_at(local, told, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
+            place = local + scatter - (d - d % ring) * span * 16
+            end = tl.minimum(total, (d + 1) * span)
+            sum_piece(
+                x, out, numel, place, slot_bytes, first + d * span, end, step, nbytes, rank,
+                WORLD_SIZE, DTYPE, WIDTH, AVG, ALIGN, BLOCK,
+            )  # fmt: skip
+            if SPLIT:
+                arrive_at(lane, q0, q1, q2, q3, q4, q5, q6, rank, epoch + d + 1, WORLD_SIZE)
+    # The end: every peer has read all of its scatter area that these lanes fill.
+    if SPLIT:
+        if sums:
+            await_at(local, lane, rank, epoch + num_chunks, timeout_ns, status, WORLD_SIZE)
+    else:
+        arrive_at(lane, q0, q1, q2, q3, q4, q5, q6, rank, epoch + num_chunks + 1, WORLD_SIZE)
+        await_at(local, lane, rank, epoch + num_chunks + 1, timeout_ns, status, WORLD_SIZE)
+    write_counter(local, epoch + num_chunks + 1, EPOCH_OFFSET)
+
+
+_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+        "num_warps": Choice(8, 16),
+        "items": Choice(1, 2),
+        "num_chunks": PowerOfTwo(1, 128),
+        "split": Choice(False, True),
+    }
+)
+
+
+def _lanes(config: Config) -> int:
+    return int(config["num_blocks"]) // (2 if config["split"] else 1)
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits):
+        return reason
+    packets, chunks, ring = chunk_packets(problem), int(config["num_chunks"]), int(RING.value)
+    per_block = 32 * int(config["num_warps"]) * int(config["items"])
+    if per_block * problem.world_size > 4096:
+        return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+    if _lanes(config) < 1:
+        return "one block cannot be split into pushers and reducers"
+    rounds = -(-packets // (_lanes(config) * per_block))
+    if rounds < chunks and chunks > 1:
+        return f"{rounds} rounds cannot be split into {chunks} chunks"
+    span = -(-rounds // chunks) * _lanes(config) * per_block
+    needed = problem.world_size * min(chunks, ring) * span * PACKET_BYTES
+    if needed > limits.staging_bytes:
+        return (
+            f"{min(chunks, ring)} of the {chunks} pieces of {problem.nbytes} bytes need {needed} bytes of staging; "
+            f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+        )
+    if _lanes(config) > 1 and (_lanes(config) - 1) * per_block >= packets:
+        return f"{packets} packets leave some of {_lanes(config)} lanes without work"
+    return blocks_and_threads(config, limits, 2 * packets if config["split"] else packets, most_rounds=64 * chunks)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    packets = chunk_packets(problem)
+    wish: dict[str, float]
+    if limits.backend == "host":
+        wish = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2, "split": False}
+    else:
+        large = packets >= 1 << 18
+        blocks = 132 if large else min(packets / 512, 132)
+        chunks = max(packets / (1 << 17), 1)
+        wish = {"num_blocks": blocks, "num_warps": 16, "items": 1, "num_chunks": chunks, "split": large}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _request(problem: Problem, config: Config) -> CompileRequest:
+    constants = {**constants_of(problem, config), "SPLIT": bool(config["split"])}
+    return CompileRequest.of(push_kernel, constants, num_warps=int(config["num_warps"]))
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (_request(problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    extra = (workspace.layout.scatter, int(config["num_chunks"]))
+    return bind_plain(problem, config, workspace, _request(problem, config), *extra)
+
+
+PUSH = register_variant(
+    Variant(
+        op="reduce_scatter",
+        name="push",
+        numerics="ordered",
+        summary="chunks pushed to their owners piece by piece, sums made meanwhile; best at large sizes",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        kernels=(push_kernel,),
+        compile_requests=_requests,
+    )
+)

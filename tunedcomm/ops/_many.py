@@ -1,0 +1,247 @@
+"""From a public call to a launch, for ops with several tensors in and out; `_path` is for one in and one out.
+
+`ManyForm` says what is special about an op. `ManyPath` does the rest: a call that looks like the last one or an earlier
+one takes the short way (`_many_fast`), everything else the way on which all is asked, copies are made into a form that
+kernels take, and short ways are made.
+
+A problem depends on what every rank passes alike, never on this rank's strides, alignment or aliases: those are dealt
+with by copies that the other ranks do not see.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.communicator import Communicator, on_forget, on_release
+from tunedcomm.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
+from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.kernels._launch import ManyLaunch
+from tunedcomm.ops import _many_fast
+from tunedcomm.ops._checks import check_apart, check_differentiable, check_input, check_out
+from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
+from tunedcomm.ops._many_fast import ManyAsked, ManyFastCall, Result
+from tunedcomm.ops._path import communicator_for, is_usable, stride_of
+from tunedcomm.spec import Mode, NumericsPolicy, Problem
+
+__all__ = ["ManyForm", "ManyPath"]
+
+# Guards made for one key: callers that alternate between kinds of tensors must not pay for one each time.
+_MAX_GUARDS = 8
+Tensors: TypeAlias = tuple[Any, ...]
+
+
+class ManyForm:
+    """What is special about one op. Every method is given the op's options as the one value `option`.
+
+    Attributes:
+        op: the op's name.
+        inputs: names of the arguments that are inputs, in the order of launches; the first is never None.
+        outputs: names of the arguments that are outputs.
+        aliases: output to the input whose place it may take.
+    """
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    aliases: dict[str, str]
+
+    def check(self, inputs: Tensors, option: Any, world_size: int) -> None:
+        """Refuse what no variant takes; every input is a dense tensor on one device, or None.
+
+        Raises:
+            UnsupportedInputError: says what to do.
+        """
+        raise NotImplementedError
+
+    def problem(self, inputs: Tensors, option: Any, world_size: int) -> Problem:
+        """The problem of a call that was checked: eager."""
+        raise NotImplementedError
+
+    def results(self, inputs: Tensors, option: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every output."""
+        raise NotImplementedError
+
+    def scalars(self, option: Any) -> tuple[float, ...]:
+        """What launches of tensors take after the inputs."""
+        raise NotImplementedError
+
+    def words(self, option: Any) -> tuple[int, ...]:
+        """The same for launches by addresses, behind the outputs."""
+        raise NotImplementedError
+
+    def alone(self, inputs: Tensors, option: Any) -> tuple[torch.Tensor, ...]:
+        """The results in a group of one."""
+        raise NotImplementedError
+
+
+class ManyPath:
+    """All ways of one op.
+
+    Attributes:
+        last: process group to the fast call that served it last; nearly always that of its next call, which asks.
+    """
+
+    def __init__(self, form: ManyForm) -> None:
+        self.form = form
+        self.last: dict[dist.ProcessGroup | None, ManyFastCall] = {}
+        self._communicators: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
+        on_release(self._communicators.clear)
+        on_release(self.last.clear)
+        on_forget(self.last.clear)
+
+    def call(
+        self,
+        tensors: Tensors,
+        option: Hashable,
+        group: dist.ProcessGroup | None,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Serve a call that `last` did not.
+
+        Args:
+            tensors: inputs, then outputs, as the caller gave them, whatever they are.
+            option: the op's options.
+            group: the process group, None only where there is no default group.
+            numerics, max_sms: as the caller gave them.
+        """
+        x = tensors[0]
+        if not isinstance(x, torch.Tensor):
+            raise UnsupportedInputError(f"{self.form.op} wants a torch.Tensor, got {type(x).__name__}")
+        communicator = self._communicators.get((group, x.device))
+        if communicator is None:
+            communicator = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
+        num_inputs = len(self.form.inputs)
+        aliases = tuple(self._alias(tensors, name, tensors[num_inputs + i]) for i, name in enumerate(self.form.outputs))
+        present = tuple(tensor is not None for tensor in tensors)
+        asked = ManyAsked(option, present, aliases, numerics, max_sms, is_capturing())
+        try:
+            key = (self.form.op, tuple(x.shape), x.dtype, asked)
+            fast, count = communicator.fast_calls.get(key, (None, 0))
+        except TypeError:  # an option that cannot even be a key: the slow way says so
+            return self._slow(communicator, tensors, asked)[0]
+        if fast is not None and fast is not self.last.get(group):
+            results: tuple[torch.Tensor, ...] | None = fast(tensors, option, numerics, max_sms)
+            if results is not None:
+                self.last[group] = fast
+                return results
+        found, plan = self._slow(communicator, tensors, asked)
+        if plan is not None and count < _MAX_GUARDS:
+            fast = self._make_fast(communicator, plan, tensors, found, asked)
+            if fast is not None:
+                communicator.fast_calls[key] = (fast, count + 1)
+                self.last[group] = fast
+        return found
+
+    def _alias(self, tensors: Tensors, name: str, output: Any) -> int:
+        """Index of the input that an output is, or −1."""
+        source = self.form.aliases.get(name)
+        if source is None or output is None:
+            return -1
+        index = self.form.inputs.index(source)
+        return index if tensors[index] is output else -1
+
+    def _make_fast(
+        self, communicator: Communicator, plan: Plan, tensors: Tensors, found: Sequence[torch.Tensor], asked: ManyAsked
+    ) -> ManyFastCall | None:
+        if not isinstance(plan.launch, ManyLaunch):
+            return None
+        results = [Result(tuple(t.shape), stride_of(tuple(t.shape)), t.dtype) for t in found]
+        words = self.form.words(asked.option)
+        return _many_fast.make(communicator, plan.launch.by_address, tensors, results, words, asked)
+
+    def _slow(
+        self, communicator: Communicator, tensors: Tensors, asked: ManyAsked
+    ) -> tuple[tuple[torch.Tensor, ...], Plan | None]:
+        """Checks, plans, and copies; the results, and the plan if kernels took the tensors as they were."""
+        num_inputs = len(self.form.inputs)
+        inputs, outputs = tensors[:num_inputs], tensors[num_inputs:]
+        wanted = self._check(inputs, outputs, asked, communicator.world_size)
+        x = inputs[0]
+        if x.is_cuda and x.get_device() != current_device():
+            with torch.cuda.device(x.device):
+                return self._slow(communicator, tensors, asked)
+        results = tuple(
+            torch.empty(shape, dtype=dtype, device=x.device) if given is None else given
+            for given, (shape, dtype) in zip(outputs, wanted, strict=True)
+        )
+        if x.numel() == 0:
+            return results, None
+        inputs = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
+        if communicator.world_size == 1:
+            for result, value in zip(results, self.form.alone(inputs, asked.option), strict=True):
+                result.detach().copy_(value)
+            return results, None
+        return results, self._run(communicator, inputs, results, asked)
+
+    def _run(
+        self, communicator: Communicator, inputs: Tensors, results: Sequence[torch.Tensor], asked: ManyAsked
+    ) -> Plan | None:
+        """Launch; the plan, if no copy had to be made."""
+        plan = self._plan(communicator, inputs, asked)
+        communicator.check_peers()
+        stream = raw_stream(communicator.device_index) if inputs[0].is_cuda else 0
+        communicator.order_streams(asked.capturing, stream)
+        given = [tensor for tensor in inputs if tensor is not None]
+        sources = [t if is_usable(t) else t.clone(memory_format=torch.contiguous_format) for t in given]
+        targets = [result.detach() for result in results]
+        sinks = [t if is_usable(t) else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in targets]
+        plan.launch((*sources, *self.form.scalars(asked.option)), tuple(sinks), stream)
+        for sink, target in zip(sinks, targets, strict=True):
+            if sink is not target:
+                target.copy_(sink)
+        direct = all(map(operator.is_, (*sources, *sinks), (*given, *targets)))
+        return plan if direct else None
+
+    def _check(
+        self, inputs: Tensors, outputs: Tensors, asked: ManyAsked, world_size: int
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Refuse what no variant takes, with the way out; shape and dtype of every output."""
+        form, x = self.form, inputs[0]
+        for name, tensor in zip(form.inputs, inputs, strict=True):
+            if tensor is not None:
+                check_input(form.op, tensor, name)
+                if tensor.device != x.device:
+                    raise UnsupportedInputError(
+                        f"{name} of {form.op} is on {tensor.device}, x on {x.device}; move one to the other's device"
+                    )
+        check_policy(asked.numerics)
+        check_max_sms(asked.max_sms)
+        form.check(inputs, asked.option, world_size)
+        wanted = form.results(inputs, asked.option)
+        for number, (name, output) in enumerate(zip(form.outputs, outputs, strict=True)):
+            if output is None:
+                continue
+            shape, dtype = wanted[number]
+            check_out(x, output, shape, dtype, may_be_input=form.aliases.get(name) == form.inputs[0], name=name)
+            others = [
+                *zip(form.inputs[1:], inputs[1:], strict=True),
+                *zip(form.outputs[:number], outputs[:number], strict=True),
+            ]
+            for other_name, other in others:
+                if other is not None:
+                    may_be = form.aliases.get(name) == other_name
+                    check_apart(other, output, may_be_other=may_be, name=name, other_name=other_name)
+        check_differentiable(form.op, (*inputs, *outputs))
+        return wanted
+
+    def _plan(self, communicator: Communicator, inputs: Tensors, asked: ManyAsked) -> Plan:
+        """The plan from the cache, or made now for both modes; inside a capture a new problem cannot be bound."""
+        problem = self.form.problem(inputs, asked.option, communicator.world_size)
+        key = (problem, asked.numerics, asked.max_sms)
+        plan: Plan | None = communicator.plans.get((*key, asked.capturing))
+        if plan is not None:
+            return plan
+        if asked.capturing:
+            return library_plan(communicator, replace(problem, mode="graph"))
+        modes: tuple[Mode, ...] = ("eager", "graph") if inputs[0].is_cuda else ("eager",)
+        for mode in modes:
+            plan = plan_for(communicator, replace(problem, mode=mode), asked.numerics, asked.max_sms)
+            communicator.plans[(*key, mode == "graph")] = plan
+        return communicator.plans[(*key, False)]  # type: ignore[no-any-return]
