@@ -20,7 +20,7 @@ class AgreedSettings:
     Attributes:
         device: `cuda` or `cpu`.
         interpreted: kernels were made for Triton's interpreter.
-        mode, forced, borrow, nan_check, peer_timeout_s, workspace_bytes: the environment variables.
+        mode, forced, borrow, nan_check, node_of_rank, peer_timeout_s, workspace_bytes: the environment variables.
         sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
     """
 
@@ -30,6 +30,7 @@ class AgreedSettings:
     forced: Mapping[str, str]
     borrow: tuple[str, ...]
     nan_check: bool
+    node_of_rank: tuple[int, ...]
     peer_timeout_s: float
     workspace_bytes: int
     sources: Mapping[str, str]
@@ -49,6 +50,7 @@ class AgreedSettings:
             forced=settings.forced_all(),
             borrow=settings.borrow(),
             nan_check=settings.nan_check(),
+            node_of_rank=settings.node_of_rank(),
             peer_timeout_s=settings.peer_timeout_s(),
             workspace_bytes=settings.workspace_bytes(),
             sources={f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every},

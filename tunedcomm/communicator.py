@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard, TypeVar
@@ -31,6 +30,7 @@ from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout
 from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
 from tunedcomm.symm.workspace import Workspace
 
 __all__ = [
@@ -65,7 +65,9 @@ class Communicator:
         environment, limits: what was detected; equal on every rank.
         settings: environment variables, as they were when the group was made; equal on every rank.
         snapshot: the table all ranks agreed on.
-        workspace: symmetric memory; None where the ranks cannot address each other (the library serves then).
+        workspace: symmetric memory; None where the ranks cannot address each other.
+        nodes: the node of every rank.
+        node_groups: symmetric memory of the own node, and the group across nodes, where the group spans several.
         plans: the dispatcher's cache.
         fast_calls: the ops' cache of plans with all that a call needs besides.
 
@@ -83,12 +85,7 @@ class Communicator:
         self.settings = self._agree("settings", lambda: AgreedSettings.read(device.type), AgreedSettings.fields)
         self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
         self.environment = self._agree_on_hardware()
-        self.limits = limits_for(self.environment, self.world_size, layout=self.layout)
-        if self.settings.interpreted != (device.type == "cpu"):  # kernels were made for the other kind of device
-            self.limits = _without_symmetric(self.limits)
-        self.workspace = self._make_workspace() if self.limits.symmetric else None
-        if self.workspace is None:
-            self.limits = _without_symmetric(self.limits)
+        self.limits = self._make_memory(limits_for(self.environment, self.world_size, layout=self.layout))
         self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
@@ -96,7 +93,8 @@ class Communicator:
         self.any_symmetric = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
-        self.status_view = self.workspace.status_view if self.workspace else memoryview(b"\0")
+        self._watched = self.workspace or (self.node_groups.workspace if self.node_groups else None)
+        self.status_view = self._watched.status_view if self._watched else memoryview(b"\0")
         self.last_streams = [-1, -1]  # raw handle of the stream that last used the eager and the graph lane
 
     def exchange(self, value: object) -> list[Any]:
@@ -150,28 +148,43 @@ class Communicator:
         return made[0]
 
     def _agree_on_hardware(self) -> Environment:
-        nodes = len(set(self.exchange(socket.gethostname())))
+        self.nodes = nodes_of(self.exchange(node_name(self.settings.node_of_rank)))
         index = self.device.index if self.device.type == "cuda" else None
         return self._agree(
             "hardware",
-            lambda: detect(index, nodes=nodes),
+            lambda: detect(index, nodes=len(set(self.nodes))),
             lambda found: dict(zip(HARD_FIELDS, found.hard_key, strict=True)),
         )
 
-    def _make_workspace(self) -> Workspace | None:
-        """The workspace, or None on every rank if any rank could not have it."""
+    def _make_memory(self, limits: Limits) -> Limits:
+        """Make what memory `limits` allows; the limits with what could be had."""
+        timeout_ns, layout = int(self.settings.peer_timeout_s * 1e9), self.layout
+        if self.settings.interpreted != (self.device.type == "cpu"):  # kernels were made for the other kind of device
+            limits = replace(limits, symmetric=False, ranks_per_node=0)
+        self.workspace: Workspace | None = None
+        self.node_groups: NodeGroups | None = None
+        if limits.symmetric:
+            self.workspace = self._everywhere(lambda: Workspace(self.group, self.device, layout, timeout_ns=timeout_ns))
+        if limits.ranks_per_node and limits.ranks_per_node == ranks_per_node(self.nodes):
+            self.node_groups = self._everywhere(
+                lambda: make_node_groups(self.group, self.nodes, self.device, layout, timeout_ns=timeout_ns)
+            )
+        spanned = limits.ranks_per_node if self.node_groups else 0
+        return replace(limits, symmetric=self.workspace is not None, ranks_per_node=spanned)
+
+    def _everywhere(self, make: Callable[[], T]) -> T | None:
+        """Symmetric memory, or None on every rank if any rank could not have it."""
         failure: str | None = None
-        workspace: Workspace | None = None
+        made: T | None = None
         try:
-            timeout_ns = int(self.settings.peer_timeout_s * 1e9)
-            workspace = Workspace(self.group, self.device, self.layout, timeout_ns=timeout_ns)
+            made = make()
         except WorkspaceError as error:
             failure = str(error)
         failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.exchange(failure)) if text]
         if failures:
             logger.warning("no symmetric memory, every call goes to the library: %s", "; ".join(failures))
             return None
-        return workspace
+        return made
 
     def _agree_on_snapshot(self) -> Snapshot:
         """Rank 0's merged layers on every rank."""
@@ -226,7 +239,7 @@ class Communicator:
         """
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
-        launch = variant.bind(problem, config, self.workspace or _LibraryOnly(self.group, self.device))
+        launch = variant.bind(problem, config, self.workspace or NoWorkspace(self.group, self.device, self.node_groups))
         if self.device.type != "cpu" or variant.is_library:
             return launch
 
@@ -285,8 +298,8 @@ class Communicator:
 
     def check_peers(self) -> None:
         """Raise PeerTimeoutError if a kernel gave up waiting for a peer, NanInputError if a graph was given NaN."""
-        if self.workspace is not None:
-            self.workspace.check_peers()
+        if self._watched is not None:
+            self._watched.check_peers()
         if self.nan_watch is not None:
             self.nan_watch.check()
 
@@ -296,18 +309,6 @@ def _is_member(group: object) -> TypeGuard[dist.ProcessGroup]:
         return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
     except ValueError:  # torch does not know the group, or knows it without this rank
         return False
-
-
-class _LibraryOnly:
-    """What library variants need of a workspace where there is none."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-        self.device = device
-
-
-def _without_symmetric(limits: Limits) -> Limits:
-    return replace(limits, symmetric=False)
 
 
 _communicators: dict[tuple[dist.ProcessGroup, str], Communicator] = {}

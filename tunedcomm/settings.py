@@ -28,6 +28,7 @@ __all__ = [
     "miss_log",
     "mode",
     "nan_check",
+    "node_of_rank",
     "peer_timeout_s",
     "render_markdown",
     "unknown_variables",
@@ -140,6 +141,13 @@ SETTINGS: tuple[Setting, ...] = (
         "rank and count. An eager call waits for its stream, raises at once and is not made: the other ranks miss this "
         "one and raise `PeerTimeoutError`. What a captured graph finds is raised by the group's next call on that "
         "rank. For finding errors: calls take longer. All ranks of a group must agree on it.",
+    ),
+    Setting(
+        name="TUNEDCOMM_NODE_OF_RANK",
+        default="ranks with the same host name share a node",
+        allowed="whole numbers from 0 on separated by `,`, one for each rank of the default group, e.g. `0,0,1,1`",
+        meaning="Which ranks share a node and so each other's memory, where host names do not say it, and for tests on "
+        "one host. All ranks of a group must agree on it.",
     ),
     Setting(
         name="TUNEDCOMM_PEER_TIMEOUT_S",
@@ -289,6 +297,19 @@ def nan_check() -> bool:
         SettingError: neither a yes nor a no.
     """
     return _one_of("TUNEDCOMM_NAN_CHECK", (*_ON, *_OFF), "0") in _ON
+
+
+def node_of_rank() -> tuple[int, ...]:
+    """TUNEDCOMM_NODE_OF_RANK: the node of every rank of the default group; empty where host names say it.
+
+    Raises:
+        SettingError: something else than whole numbers.
+    """
+    raw = _raw("TUNEDCOMM_NODE_OF_RANK")
+    parts = [part.strip() for part in raw.split(",")] if raw else []
+    if raw and not all(part.isascii() and part.isdigit() for part in parts):
+        raise _refuse("TUNEDCOMM_NODE_OF_RANK", raw)
+    return tuple(int(part) for part in parts)
 
 
 def peer_timeout_s() -> float:

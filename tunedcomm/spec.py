@@ -172,7 +172,9 @@ class Limits:
         backend: `cuda`, or `host` for CPU tensors with interpreted kernels.
         num_sms: streaming multiprocessors of the GPU (1 on the host backend).
         multicast: the fabric reports NVLink multicast and it is not switched off.
-        symmetric: peers can address each other's memory; False makes every variant but `library` infeasible.
+        symmetric: all peers can address each other's memory; where not, only variants that do without can run.
+        ranks_per_node: ranks of each node of a group that spans several, if all have as many and can address each
+            other's memory; else 0.
         emulated_multicast: multimem kernels may run through their emulation (host backend, tests only).
         max_blocks: rows of the signal area: no grid may be larger.
         staging_bytes: largest message that two-shot staging holds.
@@ -189,6 +191,7 @@ class Limits:
     one_shot_bytes: int
     stage_bytes: int
     symmetric: bool = True
+    ranks_per_node: int = 0
     emulated_multicast: bool = False
     launch_pdl: bool = True
 

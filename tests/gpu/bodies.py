@@ -333,6 +333,30 @@ def miss(
     return waited
 
 
+def nodes_body() -> dict[str, object]:
+    """Two nodes of two ranks, as TUNEDCOMM_NODE_OF_RANK has it: eager and in graphs, same bits on all ranks."""
+    comm = get_communicator()
+    assert comm.limits.ranks_per_node == 2
+    for numel in (1, 777, 65536, 3_000_001, 1 << 25):
+        problem = Problem("all_reduce", (numel,), "bfloat16" if numel % 2 else "float32", comm.world_size)
+        x, expected = expected_of(problem, numel, "integers")
+        with tunedcomm.force("all_reduce", "hierarchical"):
+            out, graph = tunedcomm.all_reduce(x), torch.cuda.CUDAGraph()
+            assert torch.equal(out, expected), numel
+            with torch.cuda.graph(graph):
+                tunedcomm.all_reduce(tunedcomm.all_reduce(x), out=out)
+            for seed in range(3):
+                values, expected = expected_of(problem, seed)
+                x.copy_(values)
+                graph.replay()
+                everyone = [torch.empty_like(out) for _ in range(comm.world_size)]
+                dist.all_gather(everyone, out)
+                assert all(same_bits(theirs, out) for theirs in everyone), numel
+                wanted = comm.world_size * expected.double()
+                assert ((out.double() - wanted).norm() / wanted.norm()).item() < 2e-2
+    return {}
+
+
 def dispatch_body() -> dict[str, object]:
     """The public call as users make it: any tensor, first in a capture, unusual strides and alignment."""
     world_size, rank = dist.get_world_size(), dist.get_rank()

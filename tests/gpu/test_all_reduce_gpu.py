@@ -44,6 +44,11 @@ def test_on_four(name: str) -> None:
     assert len(run(name, 4)) == 4
 
 
+@pytest.mark.gpu(4)
+def test_nodes_of_two() -> None:
+    assert len(run("nodes", 4, TUNEDCOMM_NODE_OF_RANK="0,0,1,1")) == 4
+
+
 @pytest.mark.parametrize("name", ["variants", "dispatch"])
 @pytest.mark.gpu(3)
 def test_on_three(name: str) -> None:

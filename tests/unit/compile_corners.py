@@ -43,6 +43,8 @@ LIMITS = Limits(
     one_shot_bytes=4 << 20,
     stage_bytes=32 << 20,
 )
+# Of groups that span nodes, for variants that serve no others.
+SPANNING = tuple(replace(LIMITS, symmetric=False, ranks_per_node=ranks) for ranks in (2, 4))
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,11 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
         shapes = [(count, size // width) for size in rows for count in (1, 16, 256, 4096)]
     for shape in shapes:
         problem = replace(like, shape=shape)
-        if variant.infeasible(problem, config, LIMITS) is None:
+        if any(
+            variant.infeasible(problem, config, limits) is None
+            for limits in (LIMITS, *SPANNING)
+            if limits.ranks_per_node < like.world_size
+        ):
             return problem
     return None
 

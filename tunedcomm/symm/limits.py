@@ -15,6 +15,8 @@ def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout 
     """What an environment and a workspace layout allow; needs no GPU: stored environments can be asked about."""
     layout = layout or LaneLayout.for_messages(settings.workspace_bytes())
     fabric = Fabric.parse(environment.fabric)
+    apart, left_over = divmod(world_size, environment.nodes)
+    spans = environment.nodes > 1 and left_over == 0 and 2 <= apart <= MAX_WORLD_SIZE and fabric.can_share_memory
     return Limits(
         backend="host" if environment.is_host else "cuda",
         num_sms=environment.num_sms,
@@ -24,5 +26,6 @@ def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout 
         one_shot_bytes=layout.one_shot_bytes,
         stage_bytes=layout.stage_bytes,
         symmetric=environment.nodes == 1 and 2 <= world_size <= MAX_WORLD_SIZE and fabric.can_share_memory,
+        ranks_per_node=apart if spans else 0,
         launch_pdl=environment.compute_capability >= 90,
     )

@@ -7,6 +7,7 @@ lane in order (see `tunedcomm.communicator`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,12 +55,21 @@ class Workspace:
         device: where the tensors live.
         layout: sizes of a lane, the same on every rank.
         timeout_ns: bound of every wait in a kernel.
+        names: what errors call the ranks, where they have other numbers in the group that the caller knows.
 
     Raises:
         WorkspaceError: no symmetric memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, layout: LaneLayout, *, timeout_ns: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        layout: LaneLayout,
+        *,
+        timeout_ns: int,
+        names: Sequence[int] | None = None,
+    ) -> None:
         self.group = group
         self.device = device
         self.layout = layout
@@ -68,6 +78,7 @@ class Workspace:
         self.buffers: dict[Mode, SymmetricBuffer] = {m: allocate(group, device, layout.total_bytes) for m in LANES}
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._names = tuple(names or range(self.world_size))
         self.symmetric: dict[int, SymmetricBuffer] = {}
         self._status = _status_block(pinned=device.type == "cuda")
         self.status_view = memoryview(self._status.numpy())  # type: ignore[arg-type]
@@ -116,14 +127,14 @@ class Workspace:
         by_caller: dict[int, list[str]] = {}
         for rank, number in enumerate(self.status_view[1 : 1 + self.world_size]):
             if number:
-                by_caller.setdefault(number - 1, []).append(str(rank))
+                by_caller.setdefault(number - 1, []).append(str(self._names[rank]))
         # Word 0 is written last, but a block may still be noting a rank: then the call is known to nobody yet.
         missed = [
             f"{self._callers[caller][0]} ({_WHERE[self._callers[caller][1]]}) missed rank {', '.join(ranks)}"
             for caller, ranks in sorted(by_caller.items())
         ]
         raise PeerTimeoutError(
-            f"rank {self.rank} waited more than {self.timeout_ns / 1e9:g} s for its peers: "
+            f"rank {self._names[self.rank]} waited more than {self.timeout_ns / 1e9:g} s for its peers: "
             f"{'; '.join(missed) or 'a rank did not come'} of the group of {self.world_size}. Such a rank died, or did "
             "not make the same call. The group cannot be used any more; make a new process group, or raise "
             "TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"

@@ -1,0 +1,166 @@
+"""all_reduce over several nodes, which are groups of ranks on this host that are told to share no memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, inputs_of, report, run_cases, settings
+from harness import run_ranks
+from variant_checks import bits_of, check_variant, inputs_of_all
+
+import tunedcomm
+from tunedcomm.communicator import get_communicator
+from tunedcomm.spec import Candidate as Chosen
+from tunedcomm.spec import Problem, check_candidate, get_variant
+from tunedcomm.symm.nodes import nodes_of, ranks_per_node
+
+
+def nodes(text: str, **more: str) -> object:
+    return settings({"TUNEDCOMM_NODE_OF_RANK": text, **more})
+
+
+def on_all_alike(out: torch.Tensor) -> None:
+    theirs: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(theirs, bits_of(out).tolist())
+    assert all(bits == theirs[0] for bits in theirs)
+
+
+def sizes_and_dtypes(rank: int) -> None:
+    for text in ("0,0,1,1", "7,3,7,3"):
+        with nodes(text):
+            communicator = get_communicator()
+            assert communicator.limits.ranks_per_node == 2
+            assert communicator.environment.nodes == 2
+            assert not communicator.limits.symmetric
+            for step, numel in enumerate((1, 7, 64, 1000, 4099, 1000, 64, 7, 1)):
+                dtype = ("bfloat16", "float16", "float32")[step % 3]
+                for reduction in ("sum", "avg"):
+                    problem = Problem("all_reduce", (numel,), dtype, 4, reduction=reduction, mode="eager")
+                    kind = "integers" if step % 2 else "random"
+                    (out,) = check_variant(communicator, problem, "hierarchical", seed=step, kind=kind)
+                    on_all_alike(out)
+                    if kind == "integers":
+                        spec_inputs = inputs_of_all(problem, step, kind)
+                        total = sum(x.double() for (x,) in spec_inputs) / (4 if reduction == "avg" else 1)
+                        assert torch.equal(out.double(), total), "whole numbers are exact"
+
+
+def in_pieces(rank: int) -> None:
+    """Larger than the staging, in place and not."""
+    with nodes("0,0,1,1"):
+        communicator = get_communicator()
+        for numel in (300_000, 300_001):
+            for in_place in (False, True):
+                problem = Problem("all_reduce", (numel,), "float32", 4, mode="eager", in_place=in_place)
+                assert problem.nbytes > communicator.layout.staging_bytes
+                (out,) = check_variant(communicator, problem, "hierarchical", seed=numel, kind="integers")
+                total = sum(x.double() for (x,) in inputs_of_all(problem, numel, "integers"))
+                assert torch.equal(out.double(), total)
+
+
+def the_public_call(rank: int) -> None:
+    x = torch.full((3, 50), rank + 1.0)
+    with nodes("0,0,1,1"):
+        assert torch.equal(tunedcomm.all_reduce(x), torch.full((3, 50), 10.0)), "not tuned: the library"
+        with tunedcomm.force("all_reduce", "hierarchical"):
+            for _ in range(3):
+                assert torch.equal(tunedcomm.all_reduce(x), torch.full((3, 50), 10.0))
+                assert torch.equal(tunedcomm.all_reduce(x.t(), op="avg"), torch.full((50, 3), 2.5))
+                held = x.clone()
+                assert tunedcomm.all_reduce_(held) is held
+                assert torch.equal(held, torch.full((3, 50), 10.0))
+            with pytest.raises(tunedcomm.InfeasibleError, match="max goes to the library"):
+                tunedcomm.all_reduce(x, op="max")
+        with tunedcomm.force("all_reduce", "lamport"):
+            with pytest.raises(tunedcomm.InfeasibleError, match="cannot address each other's memory"):
+                tunedcomm.all_reduce(x)
+        with pytest.raises(tunedcomm.WorkspaceError):
+            tunedcomm.symmetric_empty(8)
+
+
+def groups_of_some(rank: int) -> None:
+    """Groups within a node have all kernels, groups of one rank a node none; groups meet whatever was made before."""
+    within, across = [dist.new_group(r) for r in ([0, 1], [2, 3])], [dist.new_group(r) for r in ([0, 2], [1, 3])]
+    with nodes("0,0,1,1"):
+        whole, mine, rail = get_communicator(), within[rank // 2], across[rank % 2]
+        assert get_communicator(mine).limits.symmetric
+        if rank < 2:  # a group more on some ranks than on others
+            x, expected = inputs_of(rank, 2, 300, "bfloat16")
+            with tunedcomm.force("all_reduce", "lamport"):
+                assert torch.equal(tunedcomm.all_reduce(x, group=mine), expected)
+        assert get_communicator(rail).limits.ranks_per_node == 0
+        assert torch.equal(tunedcomm.all_reduce(torch.ones(5), group=rail), torch.full((5,), 2.0))
+        tunedcomm.release_communicators()
+        assert get_communicator() is not whole
+        with tunedcomm.force("all_reduce", "hierarchical"):
+            assert torch.equal(tunedcomm.all_reduce(torch.ones(5)), torch.full((5,), 4.0))
+
+
+def nodes_that_differ(rank: int) -> None:
+    assert nodes_of(["b", "a", "b"]) == (0, 1, 0)
+    assert [ranks_per_node(n) for n in ((0, 0), (0, 1), (0, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 2, 1))] == [0, 1, 0, 2, 2]
+    for text in ("0,0,0,1", "0,1,2,3"):
+        with nodes(text):
+            assert get_communicator().limits.ranks_per_node == 0
+            assert torch.equal(tunedcomm.all_reduce(torch.ones(5)), torch.full((5,), 4.0))
+    problem = Problem("all_reduce", (64,), "float32", 4, mode="eager")
+    with nodes("0,0,1,1"):
+        limits = get_communicator().limits
+        config = {**get_variant("all_reduce", "hierarchical").default(problem, limits), "ranks_per_node": 4}
+        reason = check_candidate(problem, Chosen.of("all_reduce", "hierarchical", config), limits)
+        assert reason == "nodes have 2 ranks, not 4"
+    with nodes("0,1"), pytest.raises(tunedcomm.SettingError, match="nodes of 2 ranks, but the default group has 4"):
+        tunedcomm.all_reduce(torch.ones(5))
+    with nodes("0,0,1,x"), pytest.raises(tunedcomm.SettingError, match="TUNEDCOMM_NODE_OF_RANK='0,0,1,x'"):
+        tunedcomm.all_reduce(torch.ones(5))
+    with nodes(f"0,0,1,{1 + rank}"), pytest.raises(tunedcomm.AgreementError, match="node_of_rank"):
+        tunedcomm.all_reduce(torch.ones(5))
+
+
+def a_lost_peer_is_named_as_in_the_group(rank: int) -> None:
+    """Last, for the group is out of step then."""
+    with nodes("0,1,0,1", TUNEDCOMM_PEER_TIMEOUT_S="1"), tunedcomm.force("all_reduce", "hierarchical"):
+        tunedcomm.all_reduce(torch.ones(5))
+        if rank == 0:  # the others are its node's peer and, behind the library, the other node
+            with pytest.raises(tunedcomm.PeerTimeoutError, match=r"^rank 0 waited .* missed rank 2 of"):
+                tunedcomm.all_reduce(torch.ones(5))
+        dist.barrier()
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        sizes_and_dtypes, in_pieces, the_public_call, groups_of_some, nodes_that_differ,
+        a_lost_peer_is_named_as_in_the_group,
+    )
+}  # fmt: skip
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(4, body, timeout=150)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_nodes_of_two(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
+
+
+def six_body(rank: int, world_size: int, text: str) -> int:
+    with nodes(text, TUNEDCOMM_WORKSPACE_MIB="1"):
+        communicator = get_communicator()
+        for numel in (5, 1003):
+            problem = Problem("all_reduce", (numel,), "bfloat16", 6, reduction="avg", mode="eager")
+            (out,) = check_variant(communicator, problem, "hierarchical", seed=numel)
+            on_all_alike(out)
+        return communicator.limits.ranks_per_node
+
+
+@pytest.mark.parametrize(("text", "ranks"), [("0,0,0,1,1,1", 3), ("0,1,2,2,1,0", 2)])
+def test_six_ranks(text: str, ranks: int) -> None:
+    assert run_ranks(6, six_body, text, timeout=240) == [ranks] * 6

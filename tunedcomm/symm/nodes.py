@@ -1,0 +1,140 @@
+"""Groups within and across the nodes of a group that spans several, and a workspace for each node.
+
+Ranks of one node can address each other's memory, ranks of different nodes cannot. Where every node has the same number
+of ranks, a rank belongs to two groups besides its own: the ranks of its node, and those with its place on every node.
+
+`torch.distributed.new_group` must be called by all ranks of the default group, and its variant that need not be numbers
+groups by what each rank made before, which differs. So these groups meet in a store of their own, under a name that the
+ranks of the parent group agree on: making them is collective over that group and nothing else.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, _register_process_group
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store, _world
+
+from tunedcomm.errors import SettingError
+from tunedcomm.symm.layout import LaneLayout
+from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["NoWorkspace", "NodeGroups", "make_node_groups", "node_name", "nodes_of", "ranks_per_node"]
+
+_TIMEOUT = timedelta(minutes=10)  # of the meeting and of gloo's calls; NCCL's watchdog keeps its own
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeGroups:
+    """What variants need that work within nodes and across them.
+
+    Attributes:
+        workspace: symmetric memory of the ranks of this node, ordered as in the parent group.
+        across: the ranks with this rank's place on every node.
+    """
+
+    workspace: Workspace
+    across: dist.ProcessGroup
+
+
+class NoWorkspace(NamedTuple):
+    """What variants can have where a group as a whole has no workspace."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    nodes: NodeGroups | None
+
+
+def node_name(told: Sequence[int]) -> str:
+    """What is equal on ranks of one node only: the host's name, or what TUNEDCOMM_NODE_OF_RANK told.
+
+    Raises:
+        SettingError: it is told for another number of ranks.
+    """
+    if told and len(told) != dist.get_world_size():
+        raise SettingError(
+            f"TUNEDCOMM_NODE_OF_RANK names the nodes of {len(told)} ranks, but the default group has "
+            f"{dist.get_world_size()}; name one for each, or unset it for what the host names say"
+        )
+    return str(told[dist.get_rank()]) if told else socket.gethostname()
+
+
+def nodes_of(names: Sequence[str]) -> tuple[int, ...]:
+    """Nodes by rank, numbered in the order in which their names come up first."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def ranks_per_node(nodes: Sequence[int]) -> int:
+    """How many ranks every node has; 0 where they differ or there is only one node."""
+    counts = {nodes.count(node) for node in nodes}
+    return counts.pop() if len(counts) == 1 and len(set(nodes)) > 1 else 0
+
+
+def _backend(kind: str, store: Any, rank: int, ranks: Sequence[int], name: str) -> tuple[Any, Any]:
+    """(PyTorch's name of the backend for tensors of that kind, the backend); `ranks` are those in the default group."""
+    size = len(ranks)
+    if kind == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.global_ranks_in_group, options.group_name = list(ranks), name  # type: ignore[assignment]
+        return ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
+    return ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=_TIMEOUT)
+
+
+def _subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, kind: str) -> dist.ProcessGroup:
+    """A group of some ranks of `group`, which torch.distributed's functions take like any other.
+
+    Args:
+        members: ranks in `group`, the caller's among them; called by each of them.
+        name: the same on each of them, and on nobody else.
+        kind: `cuda` or `cpu`, of the tensors that it serves.
+    """
+    rank, ranks = members.index(dist.get_rank(group)), [dist.get_global_rank(group, member) for member in members]
+    store = PrefixStore(name, _get_process_group_store(group))
+    made = ProcessGroup(store, rank, len(members))
+    kind_of_backend, backend = _backend(kind, PrefixStore(kind, store), rank, ranks, name)
+    made._set_default_backend(kind_of_backend)
+    made._register_backend(torch.device(kind), kind_of_backend, backend)
+    backend._set_sequence_number_for_group()
+    made._set_group_name(name)  # type: ignore[arg-type]
+    # Where torch keeps what it knows of groups; destroy_process_group() ends all that are there.
+    backend_name = "nccl" if kind == "cuda" else "gloo"
+    _world.pg_map[made] = (backend_name, store)
+    _world.pg_names[made] = name  # type: ignore[assignment]
+    _world.pg_backend_config[made] = f"{kind}:{backend_name}"
+    _world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
+    _register_process_group(name, made)  # type: ignore[arg-type]
+    return made
+
+
+def make_node_groups(
+    group: dist.ProcessGroup, nodes: Sequence[int], device: torch.device, layout: LaneLayout, *, timeout_ns: int
+) -> NodeGroups:
+    """Groups and workspace of the caller's node; collective over `group`.
+
+    Args:
+        nodes: the node of every rank, each with the same number of ranks.
+
+    Raises:
+        WorkspaceError: no symmetric memory on this node; the others may have had more luck.
+    """
+    rank = dist.get_rank(group)
+    tokens: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(tokens, uuid.uuid4().hex, group=group)
+    name = f"tunedcomm-{tokens[0]}"
+    here = [r for r, node in enumerate(nodes) if node == nodes[rank]]
+    place = here.index(rank)
+    by_node = [[r for r, node in enumerate(nodes) if node == number] for number in range(max(nodes) + 1)]
+    across = [members[place] for members in by_node]
+    within = _subgroup(group, here, f"{name}-node{nodes[rank]}", device.type)
+    between = _subgroup(group, across, f"{name}-place{place}", device.type)
+    # NCCL connects at a group's first call, which must not be one that is captured.
+    dist.all_reduce(torch.zeros(1, device=device), group=between)
+    return NodeGroups(Workspace(within, device, layout, timeout_ns=timeout_ns, names=here), between)
