@@ -38,6 +38,11 @@ def signature(name: str) -> str:
     return f"tunedcomm.{name}({', '.join(found)})"
 
 
+def capital(text: str) -> str:
+    """`text` with a capital at its start."""
+    return text[0].upper() + text[1:]
+
+
 def section(spec: OpSpec) -> str:
     """One op."""
     lines = [

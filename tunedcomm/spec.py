@@ -204,9 +204,8 @@ class OpSpec:
         dtypes: dtypes that at least one variant besides the library takes.
         shape_help: what the canonical shape means, for error texts.
         rank_of_shape: length of the canonical shape.
-        make_inputs: `(problem, rank, seed, kind, device)` to that rank's input tensors; `kind` is `random` or
-            `integers` (small whole numbers whose every partial sum is exact in the dtype). The same arguments give the
-            same values on every rank and device.
+        make_inputs: `(problem, rank, seed, kind, device)` to that rank's inputs, the same wherever they are made;
+            `kind` is `random` or `integers` (small whole numbers whose every partial sum is exact in the dtype).
         make_outputs: `(problem, device)` to freshly allocated output tensors.
         reference: `(problem, inputs of every rank, rank)` to the expected outputs in float64.
         tolerance: dtype, or scaling, to the largest ‖out − ref‖ / ‖ref‖ of a right variant on random inputs.

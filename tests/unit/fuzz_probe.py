@@ -360,6 +360,8 @@ def main() -> None:
     found = []
     for result in cases(args):
         found.append(result)
+        if len(found) % 500 == 0:
+            sys.stderr.write(f"{len(found)} of {args.cases} cases\n")
         for text in result.broken:
             sys.stderr.write(f"case {result.number} ({result.kind}): {text}\n")
     rows = summary(found, args)

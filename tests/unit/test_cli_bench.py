@@ -86,6 +86,7 @@ def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "dtypes": ["float16"],
         "modes": ["graph", "eager"],
         "input_kinds": ["plain"],
+        "layout": "",
         "contenders": ["tuned", "library"],
         "csv": str(csv),
         "seed": 7,

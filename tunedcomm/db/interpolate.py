@@ -78,7 +78,11 @@ def relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
             problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction, layout=layout, scaling=scaling
         )
         changed = [n for n in _RELAXED if getattr(like, n) != getattr(problem, n)]
-        yield like, ", ".join(f"{n}={getattr(like, n) or 'none'}" for n in changed)
+        yield like, ", ".join(f"{n}={_said(getattr(like, n))}" for n in changed)
+
+
+def _said(value: object) -> object:
+    return "none" if value == "" else value
 
 
 def _fewer_extras(problem: Problem) -> list[tuple[str, str]]:

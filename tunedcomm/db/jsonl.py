@@ -108,6 +108,8 @@ class _Dump:
     ) -> Iterator[Line]:
         for row in self._rows(model, table(model).c.problem_id == problem_id):
             try:
+                if row["problem_id"] != problem_id:  # found by an index that is damaged
+                    raise ValueError(f"an index has it under problem {problem_id}, it says {row['problem_id']!r:.40}")
                 yield plain(row)
             except ValueError as error:
                 self._on_bad(f"{model.__tablename__} {row['id']}", str(error))

@@ -89,7 +89,10 @@ class Form:
         raise NotImplementedError
 
     def leave(self, written: torch.Tensor, x: torch.Tensor, option: Any, world_size: int) -> torch.Tensor:
-        """What the kernels wrote, one element after another, as a view of the result's shape; not direct calls only."""
+        """What the kernels wrote, one element after another, as a view of the result's shape; not direct calls only.
+
+        Dimensions of the result may be split: (2, 3) may be left where the shape has 6.
+        """
         raise NotImplementedError
 
 
@@ -282,7 +285,8 @@ class CallPath:
             sink = torch.empty(shape, dtype=x.dtype, device=x.device)
         plan.launch((source,), (sink,), stream)
         if sink.data_ptr() != target.data_ptr():
-            target.copy_(sink if direct else form.leave(sink, x, option, world_size))
+            left = sink if direct else form.leave(sink, x, option, world_size)
+            target.view(left.shape).copy_(left)
         return result
 
     def _check(self, x: torch.Tensor, out: torch.Tensor | None, asked: Asked, world_size: int) -> tuple[int, ...]:

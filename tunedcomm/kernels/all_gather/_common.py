@@ -12,7 +12,8 @@ from tunedcomm.spec import DTYPES, Limits, Problem
 
 __all__ = ["as_bytes", "constants_of", "message_rounds", "refuse", "refuse_items"]
 
-_MOST_PACKETS = 16  # of a thread at once, its own and the peers': with more, registers spill
+# Packets of a thread and of a block at once, the own and the peers': with more, registers spill.
+_MOST_PACKETS, _MOST_PACKETS_A_BLOCK = 16, 4096
 
 
 def refuse(problem: Problem, limits: Limits) -> str | None:
@@ -22,11 +23,9 @@ def refuse(problem: Problem, limits: Limits) -> str | None:
 
 def refuse_items(problem: Problem, config: Config) -> str | None:
     """Why a thread cannot hold the packets of all ranks that `config` gives it at once, or None."""
-    items = int(config["items"])
-    if 32 * int(config["num_warps"]) * items > 1024:
-        return "more than 1024 packets a block at once spill registers"
-    if items * problem.world_size > _MOST_PACKETS:
-        return f"{items} packets of each of {problem.world_size} ranks at once spill registers"
+    packets = int(config["items"]) * problem.world_size
+    if packets > _MOST_PACKETS or packets * 32 * int(config["num_warps"]) > _MOST_PACKETS_A_BLOCK:
+        return f"{packets} packets in each of {32 * int(config['num_warps'])} threads at once spill registers"
     return None
 
 

@@ -37,8 +37,10 @@ def ring_kernel(
 ):  # fmt: skip
     """In round c: send chunk c and, in the same loop, write out the peers' chunk c − LAG.
 
-    A block's flags count its steps: 1 when it has begun, 2 + c when it has sent chunk c. `spread` is 1 where the blocks
-    begin at different places of their first chunk, so that they do not all wait, or fence, at the same time.
+    A block's flags count its steps: 1 when it has begun, 2 + c when it has sent chunk c. It waits for its peers' flags
+    of chunk c − 1 at the end of round c and not where the next one begins: so no block barrier stands between the
+    fence of its own flag and the next round, and only the warp that raises the flag waits for its stores to arrive.
+    `spread` is 1 where the blocks begin at different places of their first chunk.
     """
     peers = (q0, q1, q2, q3, q4, q5, q6)
     epoch = read_counter(local, EPOCH_OFFSET)
@@ -57,12 +59,11 @@ def ring_kernel(
     await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
 
     for c in tl.range(0, num_chunks + LAG):
-        if c >= LAG:
-            await_peers(local, rank, epoch + 2 + c - LAG, timeout_ns, status, WORLD_SIZE)
         lap = (c - c % ring) * span
         back = tl.maximum(c - LAG, 0)
         back = (back - back % ring) * span
         end = tl.minimum((c + 1) * span, total + late + LAG * span)
+        end = tl.where((c >= num_chunks) & (c < LAG), 0, end)  # nothing left to send, and nothing there yet
         for start in tl.range(first + c * span, end, step):
             sent = start + lanes
             packet = sent - late
@@ -73,20 +74,22 @@ def ring_kernel(
             w0, w1, w2, w3 = load_packets(x + packet * 16, here)
             words = ()
             for i in tl.static_range(WORLD_SIZE - 1):
-                source = (rank + 1 + i) % WORLD_SIZE
+                source = (rank + 1 + i) % WORLD_SIZE if MULTIMEM else i
                 words = words + load_packets(local + gather + (source * slot + came - back) * 16, there)
-            place = gather + (rank * slot + sent - lap) * 16
+            place = gather + (sent - lap) * 16
             if MULTIMEM:
-                store_all(multicast, peers, local, place, w0, w1, w2, w3, here, WORLD_SIZE)
+                store_all(multicast, peers, local, place + rank * slot * 16, w0, w1, w2, w3, here, WORLD_SIZE)
             else:
                 for i in tl.static_range(WORLD_SIZE - 1):
-                    store_packets(peers[i] + place, w0, w1, w2, w3, here)
+                    store_packets(peers[i] + place + (WORLD_SIZE - 2 - i) * slot * 16, w0, w1, w2, w3, here)
             own = here & (c > 0)
             store_bytes(out + rank * nbytes + packet * 16, nbytes - packet * 16, w0, w1, w2, w3, own, ALIGN)
             for i in tl.static_range(WORLD_SIZE - 1):
                 target = out + ((rank + 1 + i) % WORLD_SIZE) * nbytes + taken * 16
                 w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
                 store_bytes(target, nbytes - taken * 16, w0, w1, w2, w3, there, ALIGN)
+        if c <= num_chunks:
+            await_peers(local, rank, epoch + 1 + c, timeout_ns, status, WORLD_SIZE)
         if c < num_chunks:
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
@@ -96,7 +99,7 @@ SPACE = Space(
     {
         "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
         "num_warps": PowerOfTwo(4, 16),
-        "items": Choice(1, 2, 4),
+        "items": Choice(1, 2),
         "num_chunks": PowerOfTwo(1, _MOST_CHUNKS),
     }
 )
@@ -117,11 +120,16 @@ def _step(config: Config) -> int:
     return int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config["items"])
 
 
-def _cut(problem: Problem, config: Config, staging_bytes: int) -> _Cut:
+def _slots(problem: Problem, *, multimem: bool) -> int:
+    """Places of a chunk in a gather area: one a peer, or a rank where one store reaches the same place of all."""
+    return problem.world_size - (0 if multimem else 1)
+
+
+def _cut(problem: Problem, config: Config, staging_bytes: int, *, multimem: bool) -> _Cut:
     """`num_chunks` chunks, or more where a ring of them has no room. Blocks that begin late need one more."""
     step = _step(config)
     rounds = -(-packets_of(problem.nbytes) // step)
-    most = staging_bytes // (problem.world_size * RING.value * PACKET_BYTES * step)
+    most = staging_bytes // (_slots(problem, multimem=multimem) * RING.value * PACKET_BYTES * step)
     chunks = int(config["num_chunks"])
     a_chunk = -(-rounds // chunks)
     if chunks == _MOST_CHUNKS:
@@ -131,7 +139,7 @@ def _cut(problem: Problem, config: Config, staging_bytes: int) -> _Cut:
     return _Cut(a_chunk * step, num_chunks, min(num_chunks, RING.value), spread)
 
 
-def refuse_ring(problem: Problem, config: Config, limits: Limits) -> str | None:
+def refuse_ring(problem: Problem, config: Config, limits: Limits, *, multimem: bool = False) -> str | None:
     """Why the kernel cannot run `problem` with `config`, or None."""
     if reason := refuse(problem, limits) or refuse_items(problem, config):
         return reason
@@ -139,8 +147,8 @@ def refuse_ring(problem: Problem, config: Config, limits: Limits) -> str | None:
     rounds = -(-packets // _step(config))
     if rounds < chunks and chunks > 1:
         return f"{rounds} rounds cannot be split into {chunks} chunks"
-    cut = _cut(problem, config, limits.staging_bytes)
-    needed = problem.world_size * cut.ring * cut.span * PACKET_BYTES
+    cut = _cut(problem, config, limits.staging_bytes, multimem=multimem)
+    needed = _slots(problem, multimem=multimem) * cut.ring * cut.span * PACKET_BYTES
     if needed > limits.staging_bytes:
         return (
             f"{cut.ring} of the {cut.num_chunks} chunks of {problem.nbytes} bytes from {problem.world_size} ranks need "
@@ -157,7 +165,8 @@ def ring_request(problem: Problem, config: Config, *, multimem: bool) -> Compile
 
 def bind_ring(problem: Problem, config: Config, workspace: Workspace, *, multimem: bool) -> Launch:
     """Launch on the lane's gather area; multicast address 0 stands for the emulation under the interpreter."""
-    layout, cut = workspace.layout, _cut(problem, config, workspace.layout.staging_bytes)
+    layout = workspace.layout
+    cut = _cut(problem, config, layout.staging_bytes, multimem=multimem)
     multicast = workspace.lanes[problem.mode].multicast
     extra = (multicast, layout.gather, cut.span, cut.num_chunks, cut.ring, cut.spread)
     request = ring_request(problem, config, multimem=multimem)

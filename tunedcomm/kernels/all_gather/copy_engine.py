@@ -89,9 +89,9 @@ class _Job:
         start = c * self.chunk
         return start, min(self.chunk, self.nbytes - start)
 
-    def _place(self, source: int, c: int) -> int:
-        """Where in the area chunk `c` of rank `source` goes."""
-        return (source * self.ring + c % self.ring) * self.chunk
+    def _place(self, slot: int, c: int) -> int:
+        """Where in a slot of the area chunk `c` goes; slot i of a rank is that of the peer i + 1 after it."""
+        return (slot * self.ring + c % self.ring) * self.chunk
 
     def _fork(self, stream: int, *, sends: bool, takes: bool) -> None:
         """Let side streams go on from here; only those that will have work, for a capture wants them joined."""
@@ -105,7 +105,8 @@ class _Job:
         start, size = self._extent(c)
         for step, peer in enumerate(self.peers):
             side = self.copies.streams[step % self.num_streams]
-            self.copies.copy(side, peer + self._place(self.rank, c), x + start, size)
+            slot = len(self.peers) - 1 - step
+            self.copies.copy(side, peer + self._place(slot, c), x + start, size)
         for number, side in enumerate(self.copies.streams[: self.num_streams]):
             self.copies.record(_PUSHED + number + c % 2 * NUM_STREAMS, side)
 
@@ -113,9 +114,8 @@ class _Job:
         """Copy chunk `c` of all peers to the output."""
         start, size = self._extent(c)
         for step in range(len(self.peers)):
-            source = self._rank_at(step)
-            target = out + source * self.nbytes + start
-            self.copies.copy(self._aside, target, self.local + self._place(source, c), size)
+            target = out + self._rank_at(step) * self.nbytes + start
+            self.copies.copy(self._aside, target, self.local + self._place(step, c), size)
         self.copies.record(_TAKEN + c % 2, self._aside)
 
     def push(self, stream: int, x: int, out: int) -> None:
@@ -173,7 +173,7 @@ def _cut(problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int
     packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
     a_chunk = -(-packets // chunks)
     if chunks == _MOST_CHUNKS:
-        a_chunk = max(min(a_chunk, staging_bytes // (problem.world_size * RING * PACKET_BYTES)), 1)
+        a_chunk = max(min(a_chunk, staging_bytes // ((problem.world_size - 1) * RING * PACKET_BYTES)), 1)
     num_chunks = -(-packets // a_chunk)
     return a_chunk * PACKET_BYTES, num_chunks, min(num_chunks, RING)
 
@@ -183,6 +183,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return reason
     if int(config["num_streams"]) > max(problem.world_size - 1, 1):
         return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
+    if int(config["num_streams"]) > 1 and problem.nbytes < _LEAST_CHUNK and limits.backend == "cuda":
+        return f"copies of {problem.nbytes} bytes are over before a second stream has begun"
     if config["direction"] == "pull":
         if config["num_chunks"] != 1:
             return "pulls are not cut: only num_chunks=1"
@@ -193,7 +195,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     least = _LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
     if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
         return f"{problem.nbytes} bytes are too few for {config['num_chunks']} chunks of {least} bytes or more"
-    needed = problem.world_size * ring * chunk
+    needed = (problem.world_size - 1) * ring * chunk
     if needed > limits.staging_bytes:
         return (
             f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes from {problem.world_size} ranks need "

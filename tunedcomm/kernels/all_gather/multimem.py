@@ -26,7 +26,7 @@ __all__ = ["MULTIMEM"]
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    return refuse_multicast(limits) or refuse_ring(problem, config, limits)
+    return refuse_multicast(limits) or refuse_ring(problem, config, limits, multimem=True)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:

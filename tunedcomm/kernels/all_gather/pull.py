@@ -89,9 +89,10 @@ def pull_kernel(
     write_counter(local, epoch + 1 + ends, EPOCH_OFFSET)
 
 
+_MANY_PACKETS, _LEAST_BLOCKS = 1 << 15, 16
 _SPACE = Space(
     {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132, 264),
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
         "num_warps": PowerOfTwo(2, 16),
         "items": Choice(1, 2, 4),
     }
@@ -107,6 +108,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return f"{problem.nbytes} bytes exceed the staging of {room} bytes (TUNEDCOMM_WORKSPACE_MIB)"
     if reason := refuse_items(problem, config):
         return reason
+    if limits.backend == "cuda" and packets >= _MANY_PACKETS and int(config["num_blocks"]) < _LEAST_BLOCKS:
+        return f"{config['num_blocks']} blocks leave the links idle at {packets} packets"
     return blocks_and_threads(config, limits, packets, most_rounds=64 if packets <= 1 << 17 else 1 << 16)
 
 

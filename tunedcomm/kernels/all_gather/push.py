@@ -2,15 +2,16 @@
 
 A block exchanges flags (whoever has raised its first one has left its calls before, so its gather area is free), then
 goes round: in round c it pushes chunk c into its slot of every peer's gather area and, packet by packet in the same
-loop, writes out what the peers pushed in round c − 2; then it raises a flag. Links and local memory work at the same
-time, and the flags that a round waits for were raised a whole round ago. The areas hold `RING` = 4 chunks, so messages
-of any size fit if they are cut often enough.
+loop, writes out what the peers pushed in round c − 2; at its end it waits for the peers' flags of round c − 1 and then
+raises its own. Links and local memory work at the same time, and the flags that a round waits for were raised a whole
+round ago. The areas hold `RING` = 4 chunks, so messages of any size fit if they are cut often enough.
 
 Why no chunk is overwritten too early: in round c a block pushes chunk c into the place of chunk c − 4. Before, it
 waited for the flags that its counterparts on all peers raised at the end of their round c − 2, in which they wrote out
 (read) chunk c − 4. From call to call: a peer pushes only after this rank's first flag of the same call, which this rank
-raises after its own call before, and all reads of its gather area, ended. Only rank r's block b writes, and this rank's
-block b reads, what lies in slot r at block b's places, for all blocks have the same places on every rank.
+raises after its own call before, and all reads of its gather area, ended. Slot i of a rank's area is that of the peer
+i + 1 after it: only this peer's block b writes, and only this rank's block b reads, what lies there at block b's
+places, for all blocks have the same places on every rank.
 
 Blocks begin their first chunk at different places, so that they do not all wait for flags, or for their stores to
 arrive, at the same time; they go the same number of rounds.

@@ -106,7 +106,6 @@ _SPACE = Space(
     {
         "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
         "num_warps": PowerOfTwo(4, 16),
-        "items": Choice(1, 2, 4),
         "num_chunks": PowerOfTwo(1, 16),
     }
 )
@@ -116,9 +115,9 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits):
         return reason
     share, chunks = slice_packets(problem), int(config["num_chunks"])
-    per_block = 32 * int(config["num_warps"]) * int(config["items"])
-    if per_block > 1024:
-        return "more than 1024 packets a block at once spill registers"
+    per_block = 32 * int(config["num_warps"])
+    if per_block > 256 and problem.world_size > 4:
+        return f"{per_block} packets a block at once from {problem.world_size} ranks spill registers"
     rounds = -(-share // (int(config["num_blocks"]) * per_block))
     if rounds < chunks and chunks > 1:
         return f"{rounds} rounds cannot be split into {chunks} chunks"
@@ -135,10 +134,10 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     share = slice_packets(problem)
     if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "num_chunks": 2}
     else:
         chunks = 1 if share < 132 * 512 * 8 else 4 if share < 1 << 21 else 16
-        wish = {"num_blocks": min(share / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+        wish = {"num_blocks": min(share / 512, 132), "num_warps": 16, "num_chunks": chunks}
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
