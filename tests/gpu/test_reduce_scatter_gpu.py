@@ -14,19 +14,19 @@ NAMES = ["variants", "large", "dispatch", "symmetric", "chain", "stress"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.gpu(2)
 def test_on_two(name: str) -> None:
-    assert len(run(name, 2, bodies=BODIES)) == 2
+    assert len(run(name, 2, bodies=BODIES, timeout=300.0)) == 2
 
 
 @pytest.mark.parametrize("name", ["variants", "dispatch"])
 @pytest.mark.gpu(3)
 def test_on_three(name: str) -> None:
-    assert len(run(name, 3, bodies=BODIES)) == 3
+    assert len(run(name, 3, bodies=BODIES, timeout=300.0)) == 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.gpu(4)
 def test_on_four(name: str) -> None:
-    assert len(run(name, 4, bodies=BODIES)) == 4
+    assert len(run(name, 4, bodies=BODIES, timeout=300.0)) == 4
 
 
 @pytest.mark.gpu(2)

@@ -92,7 +92,7 @@ def shared_lane(rank: int) -> None:
     communicator, shuffle = get_communicator(), random.Random(7)
     ordered = [name for name, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered"]
     choices = [("reduce_scatter", name) for name in KERNELS] + [("all_reduce", name) for name in ordered]
-    for seed in range(40):
+    for seed in range(24):
         op, variant = shuffle.choice(choices)
         numel = shuffle.choice((1, 30, 257, 1024, 5000))
         check_variant(
@@ -126,8 +126,8 @@ CASES: dict[str, Case] = {
 
 
 def cases_of(world_size: int) -> dict[str, Case]:
-    """Four ranks share few cores, and what they do to pieces is what two and three do."""
-    return {name: case for name, case in CASES.items() if world_size < 4 or name != "many chunks"}
+    """Pieces are the same for any number of ranks, and cost the most time: three ranks are enough for them."""
+    return {name: case for name, case in CASES.items() if world_size == 3 or name != "many chunks"}
 
 
 def cases_body(rank: int, world_size: int) -> dict[str, str]:
