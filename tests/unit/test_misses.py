@@ -64,6 +64,7 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
         environment=H200,
         snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),
         settings=SimpleNamespace(mode=mode, forced={}),
+        guarded=lambda problem, launch: launch,
         bind=bind or (lambda problem, candidate: launch),
     )
 
