@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -114,6 +116,37 @@ def many_chunks(world_size: int, rank: int) -> None:
     assert count > 10
 
 
+@contextlib.contextmanager
+def slowed() -> Iterator[None]:
+    """Inside the block this process gets on at a fraction of its pace: another thread wants the interpreter too."""
+    done = threading.Event()
+
+    def spin() -> None:
+        while not done.is_set():
+            sum(range(2000))
+
+    threads = [threading.Thread(target=spin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def a_slow_rank(world_size: int, rank: int) -> None:
+    """Nobody runs ahead of a rank that is slower, which may be any."""
+    communicator = get_communicator()
+    config = {"num_blocks": 1, "num_warps": 4, "items": 1, "num_chunks": 16}
+    for slow, name in enumerate(("push", "multimem")):
+        for seed in (1, 2):
+            with slowed() if rank == slow else contextlib.nullcontext():
+                problem = gather(16 * 128 * 4, "float32", world_size)
+                check_variant(communicator, problem, name, seed=seed, config=config)
+
+
 def larger_than_the_workspace(world_size: int, rank: int) -> None:
     """Push goes round in the areas; pull changes to the scatter area and then refuses."""
     del rank
@@ -178,7 +211,8 @@ def symmetric_input(world_size: int, rank: int) -> None:
 
 CASES = {f"sizes, {variant}": functools.partial(sizes, variant) for variant in KERNELS}
 CASES |= {case.__name__: case for case in (payloads, mixed_with_all_reduce, many_chunks)}
-TWO = {case.__name__: case for case in (every_dtype, clean_arena, larger_than_the_workspace, configs, symmetric_input)}
+MORE = (every_dtype, clean_arena, a_slow_rank, larger_than_the_workspace, configs, symmetric_input)
+TWO = {case.__name__: case for case in MORE}
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:
