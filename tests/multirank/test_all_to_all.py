@@ -93,6 +93,27 @@ def test_push_in_many_pieces(world_size: int) -> None:
     assert run_ranks(world_size, pieces_body, timeout=240) == [True] * world_size
 
 
+def engine_body(rank: int, world_size: int) -> int:
+    """The copy engines' ring, shorter and longer than its places, with flag kernels of others between."""
+    communicator, checked = get_communicator(), 0
+    for numel in (1, 333, 4099, 9000):
+        for streams, chunks in ((1, 1), (world_size - 1, 4), (1, 8), (1, 32)):
+            config = {"direction": "push", "num_streams": streams, "num_chunks": chunks}
+            problem = asked(numel, "float32", world_size)
+            if check_candidate(problem, Candidate.of("all_to_all", "copy_engine", config), limits_of(communicator)):
+                continue
+            for seed in (1, 2):
+                check_variant(communicator, problem, "copy_engine", seed=seed, config=config)
+                check_variant(communicator, asked(seed, "int8", world_size), "push" if seed == 1 else "pull")
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_copy_engines(world_size: int) -> None:
+    assert run_ranks(world_size, engine_body, timeout=120) == [13] * world_size
+
+
 def mixed_body(rank: int, world_size: int, rounds: int) -> int:
     """Variants of both ops in random order, configs and sizes on one lane, without a wait between the calls."""
     communicator, shuffle = get_communicator(), random.Random(world_size)
@@ -194,7 +215,7 @@ def symmetric_inputs(rank: int) -> None:
     for rows in (1, 40, 700):
         x = tunedcomm.symmetric_empty((2 * rows + 8) * 4, dtype=torch.float32).view(-1, 4)[4 : 4 + 2 * rows]
         x.copy_(sent_by(rank, 2, rows, 4))
-        for name in ("pull", "lamport", "push", "library"):
+        for name in ("copy_engine", "pull", "lamport", "push", "library"):
             with tunedcomm.force("all_to_all", name):
                 assert torch.equal(tunedcomm.all_to_all(x), received(rank, 2, rows, 4)), name
         assert torch.equal(x, sent_by(rank, 2, rows, 4))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch, refuse_kernels
+from tunedcomm.kernels._data import packets_of
+from tunedcomm.kernels._host import Launch, grid_rounds, refuse_kernels
 from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels._move import alignment_of
 from tunedcomm.space import Config, Value
@@ -19,12 +20,17 @@ from tunedcomm.symm.layout import MAX_WORLD_SIZE
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["bind_bytes", "bind_bytes_flagged", "byte_request", "refuse_moves"]
+__all__ = ["bind_bytes", "bind_bytes_flagged", "byte_request", "chunk_rounds", "refuse_moves"]
 
 
 def refuse_moves(problem: Problem, limits: Limits) -> str | None:
     """Why no kernel of ours can run `problem`, whatever the config; None if one might."""
     return refuse_kernels(problem, limits, DTYPES, ("",))
+
+
+def chunk_rounds(problem: Problem, config: Config) -> int:
+    """How often a grid goes round whose threads share one chunk."""
+    return grid_rounds(packets_of(problem.nbytes), config)
 
 
 def byte_request(

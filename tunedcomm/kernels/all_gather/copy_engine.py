@@ -37,11 +37,21 @@ from tunedcomm.spec import Limits, Problem, Variant, register_variant
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["COPY_ENGINE", "flags_kernel"]
+__all__ = [
+    "COPY_ENGINE",
+    "LEAST_CHUNK",
+    "MOST_CHUNKS",
+    "RING",
+    "CopyJob",
+    "cut",
+    "flags_kernel",
+    "flags_request",
+    "make_job",
+]
 
 RING = 4
-_MOST_CHUNKS = 32  # of the axis: stands for as many as the areas ask for
-_LEAST_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
+MOST_CHUNKS = 32  # of the axis: stands for as many as the areas ask for
+LEAST_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
 # Events: the caller's stream, then two in turn for pushes (one a side stream) and for copies to the output.
 _HERE, _PUSHED, _TAKEN = 0, 1, 1 + 2 * NUM_STREAMS
 
@@ -56,7 +66,7 @@ def flags_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, WO
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class CopyJob:
     """What a launch needs besides the tensors' addresses.
 
     Attributes:
@@ -81,10 +91,10 @@ class _Job:
     def _aside(self) -> int:
         return self.copies.streams[NUM_STREAMS - 1]
 
-    def _rank_at(self, step: int) -> int:
+    def rank_at(self, step: int) -> int:
         return (self.rank + 1 + step) % (len(self.peers) + 1)
 
-    def _extent(self, c: int) -> tuple[int, int]:
+    def extent(self, c: int) -> tuple[int, int]:
         """Where chunk `c` begins, and its size."""
         start = c * self.chunk
         return start, min(self.chunk, self.nbytes - start)
@@ -100,9 +110,14 @@ class _Job:
         for side in (*sides, self._aside) if takes else sides:
             self.copies.wait(side, _HERE)
 
+    def source_for(self, step: int, x: int) -> int:
+        """Address of what the peer at `step` is sent, where `x` is that of what this rank keeps."""
+        del step
+        return x
+
     def _send(self, c: int, x: int) -> None:
         """Push chunk `c` to all peers."""
-        start, size = self._extent(c)
+        start, size = self.extent(c)
         for step, peer in enumerate(self.peers):
             side = self.copies.streams[step % self.num_streams]
             slot = len(self.peers) - 1 - step
@@ -112,7 +127,7 @@ class _Job:
 
     def _take(self, c: int, out: int) -> None:
         """Copy chunk `c` of all peers to the output."""
-        start, size = self._extent(c)
+        start, size = self.extent(c)
         for step in range(len(self.peers)):
             target = out + self._rank_at(step) * self.nbytes + start
             self.copies.copy(self._aside, target, self.local + self._place(step, c), size)
@@ -151,7 +166,7 @@ class _Job:
         for step, source in enumerate(sources or self.peers):
             if step < len(self.peers):
                 side = copies.streams[step % self.num_streams]
-                copies.copy(side, out + self._rank_at(step) * self.nbytes, source, self.nbytes)
+                copies.copy(side, out + self.rank_at(step) * self.nbytes, source, self.nbytes)
         for number, side in enumerate(copies.streams[: self.num_streams]):
             copies.record(_PUSHED + number, side)
             copies.wait(stream, _PUSHED + number)
@@ -163,12 +178,12 @@ _SPACE = Space(
     {
         "direction": Choice("push", "pull"),
         "num_streams": Choice(1, 2, 3, 7),
-        "num_chunks": PowerOfTwo(1, _MOST_CHUNKS),
+        "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
     }
 )
 
 
-def _cut(problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int, int]:
+def cut(problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int, int]:
     """Bytes of a chunk, number of chunks, and of the ring."""
     packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
     a_chunk = -(-packets // chunks)
@@ -191,8 +206,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.input_kind == "plain" and problem.nbytes > limits.staging_bytes:
             return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
         return None
-    chunk, num_chunks, ring = _cut(problem, config, limits.staging_bytes)
-    least = _LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
+    chunk, num_chunks, ring = cut(problem, config, limits.staging_bytes)
+    least = LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
     if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
         return f"{problem.nbytes} bytes are too few for {config['num_chunks']} chunks of {least} bytes or more"
     needed = (problem.world_size - 1) * ring * chunk
@@ -213,22 +228,23 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
-def _request(problem: Problem) -> CompileRequest:
+def flags_request(problem: Problem) -> CompileRequest:
     return CompileRequest.of(flags_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:
     del config
-    return (_request(problem),)
+    return (flags_request(problem),)
 
 
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    lane, layout, pulls = workspace.lanes[problem.mode], workspace.layout, config["direction"] == "pull"
-    kernel = bind_kernel(_request(problem), 1, workspace.device)
+def make_job(problem: Problem, config: Config, workspace: Workspace, kind: type[CopyJob] = CopyJob) -> CopyJob:
+    """The job of a config, which binds the flag kernel; pulls use the scatter area, pushes the gather area."""
+    lane, layout = workspace.lanes[problem.mode], workspace.layout
+    kernel = bind_kernel(flags_request(problem), 1, workspace.device)
     flags = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
-    area = layout.scatter if pulls else layout.gather
-    chunk, num_chunks, ring = _cut(problem, config, layout.staging_bytes)
-    job = _Job(
+    area = layout.scatter if config["direction"] == "pull" else layout.gather
+    chunk, num_chunks, ring = cut(problem, config, layout.staging_bytes)
+    return kind(
         copies=copies_of(workspace, problem.mode),
         flags=kernel.fix(flags),
         num_streams=int(config["num_streams"]),
@@ -240,6 +256,10 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
         num_chunks=num_chunks,
         ring=ring,
     )
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    job, pulls = make_job(problem, config, workspace), config["direction"] == "pull"
     if not pulls or problem.input_kind != "symmetric":
         return AddressLaunch(job.pull if pulls else job.push)
     peers_of = workspace.peers_of

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels._bytes import bind_bytes, byte_request, refuse_moves
+from tunedcomm.kernels._bytes import bind_bytes, byte_request, chunk_rounds, refuse_moves
 from tunedcomm.kernels._data import packets_of
 from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
@@ -159,6 +159,7 @@ LAMPORT = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=chunk_rounds,
         kernels=(lamport_kernel,),
         compile_requests=_requests,
     )

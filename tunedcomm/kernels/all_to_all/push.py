@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._bytes import bind_bytes, byte_request, refuse_moves
+from tunedcomm.kernels._bytes import bind_bytes, byte_request, chunk_rounds, refuse_moves
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
 from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
@@ -162,6 +162,7 @@ PUSH = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=chunk_rounds,
         kernels=(push_kernel,),
         compile_requests=_requests,
     )

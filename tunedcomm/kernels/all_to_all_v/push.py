@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._bytes import byte_request
+from tunedcomm.kernels._bytes import byte_request, chunk_rounds
 from tunedcomm.kernels._host import Launch, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
@@ -166,6 +166,7 @@ PUSH = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
+        num_rounds=chunk_rounds,
         kernels=(push_counts_kernel,),
         compile_requests=_requests,
     )
