@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, insert_own, sum_packets
+from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._host import Launch, closest, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
-from tunedcomm.kernels._rows import finish_row, row_block, row_extras
-from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._rows import row_block
 from tunedcomm.kernels.all_reduce.two_shot import RING
+from tunedcomm.kernels.all_reduce_rms_norm._chunks import finish_chunk, push_chunk, reduce_chunk
 from tunedcomm.kernels.all_reduce_rms_norm._common import bind_rows, refuse, row_packets, rows_grid, rows_request
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -57,62 +57,30 @@ def rms_norm_two_shot_kernel(
     block, grid = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     share = (row + WORLD_SIZE - 1) // WORLD_SIZE
     ring = tl.minimum(num_chunks, RING)
-    lanes = tl.arange(0, THREADS)
-    at = tl.arange(0, BLOCK)
-    of_row = at < row
-    owner = at // share.to(tl.int32)
-    in_slice = at - owner * share.to(tl.int32)
-    mine = tl.minimum(share, tl.maximum(row - rank * share, 0))  # packets of a row that this rank sums
-    weights = load_packets(weight + at.to(tl.int64) * 16, of_row)
 
     for c in tl.range(0, num_chunks + 2):
         if c < num_chunks:
-            # Of the scatter area, a chunk of a block has `rows` × share packets from each rank.
-            chunk = (c % ring * grid + block) * rows
-            for j in tl.range(0, rows):
-                r = block + (c * rows + j) * grid
-                here = of_row & (r < tokens)
-                w0, w1, w2, w3 = load_packets(x + (r * row + at) * 16, here)
-                place = scatter + ((chunk * WORLD_SIZE + rank * rows + j) * share + in_slice) * 16
-                target = address_of(peers, local, owner, rank, WORLD_SIZE) + place
-                store_packets(target, w0, w1, w2, w3, here & (owner != rank))
+            chunk, top = (c % ring * grid + block) * rows, block + c * rows * grid
+            push_chunk(x, peers, local, scatter, chunk, top, grid, rows, tokens, row, share, rank, WORLD_SIZE, BLOCK)
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + tl.maximum(1, 2 * c), WORLD_SIZE)
         if (c >= 1) & (c <= num_chunks):
             d = c - 1
-            chunk = (d % ring * grid + block) * rows
+            chunk, top = (d % ring * grid + block) * rows, block + d * rows * grid
             await_peers(local, rank, epoch + tl.maximum(1, 2 * d), timeout_ns, status, WORLD_SIZE)
-            for start in tl.range(0, rows * mine, THREADS):
-                index = start + lanes
-                j = index // tl.maximum(mine, 1).to(tl.int32)
-                column = rank * share + index - j * mine
-                r = block + (d * rows + j) * grid
-                here = (index < rows * mine) & (r < tokens)
-                own = load_packets(x + (r * row + column) * 16, here)
-                place = local + scatter + ((chunk * WORLD_SIZE + j) * share + column - rank * share) * 16
-                words = ()
-                for i in tl.static_range(WORLD_SIZE):
-                    words = words + load_packets(place + i * rows * share * 16, here & (rank != i))
-                s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
-                place = gather + ((chunk + j) * row + column) * 16
-                for i in tl.static_range(WORLD_SIZE - 1):
-                    store_packets(peers[i] + place, s0, s1, s2, s3, here)
-                store_packets(local + place, s0, s1, s2, s3, here)
+            reduce_chunk(
+                x, peers, local, scatter, gather, chunk, top, grid, rows, tokens, row, share, rank,
+                WORLD_SIZE, DTYPE, THREADS,
+            )  # fmt: skip
             reduced = epoch + tl.minimum(2 * d + 3, 2 * num_chunks)
             arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, reduced, WORLD_SIZE)
         if c >= 2:
             e = c - 2
-            chunk = (e % ring * grid + block) * rows
+            chunk, top = (e % ring * grid + block) * rows, block + e * rows * grid
             await_peers(local, rank, epoch + tl.minimum(2 * e + 3, 2 * num_chunks), timeout_ns, status, WORLD_SIZE)
-            for j in tl.range(0, rows):
-                r = block + (e * rows + j) * grid
-                here = of_row & (r < tokens)
-                packet = r * row + at
-                b, extra = row_extras(bias, residual, at.to(tl.int64), packet, here, BIAS, RESIDUAL)
-                s = load_packets(local + gather + ((chunk + j) * row + at) * 16, here)
-                finish_row(
-                    s, b, extra, weights, out, residual_out, scale, eps, row, packet, here,
-                    DTYPE, BIAS, RESIDUAL, FP8, BLOCK,
-                )  # fmt: skip
+            finish_chunk(
+                weight, bias, residual, scale, out, residual_out, eps, local + gather, chunk, top, grid, rows, tokens,
+                row, DTYPE, BIAS, RESIDUAL, FP8, BLOCK,
+            )  # fmt: skip
     write_counter(local, epoch + 2 * num_chunks, EPOCH_OFFSET)
 
 

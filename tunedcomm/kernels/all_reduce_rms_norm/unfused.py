@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["UNFUSED", "rms_norm_rows_kernel"]
 
-_REDUCERS = {"two_shot": TWO_SHOT, "two_shot_lamport": TWO_SHOT_LAMPORT}
 _MAX_NORM_BLOCKS = 264
 
 
