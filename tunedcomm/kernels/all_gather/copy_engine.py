@@ -99,7 +99,7 @@ class CopyJob:
         start = c * self.chunk
         return start, min(self.chunk, self.nbytes - start)
 
-    def _place(self, slot: int, c: int) -> int:
+    def place(self, slot: int, c: int) -> int:
         """Where in a slot of the area chunk `c` goes; slot i of a rank is that of the peer i + 1 after it."""
         return (slot * self.ring + c % self.ring) * self.chunk
 
@@ -121,7 +121,7 @@ class CopyJob:
         for step, peer in enumerate(self.peers):
             side = self.copies.streams[step % self.num_streams]
             slot = len(self.peers) - 1 - step
-            self.copies.copy(side, peer + self._place(slot, c), x + start, size)
+            self.copies.copy(side, peer + self.place(slot, c), self.source_for(step, x) + start, size)
         for number, side in enumerate(self.copies.streams[: self.num_streams]):
             self.copies.record(_PUSHED + number + c % 2 * NUM_STREAMS, side)
 
@@ -129,8 +129,8 @@ class CopyJob:
         """Copy chunk `c` of all peers to the output."""
         start, size = self.extent(c)
         for step in range(len(self.peers)):
-            target = out + self._rank_at(step) * self.nbytes + start
-            self.copies.copy(self._aside, target, self.local + self._place(step, c), size)
+            target = out + self.rank_at(step) * self.nbytes + start
+            self.copies.copy(self._aside, target, self.local + self.place(step, c), size)
         self.copies.record(_TAKEN + c % 2, self._aside)
 
     def push(self, stream: int, x: int, out: int) -> None:
@@ -187,7 +187,7 @@ def cut(problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int,
     """Bytes of a chunk, number of chunks, and of the ring."""
     packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
     a_chunk = -(-packets // chunks)
-    if chunks == _MOST_CHUNKS:
+    if chunks == MOST_CHUNKS:
         a_chunk = max(min(a_chunk, staging_bytes // ((problem.world_size - 1) * RING * PACKET_BYTES)), 1)
     num_chunks = -(-packets // a_chunk)
     return a_chunk * PACKET_BYTES, num_chunks, min(num_chunks, RING)
@@ -198,7 +198,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return reason
     if int(config["num_streams"]) > max(problem.world_size - 1, 1):
         return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
-    if int(config["num_streams"]) > 1 and problem.nbytes < _LEAST_CHUNK and limits.backend == "cuda":
+    if int(config["num_streams"]) > 1 and problem.nbytes < LEAST_CHUNK and limits.backend == "cuda":
         return f"copies of {problem.nbytes} bytes are over before a second stream has begun"
     if config["direction"] == "pull":
         if config["num_chunks"] != 1:

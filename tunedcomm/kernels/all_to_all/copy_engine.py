@@ -70,7 +70,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     least = LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
     if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
         return f"{problem.nbytes} bytes are too few for {config['num_chunks']} chunks of {least} bytes or more"
-    needed = problem.world_size * ring * chunk
+    needed = (problem.world_size - 1) * ring * chunk
     if needed > limits.staging_bytes:
         return (
             f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes from {problem.world_size} ranks need "
