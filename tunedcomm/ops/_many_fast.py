@@ -68,7 +68,7 @@ class _Plan:
     """What a fast call knows of its tensors; a place is an index into the addresses of those that are there.
 
     Attributes:
-        there, missing: indices of tensors that are there and that are not.
+        there, missing: indices of tensors that are there and that are not; outputs that are inputs are in neither.
         new: (index, shape, stride, dtype) of outputs to be made.
         order: places in the order in which the launch takes addresses; those of new outputs, then of 0, come last.
         pairs: (place, place, least, most) of tensors that must not share memory, as in `nearness`.
@@ -87,22 +87,25 @@ class _Plan:
     @classmethod
     def of(cls, tensors: Tensors, results: Sequence[Result], asked: ManyAsked) -> _Plan:
         num_inputs = len(tensors) - len(results)
-        there = tuple(i for i, present in enumerate(asked.present) if present)
+        same = {num_inputs + number: alias for number, alias in enumerate(asked.aliases) if alias >= 0}
+        # A guard takes no tensor twice.
+        there = tuple(i for i, present in enumerate(asked.present) if present and i not in same)
         missing = tuple(i for i, present in enumerate(asked.present) if not present)
         new = tuple((i, *results[i - num_inputs]) for i in missing if i >= num_inputs)
         pool = {index: place for place, index in enumerate((*there, *(made[0] for made in new)))}
+        pool |= {index: pool[alias] for index, alias in same.items()}
         pairs = []
-        for index in (i for i in there if i >= num_inputs):
-            alias = asked.aliases[index - num_inputs]
-            for other in (i for i in there if (i < num_inputs and i != alias) or i > index):
+        for index in (i for i, present in enumerate(asked.present) if present and i >= num_inputs):
+            others = (*(i for i in there if i < num_inputs), *(i for i in pool if index < i and asked.present[i]))
+            for other in (i for i in others if pool[i] != pool[index]):
                 pairs.append((pool[index], pool[other], *nearness(tensors[index], tensors[other])))
         return cls(
             there=there,
             missing=missing,
             new=new,
-            order=tuple(pool.get(i, len(pool)) for i in range(len(tensors))),
+            order=tuple(pool.get(i, len(there) + len(new)) for i in range(len(tensors))),
             pairs=tuple(pairs),
-            same=tuple((num_inputs + number, alias) for number, alias in enumerate(asked.aliases) if alias >= 0),
+            same=tuple(same.items()),
             num_inputs=num_inputs,
         )
 
