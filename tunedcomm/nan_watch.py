@@ -56,7 +56,7 @@ class NanWatch:
 
         def look_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             self.check()
-            found = sum(_count(tensor) for tensor in inputs)
+            found = sum(_count(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor))
             if found:
                 raise NanInputError(
                     f"{problem.op}: {found} NaN in the input of rank {self._rank}. This rank did not make the call, so "
@@ -68,7 +68,8 @@ class NanWatch:
         def count_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             self.check()
             for tensor in inputs:
-                self._capture(tensor, row, stream)
+                if isinstance(tensor, torch.Tensor):  # fused ops have numbers among their inputs
+                    self._capture(tensor, row, stream)
             launch(inputs, outputs, stream)
 
         return count_and_launch if problem.mode == "graph" else look_and_launch

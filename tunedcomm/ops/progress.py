@@ -16,7 +16,7 @@ from tunedcomm.ops._fast import is_capturing, raw_stream
 from tunedcomm.ops._path import is_usable
 from tunedcomm.spec import Mode, Problem
 from tunedcomm.symm.buffer import allocate
-from tunedcomm.symm.workspace import LANES
+from tunedcomm.symm.layout import LANES
 
 __all__ = ["GatherProgress", "all_gather_with_progress"]
 

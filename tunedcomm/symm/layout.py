@@ -30,8 +30,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DATA_OFFSET", "EPOCH_OFFSET", "MAX_BLOCKS", "MAX_WORLD_SIZE", "STATE_OFFSET", "STATUS_BYTES", "LaneLayout"]
+from tunedcomm.spec import Mode
 
+__all__ = [
+    "DATA_OFFSET",
+    "EPOCH_OFFSET",
+    "LANES",
+    "MAX_BLOCKS",
+    "MAX_WORLD_SIZE",
+    "STATE_OFFSET",
+    "STATUS_BYTES",
+    "LaneLayout",
+    "rotate",
+]
+
+LANES: tuple[Mode, ...] = ("eager", "graph")
 MAX_BLOCKS = 512
 MAX_WORLD_SIZE = 8
 _WORD = 8
@@ -87,3 +100,10 @@ class LaneLayout:
     def total_bytes(self) -> int:
         """Bytes of a lane, a multiple of 4 KiB."""
         return -(-(self.gather + self.staging_bytes) // 4096) * 4096
+
+
+def rotate(addresses: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The other ranks' addresses from `rank` + 1 on, padded with 0 to `MAX_WORLD_SIZE - 1`."""
+    count = len(addresses)
+    others = [addresses[(rank + step) % count] for step in range(1, count)]
+    return tuple(others + [0] * (MAX_WORLD_SIZE - 1 - len(others)))

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.spec import Mode, Problem, ops
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate
-from tunedcomm.symm.layout import MAX_WORLD_SIZE, STATUS_BYTES, LaneLayout
+from tunedcomm.symm.layout import LANES, STATUS_BYTES, LaneLayout, rotate
 
-__all__ = ["LANES", "Lane", "Workspace"]
+__all__ = ["Lane", "Workspace"]
 
-LANES: tuple[Mode, ...] = ("eager", "graph")
 _SENTINEL_WORD = -0x80000000
 
 
@@ -38,13 +37,6 @@ class Lane:
     local: int
     peers: tuple[int, ...]
     multicast: int
-
-
-def rotate(addresses: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The other ranks' addresses from `rank` + 1 on, padded with 0 to `MAX_WORLD_SIZE - 1`."""
-    count = len(addresses)
-    others = [addresses[(rank + step) % count] for step in range(1, count)]
-    return tuple(others + [0] * (MAX_WORLD_SIZE - 1 - len(others)))
 
 
 class Workspace:

@@ -42,11 +42,10 @@ from tunedcomm.kernels._lane import (
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.kernels._sync import INTERPRET, load_packets, signal, store_packets, wait
 from tunedcomm.spec import Mode, Problem
-from tunedcomm.symm.buffer import SymmetricBuffer
-from tunedcomm.symm.layout import MAX_WORLD_SIZE
-from tunedcomm.symm.workspace import LANES, rotate
+from tunedcomm.symm.layout import LANES, MAX_WORLD_SIZE, rotate
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # readers of databases import kernels and shall not wait for torch
+    from tunedcomm.symm.buffer import SymmetricBuffer
     from tunedcomm.symm.workspace import Workspace
 
 __all__ = [
