@@ -102,3 +102,23 @@ def snapshot_of(path: Path, world_size: int) -> tuple[Snapshot, Limits]:
         (environment,) = database.environments()
     snapshot = load_snapshot(environment, world_size, layers=[Layer("packaged", str(path))], strict=True)
     return snapshot, limits_for(environment, world_size)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce_bias", "all_reduce_rms_norm"])
+def test_the_other_ops_are_answered_for_two_ranks(op: str) -> None:
+    """By a kernel at every size that was tuned, by its own final."""
+    kernels.discover()
+    (path,) = [path for path in SHIPPED if "x2" in path.name]
+    with Database.open(path, readonly=True, immutable=True) as database:
+        (environment,) = database.environments()
+        asked = {trial.problem for trial in database.trials(op=op, final=True)}
+    snapshot = load_snapshot(environment, 2, layers=[Layer("packaged", str(path))], strict=True)
+    limits = limits_for(environment, 2)
+    assert len(asked) >= 5
+    for problem in asked:
+        decision = decide(problem, snapshot, limits)
+        assert decision.source == "exact", problem
+        assert decision.candidate.variant != "library", problem
+        assert decision.latency_us is not None
+        assert decision.library_us is not None
+        assert decision.latency_us < decision.library_us
