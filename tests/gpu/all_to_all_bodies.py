@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import json
 import os
 import random
 import sys
 import time
 from dataclasses import replace
 
+import bodies
 import torch
 import torch.distributed as dist
 from bodies import stream
 
 import tunedcomm
-from tunedcomm import kernels
 from tunedcomm.communicator import get_communicator
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 
@@ -241,21 +239,5 @@ def nan_body() -> dict[str, object]:
     return {}
 
 
-def main(name: str) -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    kernels.discover()
-    begin = time.monotonic()
-    result = globals()[f"{name}_body"]()
-    torch.cuda.synchronize()
-    result = {"rank": dist.get_rank(), "seconds": round(time.monotonic() - begin, 2), **result}
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    bodies.main(sys.argv[1], globals())

@@ -27,9 +27,10 @@ OLDEST_IS_A_MUST = os.environ.get("TUNEDCOMM_REQUIRE_OLDEST_TRITON") == "1"
 VERSIONS = ("newest", "oldest")
 NUM_PARTS = 2
 
-# Bytes of stack a thread, which is what spilled registers take. Measured: 8 at most, and 280 where a tail of single
-# elements is read and written from blocks of 512 threads, for which there are 128 registers a thread.
-MAX_STACK_BYTES = 16
+# Bytes of stack a thread, which is what spilled registers take. Measured: 8 at most, 24 for two_shot_split at 8 ranks
+# under the oldest Triton, and 280 where a tail of single elements is read and written from blocks of 512 threads, for
+# which there are 128 registers a thread.
+MAX_STACK_BYTES = 24
 MAX_STACK_BYTES_TAIL = 320
 NUM_SMS = 132
 
@@ -170,7 +171,7 @@ def with_opcode(opcode: str) -> dict[str, Any]:
     [
         ({"failed": "CompilationError: at 1:0"}, "does not compile"),
         ({"target": "sm_80"}, "is for 'sm_80'"),
-        ({"stack": 24}, "spills"),
+        ({"stack": 32}, "spills"),
         ({"stack": 400, "TAIL": True}, "spills"),
         ({"local": 8}, "spills"),
         ({"reg": 129}, "do not fit on an SM"),

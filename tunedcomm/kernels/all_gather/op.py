@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._move import ESCAPE
+from tunedcomm.kernels._problems import generator_of, powers_of_two
 from tunedcomm.kernels._sync import SENTINEL
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
@@ -15,15 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL_GATHER"]
 
-_KIB, _MIB = 1 << 10, 1 << 20
-
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
     """Values of the dtype; `integers` come with a few words that the packet protocol has to disguise."""
     import torch
 
     dtype = getattr(torch, problem.dtype)
-    generator = torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
+    generator = generator_of(rank, seed, device)
     if kind == "random" and dtype.is_floating_point:
         values = torch.randn(problem.numel, generator=generator, device=device, dtype=torch.float32)
         return (values.to(dtype),)
@@ -58,16 +58,6 @@ def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank
     return (torch.cat([values.view(torch.uint8) for (values,) in inputs]).view(dtype),)
 
 
-def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
-    smallest, largest = (_KIB, 128 * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
-    sizes: list[tuple[int, ...]] = []
-    size = smallest
-    while size <= largest:
-        sizes.append((size // itemsize,))
-        size *= 2 if backend == "cuda" else 8
-    return sizes
-
-
 ALL_GATHER = register_op(
     OpSpec(
         name="all_gather",
@@ -82,7 +72,7 @@ ALL_GATHER = register_op(
         tolerance=dict.fromkeys(DTYPES, 0.0),
         message_bytes=lambda problem: problem.nbytes,
         busbw_factor=lambda world_size: busbw_factor("all_gather", world_size),
-        default_shapes=_default_shapes,
+        default_shapes=functools.partial(powers_of_two, largest_mib=128),
         ordered_reference=_ordered_reference,
     )
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels._problems import ordered_sum, powers_of_two, reduced, summands
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import OpSpec, Problem, register_op
 
@@ -13,20 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL_REDUCE"]
 
-_KIB, _MIB = 1 << 10, 1 << 20
-
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
-    import torch
-
-    dtype = getattr(torch, problem.dtype)
-    generator = torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
-    if kind == "integers":
-        # Sums of up to 8 of these are exact in 8 bits of mantissa, and so is their mean for powers of two.
-        values = torch.randint(-8, 9, (problem.numel,), generator=generator, device=device, dtype=torch.int32)
-        return (values.to(dtype),)
-    values = torch.randn(problem.numel, generator=generator, device=device, dtype=torch.float32)
-    return (values.to(dtype),)
+    return (summands(problem.numel, problem.dtype, rank, seed, kind, device),)
 
 
 def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
@@ -35,44 +26,16 @@ def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=device),)
 
 
-def _reduce(problem: Problem, inputs: Sequence[tuple[Any, ...]], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    total = torch.zeros_like(inputs[0][0], dtype=dtype)
-    if problem.reduction in ("max", "min"):
-        pick = torch.maximum if problem.reduction == "max" else torch.minimum
-        total = inputs[0][0].to(dtype)
-        for (values,) in inputs[1:]:
-            total = pick(total, values.to(dtype))
-        return total
-    for (values,) in inputs:
-        total += values.to(dtype)
-    return total / len(inputs) if problem.reduction == "avg" else total
-
-
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
     import torch
 
     del rank
-    return (_reduce(problem, inputs, torch.float64),)
+    return (reduced([values for (values,) in inputs], problem.reduction, torch.float64),)
 
 
 def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    import torch
-
     del rank
-    rounded = _reduce(problem, inputs, torch.float32).to(inputs[0][0].dtype)
-    return (rounded + 0.0,)  # a mean that rounds to −0.0 is written as +0.0
-
-
-def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
-    smallest, largest = (_KIB, 256 * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
-    sizes: list[tuple[int, ...]] = []
-    size = smallest
-    while size <= largest:
-        sizes.append((size // itemsize,))
-        size *= 2 if backend == "cuda" else 8
-    return sizes
+    return (ordered_sum([values for (values,) in inputs], problem.reduction),)
 
 
 ALL_REDUCE = register_op(
@@ -90,7 +53,7 @@ ALL_REDUCE = register_op(
         tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
         message_bytes=lambda problem: problem.nbytes,
         busbw_factor=lambda world_size: busbw_factor("all_reduce", world_size),
-        default_shapes=_default_shapes,
+        default_shapes=functools.partial(powers_of_two, largest_mib=256),
         ordered_reference=_ordered_reference,
         in_place=True,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels._problems import generator_of, powers_of_two
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 
@@ -13,15 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL_TO_ALL"]
 
-_KIB, _MIB = 1 << 10, 1 << 20
-
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
     import torch
 
     dtype = getattr(torch, problem.dtype)
     numel = problem.numel * problem.world_size
-    generator = torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
+    generator = generator_of(rank, seed, device)
     if not dtype.is_floating_point:
         least, most = (0, 127) if kind == "random" else (0, 9)
         values = torch.randint(least, most, (numel,), generator=generator, device=device, dtype=torch.int32)
@@ -52,16 +52,6 @@ def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -
     return (_ordered_reference(problem, inputs, rank)[0].double(),)
 
 
-def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
-    smallest, largest = (_KIB, 64 * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
-    sizes: list[tuple[int, ...]] = []
-    size = smallest
-    while size <= largest:
-        sizes.append((size // itemsize,))
-        size *= 2 if backend == "cuda" else 8
-    return sizes
-
-
 ALL_TO_ALL = register_op(
     OpSpec(
         name="all_to_all",
@@ -76,7 +66,7 @@ ALL_TO_ALL = register_op(
         tolerance=dict.fromkeys(DTYPES, 0.0),  # what is moved is not rounded
         message_bytes=lambda problem: problem.nbytes,
         busbw_factor=lambda world_size: busbw_factor("all_to_all", world_size),
-        default_shapes=_default_shapes,
+        default_shapes=functools.partial(powers_of_two, largest_mib=64),
         ordered_reference=_ordered_reference,
     )
 )

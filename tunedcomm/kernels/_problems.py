@@ -1,0 +1,66 @@
+"""What the specs of several ops share: inputs that every rank can make again, sums to compare with, sizes to sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["generator_of", "ordered_sum", "powers_of_two", "reduced", "summands"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+def generator_of(rank: int, seed: int, device: Any) -> torch.Generator:
+    """Random numbers of one rank, the same wherever they are drawn on that kind of device."""
+    import torch
+
+    return torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
+
+
+def summands(numel: int, dtype_name: str, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
+    """One rank's values of an op that sums; `kind` as `OpSpec.make_inputs` has it."""
+    import torch
+
+    dtype, generator = getattr(torch, dtype_name), generator_of(rank, seed, device)
+    if kind == "integers":
+        # Sums of up to 8 of these are exact in 8 bits of mantissa, and so is their mean for powers of two.
+        return torch.randint(-8, 9, (numel,), generator=generator, device=device, dtype=torch.int32).to(dtype)
+    return torch.randn(numel, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def reduced(parts: Sequence[torch.Tensor], reduction: str, dtype: torch.dtype) -> torch.Tensor:
+    """All ranks' `parts` reduced in rank order in `dtype`."""
+    import torch
+
+    if reduction in ("max", "min"):
+        pick = torch.maximum if reduction == "max" else torch.minimum
+        total = parts[0].to(dtype)
+        for part in parts[1:]:
+            total = pick(total, part.to(dtype))
+        return total
+    total = torch.zeros_like(parts[0], dtype=dtype)
+    for part in parts:
+        total += part.to(dtype)
+    return total / len(parts) if reduction == "avg" else total
+
+
+def ordered_sum(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    """The bits that `ordered` kernels give: fp32 in rank order, rounded once."""
+    import torch
+
+    # A mean that rounds to −0.0 is written as +0.0.
+    return reduced(parts, reduction, torch.float32).to(parts[0].dtype) + 0.0
+
+
+def powers_of_two(backend: str, itemsize: int, *, largest_mib: int) -> list[tuple[int, ...]]:
+    """Sizes from 1 KiB on, in elements: by 2 up to `largest_mib` on GPUs, by 8 up to 64 KiB on the host."""
+    smallest, largest = (_KIB, largest_mib * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
+    sizes: list[tuple[int, ...]] = []
+    size = smallest
+    while size <= largest:
+        sizes.append((size // itemsize,))
+        size *= 2 if backend == "cuda" else 8
+    return sizes
