@@ -180,6 +180,7 @@ class Limits:
         staging_bytes: largest message that two-shot staging holds.
         one_shot_bytes: largest message that one-shot staging holds.
         stage_bytes: bytes of one of the three stages of the Lamport arena.
+        panel_bytes: largest panels (matrices of fused GEMMs) that may be allocated.
         launch_pdl: programmatic dependent launch may be used.
     """
 
@@ -193,6 +194,7 @@ class Limits:
     symmetric: bool = True
     ranks_per_node: int = 0
     emulated_multicast: bool = False
+    panel_bytes: int = 0
     launch_pdl: bool = True
 
 
@@ -218,6 +220,8 @@ class OpSpec:
         ordered_reference: like `reference`, but the exact bits of every `ordered` variant, in the payload's dtype.
         in_place: the result may overwrite the input.
         layouts, scalings: what a `Problem` may have there; what is swept by default comes first.
+        cold: launches are timed with inputs that come from memory, not from the cache, as weights do.
+        check: raises ValueError for a problem whose shape the ranks cannot share.
     """
 
     name: str
@@ -237,6 +241,14 @@ class OpSpec:
     in_place: bool = False
     layouts: tuple[str, ...] = ("",)
     scalings: tuple[str, ...] = ("",)
+    cold: bool = False
+    check: Callable[[Problem], object] = field(default=lambda problem: None)
+
+    def scalings_of(self, dtype: str) -> tuple[str, ...]:
+        """What `Problem.scaling` may be with payloads of `dtype`, the usual one first: fp8 operands have scales."""
+        if "rowwise" not in self.scalings:
+            return self.scalings
+        return ("rowwise", "tensorwise") if dtype.startswith("float8") else ("",)
 
 
 @dataclass(frozen=True, slots=True)

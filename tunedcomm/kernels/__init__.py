@@ -1,6 +1,6 @@
 """Kernels by op: `kernels/<op>/op.py` says what the op is, every other file there is one variant.
 
-`discover()` imports them all, which fills the registries of `tunedcomm.spec`.
+`discover()` imports them all, which fills the registries of `tunedcomm.spec`, and then what other packages bring.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tunedcomm.kernels._plugins import load_plugins
 from tunedcomm.spec import Variant
 
 __all__ = ["discover", "source_hash"]
@@ -61,12 +62,13 @@ def _has_gpu() -> bool:
 
 @functools.cache
 def discover() -> None:
-    """Import every op and variant, once."""
+    """Import every op and variant, once; then those of packages with entry points in the group `tunedcomm.variants`."""
     for package in pkgutil.iter_modules(__path__, f"{__name__}."):
         if package.ispkg:
             module = importlib.import_module(package.name)
             for member in sorted(info.name for info in pkgutil.iter_modules(module.__path__, f"{package.name}.")):
                 importlib.import_module(member)
+    load_plugins(source_hash)
 
 
 _choose_interpreter()

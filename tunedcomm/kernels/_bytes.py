@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, grid_rounds, refuse_kernels
+from tunedcomm.kernels._host import Launch, grid_rounds, launch_flagged, refuse_kernels
 from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels._move import alignment_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import DTYPES, Limits, Problem
-from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -65,14 +64,4 @@ def bind_bytes_flagged(
 
     The request's constant SYMMETRIC says whether the input is addressed on the peers; where it is not, they are 0.
     """
-    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    head = _head(problem, workspace)
-    if not dict(request.constants)["SYMMETRIC"]:
-        return AddressLaunch(kernel.fix((*head, *(0,) * (MAX_WORLD_SIZE - 1), *extra)))
-    launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
-
-    def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        x = inputs[0]
-        launch(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
-
-    return run_symmetric
+    return launch_flagged(config, workspace, request, _head(problem, workspace), extra)

@@ -25,6 +25,7 @@ NUM_STREAMS = 9
 NUM_EVENTS = 32
 _NON_BLOCKING = 1  # of cuStreamCreate: no order with the legacy default stream
 _DISABLE_TIMING = 2  # of cuEventCreate
+_AT_LEAST = 0  # of cuStreamWaitValue32
 
 
 class Copies(Protocol):
@@ -45,9 +46,21 @@ class Copies(Protocol):
     def wait(self, stream: int, event: int) -> None:
         """Hold back what is queued on `stream` from now on until what `event` stands for is done."""
 
+    def await_count(self, stream: int, counter: int, count: int) -> None:
+        """Hold back `stream` until the int32 at address `counter` is at least `count`; takes no SM.
+
+        Whoever counts is to be launched before: streams may share a queue of the GPU.
+        """
+
+    def clear(self, stream: int, address: int, words: int) -> None:
+        """Queue the zeroing of 4-byte words; may take an SM, so no running kernel may wait for what comes after it."""
+
 
 class _HostCopies:
-    """On the host a copy is done when it is asked for, so there is nothing to order."""
+    """On the host a copy is done when it is asked for, so there is nothing to order.
+
+    Likewise kernels have ended when a count is asked for, so it must have been reached.
+    """
 
     streams = (0,) * NUM_STREAMS
 
@@ -60,6 +73,16 @@ class _HostCopies:
 
     def wait(self, stream: int, event: int) -> None:
         del stream, event
+
+    def await_count(self, stream: int, counter: int, count: int) -> None:
+        del stream
+        found = ctypes.c_int32.from_address(counter).value
+        if found < count:
+            raise TunedCommError(f"a counter is {found} where {count} were to be counted; please report this")
+
+    def clear(self, stream: int, address: int, words: int) -> None:
+        del stream
+        ctypes.memset(address, 0, 4 * words)
 
 
 @functools.cache
@@ -75,6 +98,8 @@ def _driver() -> Any:
     library.cuEventDestroy_v2.argtypes = [handle]
     library.cuEventRecord.argtypes = [handle, handle]
     library.cuStreamWaitEvent.argtypes = [handle, handle, number]
+    library.cuStreamWaitValue32_v2.argtypes = [handle, address, ctypes.c_uint32, number]
+    library.cuMemsetD32Async.argtypes = [address, number, ctypes.c_size_t, handle]
     return library
 
 
@@ -127,6 +152,12 @@ class _DeviceCopies:
 
     def wait(self, stream: int, event: int) -> None:
         _check(self._wait(stream, self.events[event], 0), "to wait for an event")
+
+    def await_count(self, stream: int, counter: int, count: int) -> None:
+        _check(_driver().cuStreamWaitValue32_v2(stream, counter, count, _AT_LEAST), "to wait for a count")
+
+    def clear(self, stream: int, address: int, words: int) -> None:
+        _check(_driver().cuMemsetD32Async(address, 0, words, stream), "to clear counters")
 
 
 _lanes: weakref.WeakKeyDictionary[Workspace, dict[Mode, _DeviceCopies]] = weakref.WeakKeyDictionary()

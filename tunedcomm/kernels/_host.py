@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,13 @@ __all__ = [
     "closest",
     "grid_rounds",
     "kernel_blocks",
+    "launch_flagged",
     "refuse_kernels",
     "refuse_multicast",
 ]
 
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
+_MOST_LOOKS = 4096
 _MIN_BLOCKS = 8  # fewer never won where there was work for that many
 
 
@@ -111,8 +114,15 @@ def bind_flagged(
     """
     lane = workspace.lanes[problem.mode]
     lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
-    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
     head = (None, None, *lane_arguments, workspace.status_argument(problem))
+    return launch_flagged(config, workspace, request, head, extra)
+
+
+def launch_flagged(
+    config: Config, workspace: Workspace, request: CompileRequest, head: Sequence[int | None], extra: Sequence[int]
+) -> Launch:
+    """Launch of a kernel whose arguments are `head`, the peers' addresses of the input, x0 … x6, and `extra`."""
+    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
     if not dict(request.constants)["SYMMETRIC"]:
         return AddressLaunch(kernel.fix((*head, *(0,) * (MAX_WORLD_SIZE - 1), *extra)))
     launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
@@ -131,17 +141,41 @@ def closest(
     limits: Limits,
     infeasible: Callable[[Problem, Config, Limits], str | None],
 ) -> dict[str, Value]:
-    """The feasible config nearest to `wish` (numbers by their ratio), or the nearest of all where none is feasible."""
+    """The feasible config nearest to `wish` (numbers by their ratio), or the nearest of all where none is found.
 
-    def distance(config: Config) -> float:
-        total = 0.0
-        for name, value in config.items():
-            if isinstance(value, (bool, str)):
-                total += float(value != wish[name])
-            else:
-                total += abs(math.log2(value) - math.log2(max(wish[name], 1.0)))
-        return total
+    Nearer ones are looked at first, `_MOST_LOOKS` at most: spaces of fused GEMMs have a hundred thousand points.
+    """
+    axes = [_by_distance(axis.values(), wish[name]) for name, axis in space.axes]
 
-    points = list(space.enumerate())
-    feasible = [config for config in points if infeasible(problem, config, limits) is None]
-    return min(feasible or points, key=distance)
+    def entry(places: tuple[int, ...]) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+        steps = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        return sum(step[0] for step in steps), tuple(step[1] for step in steps), places
+
+    first = (0,) * len(axes)
+    heap, seen = [entry(first)], {first}
+    nearest: dict[str, Value] | None = None
+    for _ in range(_MOST_LOOKS):
+        if not heap:
+            break
+        _, _, places = heapq.heappop(heap)
+        config = {name: axis[place][2] for name, axis, place in zip(space.names, axes, places, strict=True)}
+        nearest = nearest or config
+        if infeasible(problem, config, limits) is None:
+            return config
+        for number, place in enumerate(places):
+            further = (*places[:number], place + 1, *places[number + 1 :])
+            if place + 1 < len(axes[number]) and further not in seen:
+                seen.add(further)
+                heapq.heappush(heap, entry(further))
+    return nearest or {}
+
+
+def _by_distance(values: Sequence[Value], wish: float) -> list[tuple[float, int, Value]]:
+    """(distance, index, value) of an axis' values, nearest first."""
+
+    def distance(value: Value) -> float:
+        if isinstance(value, (bool, str)):
+            return float(value != wish)
+        return abs(math.log2(value) - math.log2(max(wish, 1.0)))
+
+    return sorted((distance(value), index, value) for index, value in enumerate(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._sync import INTERPRET, signal, wait
+from tunedcomm.kernels._sync import INTERPRET, signal, wait, wait_together
 from tunedcomm.symm import layout
 
 __all__ = ["EPOCH_OFFSET", "MAX_BLOCKS", "STATE_OFFSET"]
@@ -66,6 +66,15 @@ def await_peers(local, rank, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr
     peer = tl.arange(0, _RANKS)
     flags = local + tl.program_id(0).to(tl.int64) * (_RANKS * 8) + peer.to(tl.int64) * 8
     wait(flags, epoch + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer, timeout_ns, status)
+
+
+@triton.jit
+def await_peers_together(local, rank, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+    """`await_peers` for blocks whose warps need each other afterwards."""
+    peer = tl.arange(0, _RANKS)
+    flags = local + tl.program_id(0).to(tl.int64) * (_RANKS * 8) + peer.to(tl.int64) * 8
+    mask = (peer < WORLD_SIZE) & (peer != rank)
+    wait_together(flags, epoch + peer.to(tl.int64) * 0, mask, peer, timeout_ns, status)
 
 
 @triton.jit

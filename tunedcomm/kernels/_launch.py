@@ -7,10 +7,12 @@ and `bind` finds it there. On the host backend the same function runs in Triton'
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.errors import InfeasibleError
@@ -25,9 +27,11 @@ __all__ = [
     "BoundKernel",
     "CompileRequest",
     "ManyLaunch",
+    "Residency",
     "bind_kernel",
     "compile_request",
     "current_target",
+    "within",
 ]
 
 _MAX_THREADS_PER_SM = 2048
@@ -44,6 +48,9 @@ class CompileRequest:
         constants: its constexpr arguments, sorted by name.
         num_warps: warps a block.
         launch_pdl: built for programmatic dependent launch.
+        num_stages: loads in flight in loops over operands of matrix products.
+        num_ctas: blocks that share one tile.
+        max_registers: that a thread may take; 0 for as many as there are.
     """
 
     module: str
@@ -51,13 +58,24 @@ class CompileRequest:
     constants: tuple[tuple[str, Value], ...]
     num_warps: int
     launch_pdl: bool = False
+    num_stages: int = 1
+    num_ctas: int = 1
+    max_registers: int = 0
 
     @classmethod
     def of(
-        cls, kernel: Any, constants: dict[str, Value], *, num_warps: int, launch_pdl: bool = False
+        cls,
+        kernel: Any,
+        constants: dict[str, Value],
+        *,
+        num_warps: int,
+        launch_pdl: bool = False,
+        num_stages: int = 1,
+        num_ctas: int = 1,
     ) -> CompileRequest:
         """Name a Triton function by where it was defined."""
-        return cls(kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items())), num_warps, launch_pdl)
+        named = (kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items())))
+        return cls(*named, num_warps, launch_pdl, num_stages, num_ctas)
 
     def resolve(self) -> Any:
         """The Triton function."""
@@ -82,9 +100,11 @@ def _compile(request: CompileRequest, target: Any) -> Any:
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     options = {
         "num_warps": request.num_warps,
-        "num_stages": 1,
+        "num_stages": request.num_stages,
+        "num_ctas": request.num_ctas,
         "enable_fp_fusion": False,  # bits are promised: no contraction behind our back
         "launch_pdl": request.launch_pdl,
+        **({"maxnreg": request.max_registers} if request.max_registers else {}),
     }
     return triton.compile(source, target=target, options=options)
 
@@ -101,13 +121,48 @@ def compile_request(request: CompileRequest, target: Any = None) -> Any:
     return _compile(request, current_target() if target is None else target)
 
 
-def resident_blocks(num_registers: int, shared_bytes: int, threads: int, num_sms: int) -> int:
+def resident_blocks(
+    num_registers: int, shared_bytes: int, threads: int, num_sms: int, shared_of_sm: int = 200 * 1024
+) -> int:
     """Blocks of a kernel that fit on the GPU at once, from below: registers are allotted in steps of 8 a thread."""
     registers = max(-(-max(num_registers, 1) // 8) * 8, 8)
     by_registers = _REGISTERS_PER_SM // (registers * threads)
     by_threads = _MAX_THREADS_PER_SM // threads
-    by_shared = (200 * 1024) // max(shared_bytes + 1024, 1024)
+    by_shared = shared_of_sm // (shared_bytes + 1024)
     return max(num_sms * min(by_registers, by_threads, by_shared, _MAX_BLOCKS_PER_SM), 0)
+
+
+@dataclass(slots=True)
+class Residency:
+    """What kernels that are bound meanwhile take of the GPU, of all blocks of theirs that fit on it at once.
+
+    Attributes:
+        limit: share that each may take if fewer registers a thread make it fit.
+        share: the largest that one takes.
+    """
+
+    limit: float
+    share: float = 0.0
+
+
+_residency: ContextVar[Residency | None] = ContextVar("residency", default=None)
+
+
+@contextlib.contextmanager
+def within(limit: float) -> Iterator[Residency]:
+    """Bind kernels so that they take no more than `limit` of the GPU, where that can be had."""
+    found = Residency(limit)
+    token = _residency.set(found)
+    try:
+        yield found
+    finally:
+        _residency.reset(token)
+
+
+def fewer_registers(grid: int, threads: int, num_sms: int, limit: float) -> int:
+    """Registers a thread with which a grid takes no more than `limit` of the GPU."""
+    blocks_of_sm = -(-grid // max(int(num_sms * limit), 1))
+    return max(_REGISTERS_PER_SM // (blocks_of_sm * threads) // 8 * 8, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +210,25 @@ class BoundKernel:
     num_spills: int
 
 
+def _as_int64(value: int) -> Any:
+    """An argument of the type that compiled kernels have it in.
+
+    The interpreter makes 32 bits of a number that fits in them, and then no pointer of it: where Python is not a
+    position-independent executable (Debian's), the heap and with it many a tensor lies below 2 GiB.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.tensor(TensorHandle(np.array([value], dtype=np.int64), tl.int64), tl.int64)
+
+
 def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
     kernel, constants = request.resolve(), dict(request.constants)
 
     def launch(stream: int, *args: int) -> None:
         del stream
-        kernel[(grid,)](*args, **constants)
+        kernel[(grid,)](*(_as_int64(value) for value in args), **constants)
 
     return BoundKernel(functools.partial(_fill_in, launch), 0, 0)
 
@@ -189,16 +257,17 @@ def _behind_varying(launch: Callable[..., None], arguments: Sequence[int | None]
 
 
 def _through_triton(
-    compiled: Any, grid: int, tail: tuple[Any, ...], arguments: Sequence[int | None]
+    compiled: Any, grid: int, tail: tuple[Any, ...], scratch: Any, arguments: Sequence[int | None]
 ) -> Callable[..., None]:
     """The least Python above the driver's launch that this Triton allows.
 
     `CompiledKernel.run` is a Python object around Triton's C function; where its layout is one of the known two, the C
-    function is called directly, else `run` is.
+    function is called directly, else `run` is. `scratch` is where the kernel keeps its tensor descriptors; the calls of
+    one plan follow each other, so it has one for good.
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if scratch or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
+    unknown = not hasattr(run, "global_scratch_size") or getattr(run, "profile_scratch_size", 1) > 0
+    if unknown or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
 
         def launch(stream: int, *args: int) -> None:
             run(grid, 1, 1, stream, function, packed, None, None, None, *args, *tail)
@@ -211,11 +280,11 @@ def _through_triton(
     def launch_any(stream: int, *args: int) -> None:
         if shared:
             entry(
-                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None, *described,
+                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, scratch, None, *described,
                 (*args, *tail),
             )  # fmt: skip
         else:
-            entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, *args, *tail)
+            entry(grid, 1, 1, stream, function, cooperative, pdl, scratch, None, packed, None, None, None, *args, *tail)
 
     if list(arguments[:2]) != [None, None] or None in arguments[2:]:
         return _behind_varying(launch_any, arguments)
@@ -223,14 +292,33 @@ def _through_triton(
 
     def launch_shared(stream: int, x: int, out: int) -> None:
         entry(
-            grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, None, None, *described,
+            grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, scratch, None, *described,
             (x, out, *rest),
         )  # fmt: skip
 
     def launch_own(stream: int, x: int, out: int) -> None:
-        entry(grid, 1, 1, stream, function, cooperative, pdl, None, None, packed, None, None, None, x, out, *rest)
+        entry(grid, 1, 1, stream, function, cooperative, pdl, scratch, None, packed, None, None, None, x, out, *rest)
 
     return launch_shared if shared else launch_own
+
+
+def _resident(num_registers: int, compiled: Any, request: CompileRequest, properties: Any) -> int:
+    """Blocks of a binary that would fit at once if its threads took so many registers."""
+    found = resident_blocks(
+        num_registers,
+        compiled.metadata.shared,
+        request.num_warps * 32,
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+    )
+    return found // request.num_ctas
+
+
+def _loaded(request: CompileRequest, properties: Any) -> tuple[Any, int]:
+    """The binary on the current device, and how many blocks of it fit there at once."""
+    compiled = compile_request(request)
+    compiled._init_handles()
+    return compiled, _resident(compiled.n_regs, compiled, request, properties)
 
 
 def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> BoundKernel:
@@ -247,18 +335,25 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
         return _interpreted(request, grid)
     import torch
 
+    properties, threads = torch.cuda.get_device_properties(device), request.num_warps * 32
     with torch.cuda.device(device):
-        compiled = compile_request(request)
-        compiled._init_handles()
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    fits = resident_blocks(compiled.n_regs, compiled.metadata.shared, request.num_warps * 32, num_sms)
-    if grid > fits:
-        raise InfeasibleError(
-            f"{grid} blocks of {request.num_warps} warps with {compiled.n_regs} registers a thread do not fit on "
-            f"{num_sms} SMs at once (at most {fits} do); blocks that wait for peers must all be resident"
-        )
+        compiled, fits = _loaded(request, properties)
+        if grid > fits:
+            raise InfeasibleError(
+                f"{grid} blocks of {request.num_warps} warps with {compiled.n_regs} registers a thread do not fit on "
+                f"{properties.multi_processor_count} SMs at once (at most {fits} do); blocks that wait for peers must "
+                "all be resident"
+            )
+        if (residency := _residency.get()) is not None:
+            if grid > residency.limit * fits:
+                few = fewer_registers(grid, threads, properties.multi_processor_count, residency.limit)
+                if grid <= residency.limit * _resident(few, compiled, request, properties):
+                    compiled, fits = _loaded(replace(request, max_registers=few), properties)
+            residency.share = max(residency.share, grid / fits)
     constants = dict(request.constants)
     names = request.resolve().arg_names
     tail = tuple(constants[name] for name in names if name in constants)
-    fix = functools.partial(_through_triton, compiled, grid, tail)
+    needed = compiled.metadata.global_scratch_size * request.num_ctas * grid
+    scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
+    fix = functools.partial(_through_triton, compiled, grid, tail, scratch)
     return BoundKernel(fix, compiled.n_regs, compiled.n_spills)

@@ -366,3 +366,34 @@ def wait(flag_addresses, epoch, mask, ranks, timeout_ns, status):
             pack=1,
         )
         tl.debug_barrier()
+
+
+@triton.jit
+def fence_descriptors():
+    """Let reads through tensor descriptors (TMA) that follow see what plain reads see now; after a `wait`."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "{\nmov.u32 $0, 0;\nfence.proxy.async.global;\n}", "=r,r", [tl.zeros((1,), tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.constexpr_function
+def _wait_together_asm():
+    """`_wait_asm` (whose text names stored rows) and a block barrier, by which all warps learn that one gave up."""
+    alone = _wait_asm().removesuffix("}").replace("exit;", "setp.eq.u32 gone, 0, 0;\nbra DONE;")
+    alone = alone.replace(_WAIT_REGISTERS, _WAIT_REGISTERS + "\n.reg .pred gone;\nsetp.ne.u32 gone, 0, 0;")
+    return alone + "bar.red.or.pred gone, 0, gone;\n@gone exit;\n}"
+
+
+@triton.jit
+def wait_together(flag_addresses, epoch, mask, ranks, timeout_ns, status):
+    """`wait` for warps that need each other, in products of matrices say: if one gives up, the whole block leaves."""
+    if INTERPRET:
+        wait(flag_addresses, epoch, mask, ranks, timeout_ns, status)
+    else:
+        tl.inline_asm_elementwise(
+            _wait_together_asm(), "=&r,l,l,r,r,l,l",
+            [flag_addresses, epoch, mask.to(tl.int32), ranks, timeout_ns, status], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip

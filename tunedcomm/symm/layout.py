@@ -22,6 +22,18 @@ Kernels of all ops share the lane, so all keep these rules, and may rely on the 
   last read of its scatter area.
 - Gather. Peers may write it after they have seen this rank's first flag of the same call.
 
+Beside the lane there may be *panels*, memory for the matrices of fused GEMMs, allocated when a plan first needs it:
+
+    flags      MAX_WORLD_SIZE × PANEL_CHUNKS int64  flag [r, c] is raised by rank r when its chunk c is here
+    counters   PANEL_COUNTERS int64                 blocks that are done with a part of the work; 0 between calls
+    number     int64                                calls so far; flags hold the number of the call that raised them
+    data       from PANEL_DATA on
+
+- Panels. Every call begins with `begin_panels_kernel`, which exchanges the lane's flags and counts the call: from then
+  on peers may write this rank's data, for all that read it before has come before on the stream. So whatever of a call
+  reads a rank's panels is done, in stream order, when that rank's call is. A kernel may do without that beginning if it
+  writes no panels, its own ones neither, before flags of the lane have told it that the peers' kernels have begun.
+
 Counters have a copy for each block so that no block waits for another one of its own grid: in a grid of G, block b
 reads entry b and at its end writes the new value to the entries b, b + G, b + 2G, …
 """
@@ -38,6 +50,11 @@ __all__ = [
     "LANES",
     "MAX_BLOCKS",
     "MAX_WORLD_SIZE",
+    "PANEL_CHUNKS",
+    "PANEL_COUNTERS",
+    "PANEL_COUNTERS_OFFSET",
+    "PANEL_DATA",
+    "PANEL_NUMBER_OFFSET",
     "STATE_OFFSET",
     "STATUS_BYTES",
     "LaneLayout",
@@ -53,8 +70,14 @@ EPOCH_OFFSET = STATE_OFFSET + MAX_BLOCKS * _WORD
 DATA_OFFSET = EPOCH_OFFSET + MAX_BLOCKS * _WORD
 # The status block, in host memory: see `kernels._sync`. Also its alignment, and more than the highest call number.
 STATUS_BYTES = 256
+PANEL_CHUNKS = 256
+PANEL_COUNTERS = 512
+PANEL_COUNTERS_OFFSET = MAX_WORLD_SIZE * PANEL_CHUNKS * _WORD
+PANEL_NUMBER_OFFSET = PANEL_COUNTERS_OFFSET + PANEL_COUNTERS * _WORD
+PANEL_DATA = 32 * 1024
 
 _MIB = 1 << 20
+_PANELS_OF_STAGING = 16  # matrices of fused GEMMs may take so much more than the largest message
 _LAMPORT_SHARE = 4  # Lamport stages hold messages up to a quarter of the staging; beyond that flags win
 _ONE_SHOT_MAX = 4 * _MIB  # one-shots read world_size × the message over the links: never best above this
 
@@ -95,6 +118,11 @@ class LaneLayout:
     @property
     def gather(self) -> int:
         return self.scatter + self.staging_bytes
+
+    @property
+    def panel_bytes(self) -> int:
+        """The most that panels may take, with what lies before their data."""
+        return _PANELS_OF_STAGING * self.staging_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -25,6 +25,7 @@ def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout 
         staging_bytes=layout.staging_bytes,
         one_shot_bytes=layout.one_shot_bytes,
         stage_bytes=layout.stage_bytes,
+        panel_bytes=layout.panel_bytes,
         symmetric=environment.nodes == 1 and 2 <= world_size <= MAX_WORLD_SIZE and fabric.can_share_memory,
         ranks_per_node=apart if spans else 0,
         launch_pdl=environment.compute_capability >= 90,

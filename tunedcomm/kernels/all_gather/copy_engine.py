@@ -47,6 +47,7 @@ __all__ = [
     "flags_kernel",
     "flags_request",
     "make_job",
+    "refuse_pushes",
 ]
 
 RING = 4
@@ -193,6 +194,21 @@ def cut(problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int,
     return a_chunk * PACKET_BYTES, num_chunks, min(num_chunks, RING)
 
 
+def refuse_pushes(problem: Problem, config: Config, limits: Limits) -> str | None:
+    """Why a message cannot be pushed in the chunks of `config`, or None."""
+    chunk, num_chunks, ring = cut(problem, config, limits.staging_bytes)
+    least = LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
+    if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
+        return f"{problem.nbytes} bytes are too few for {config['num_chunks']} chunks of {least} bytes or more"
+    needed = (problem.world_size - 1) * ring * chunk
+    if needed > limits.staging_bytes:
+        return (
+            f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes from {problem.world_size} ranks need "
+            f"{needed} bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+        )
+    return None
+
+
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits):
         return reason
@@ -206,17 +222,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.input_kind == "plain" and problem.nbytes > limits.staging_bytes:
             return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
         return None
-    chunk, num_chunks, ring = cut(problem, config, limits.staging_bytes)
-    least = LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
-    if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
-        return f"{problem.nbytes} bytes are too few for {config['num_chunks']} chunks of {least} bytes or more"
-    needed = (problem.world_size - 1) * ring * chunk
-    if needed > limits.staging_bytes:
-        return (
-            f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes from {problem.world_size} ranks need "
-            f"{needed} bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-        )
-    return None
+    return refuse_pushes(problem, config, limits)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:

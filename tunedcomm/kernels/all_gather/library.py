@@ -9,23 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._host import Launch
-from tunedcomm.space import Config, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.kernels._library import register_library
+from tunedcomm.space import Config
+from tunedcomm.spec import Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["LIBRARY"]
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    del problem, config, limits
-    return None
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    del problem, limits
-    return {}
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -51,16 +42,4 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     return run
 
 
-LIBRARY = register_variant(
-    Variant(
-        op="all_gather",
-        name="library",
-        numerics="ordered",
-        summary="NCCL on GPUs, gloo on CPUs",
-        space=Space(),
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=lambda problem, config: -1,
-    )
-)
+LIBRARY = register_library("all_gather", _bind, numerics="ordered")

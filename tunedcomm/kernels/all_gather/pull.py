@@ -27,10 +27,11 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import store_bytes
+from tunedcomm.kernels._protocols import reading_default
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse, refuse_items
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -114,13 +115,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = packets_of(problem.nbytes)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
-    else:
-        warps = 4 if packets <= 2048 else 16
-        wish = {"num_blocks": min(packets / (32 * warps), 132), "num_warps": warps, "items": 1}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
+    return reading_default(packets_of(problem.nbytes), 132, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._host import Launch
-from tunedcomm.space import Config, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.kernels._library import register_library
+from tunedcomm.space import Config
+from tunedcomm.spec import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -42,16 +43,6 @@ def library_reduction(reduction: str, group: dist.ProcessGroup) -> Callable[[tor
     return average if reduction == "avg" else reduce
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    del problem, config, limits
-    return None
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    del problem, limits
-    return {}
-
-
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     del config
     reduce = library_reduction(problem.reduction, workspace.group)
@@ -66,16 +57,4 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     return run
 
 
-LIBRARY = register_variant(
-    Variant(
-        op="all_reduce",
-        name="library",
-        numerics="library",
-        summary="NCCL on GPUs, gloo on CPUs",
-        space=Space(),
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=lambda problem, config: -1,
-    )
-)
+LIBRARY = register_library("all_reduce", _bind)

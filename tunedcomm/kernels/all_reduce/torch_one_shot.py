@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._host import Launch
+from tunedcomm.kernels._library import no_config
 from tunedcomm.kernels.all_reduce._torch import refuse_torch, staging_of
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Config, Space
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -24,11 +25,6 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if problem.nbytes > 8 * limits.one_shot_bytes:
         return f"one-shots are out of the question at {problem.nbytes} bytes"
     return refuse_torch(problem, limits, granularity=16)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    del problem, limits
-    return {}
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -60,7 +56,7 @@ TORCH_ONE_SHOT = register_variant(
         summary="PyTorch's symmetric-memory one-shot",
         space=Space(),
         infeasible=_infeasible,
-        default=_default,
+        default=no_config,
         bind=_bind,
         num_blocks=lambda problem, config: -1,
         bounded=False,

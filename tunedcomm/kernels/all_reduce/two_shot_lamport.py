@@ -21,8 +21,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._data import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch, blocks_and_threads, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels._protocols import refuse_launch_pdl, two_shot_lamport_default
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import bind_packets, packet_request, refuse, slice_packets, slice_rounds
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -106,19 +107,13 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     share = slice_packets(problem)
     if 2 * problem.world_size * share * 16 > limits.stage_bytes:
         return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
-    if config["launch_pdl"] and not limits.launch_pdl:
-        return "programmatic dependent launch is not available here"
+    if reason := refuse_launch_pdl(config, limits):
+        return reason
     return blocks_and_threads(config, limits, share, most_rounds=4)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    share = slice_packets(problem)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
-    else:
-        warps = 4 if share <= 132 * 128 else 8
-        wish = {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
+    return two_shot_lamport_default(slice_packets(problem), _SPACE, problem, limits, _infeasible)
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:

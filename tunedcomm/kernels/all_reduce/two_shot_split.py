@@ -49,7 +49,8 @@ __all__ = ["RING", "TWO_SHOT_SPLIT", "two_shot_split_kernel"]
 
 RING = tl.constexpr(4)
 _KINDS = tl.constexpr(3)
-_THREADS_PER_SM = 1024  # at 64 registers a thread; `bind` looks at what the binary takes
+_MANY_LANES = 16 << 20  # bytes from which fewer than 32 blocks of a kind never won
+_THREADS_PER_SM = 512  # whatever registers a thread takes, up to 128
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
     if limits.backend == "cuda" and problem.nbytes < 1 << 20:
         return f"{problem.nbytes} bytes are over before three kinds of blocks are in step"
-    if limits.backend == "cuda" and (lanes < 8 or chunks == 1):
+    if limits.backend == "cuda" and (lanes < (8 if problem.nbytes < _MANY_LANES else 32) or chunks == 1):
         return f"{lanes} blocks of each kind and {chunks} chunks leave the links idle"
     rounds = _rounds(problem, config)
     if rounds < chunks and chunks > 1:
@@ -223,8 +224,8 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     if limits.backend == "host":
         wish = {"num_blocks": 3, "num_warps": 4, "items": 1, "num_chunks": 4}
     else:
-        chunks = min(max(slice_packets(problem) >> 16, 4), 64)  # of 1 MiB a rank
-        wish = {"num_blocks": 396, "num_warps": 8, "items": 1, "num_chunks": chunks}
+        chunks = min(max(slice_packets(problem) * problem.world_size >> 19, 4), 64)  # of 8 MiB
+        wish = {"num_blocks": 132, "num_warps": 16, "items": 1, "num_chunks": chunks}
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 

@@ -33,12 +33,15 @@ def push_chunk(
     owner = at // share.to(tl.int32)
     in_slice = at - owner * share.to(tl.int32)
     target = address_of(peers, local, owner, rank, WORLD_SIZE) + scatter
-    for j in tl.range(0, rows):
+    for j in tl.range(0, rows, 2):  # two rows at a time: the second is loaded before the first is stored
         r = first + j * grid
         here = (at < row) & (r < tokens)
+        next_here = (at < row) & (j + 1 < rows) & (r + grid < tokens)
         w0, w1, w2, w3 = load_packets(x + (r * row + at) * 16, here)
+        v0, v1, v2, v3 = load_packets(x + ((r + grid) * row + at) * 16, next_here)
         place = target + ((chunk * WORLD_SIZE + rank * rows + j) * share + in_slice) * 16
         store_packets(place, w0, w1, w2, w3, here & (owner != rank))
+        store_packets(place + share * 16, v0, v1, v2, v3, next_here & (owner != rank))
 
 
 @triton.jit
@@ -75,12 +78,16 @@ def finish_chunk(
     """Take a chunk's rows, gathered at `source`, through bias, residual and norm."""
     at = tl.arange(0, BLOCK).to(tl.int64)
     weights = load_packets(weight + at * 16, at < row)
-    for j in tl.range(0, rows):
+    here = (at < row) & (first < tokens)
+    s = load_packets(source + (chunk * row + at) * 16, here)
+    b, extra = row_extras(bias, residual, at, first * row + at, here, BIAS, RESIDUAL)
+    for j in tl.range(0, rows):  # the next row is loaded before this one is summed and stored
         r = first + j * grid
-        here = (at < row) & (r < tokens)
-        packet = r * row + at
-        b, extra = row_extras(bias, residual, at, packet, here, BIAS, RESIDUAL)
-        s = load_packets(source + ((chunk + j) * row + at) * 16, here)
+        here, packet = (at < row) & (r < tokens), r * row + at
+        next_here = (at < row) & (j + 1 < rows) & (r + grid < tokens)
+        next_s = load_packets(source + ((chunk + j + 1) * row + at) * 16, next_here)
+        _, next_extra = row_extras(bias, residual, at, packet + grid * row, next_here, False, RESIDUAL)
         finish_row(
             s, b, extra, weights, out, residual_out, scale, eps, row, packet, here, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
         )
+        s, extra = next_s, next_extra

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tunedcomm.kernels._data import arm, insert_own, packets_of, sum_packets
 from tunedcomm.kernels._host import Launch, closest, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels._protocols import refuse_stage
 from tunedcomm.kernels._rows import finish_row, row_block, row_extras
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce_rms_norm._common import (
@@ -103,9 +104,8 @@ _SPACE = Space(
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits, config, slots=problem.world_size):
         return reason
-    packets = packets_of(problem.nbytes)
-    if packets * 16 * problem.world_size > limits.stage_bytes:
-        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
+    if reason := refuse_stage(problem, limits, packets_of(problem.nbytes) * 16):
+        return reason
     return rows_grid(problem, config, limits, mixed=True)
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._host import Launch
+from tunedcomm.kernels._library import register_library
 from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce_rms_norm._common import given_of
 from tunedcomm.kernels.all_reduce_rms_norm._rule import E4M3_MAX
-from tunedcomm.space import Config, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Config
+from tunedcomm.spec import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -52,16 +53,6 @@ def add_and_norm(
     return y.to(s.dtype), h
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    del problem, config, limits
-    return None
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    del problem, limits
-    return {}
-
-
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     del config
     reduce = library_reduction("sum", workspace.group)
@@ -80,16 +71,4 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     return run
 
 
-LIBRARY = register_variant(
-    Variant(
-        op="all_reduce_rms_norm",
-        name="library",
-        numerics="library",
-        summary="NCCL on GPUs, gloo on CPUs, then PyTorch operators",
-        space=Space(),
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=lambda problem, config: -1,
-    )
-)
+LIBRARY = register_library("all_reduce_rms_norm", _bind, summary="NCCL on GPUs, gloo on CPUs, then PyTorch operators")

@@ -19,17 +19,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._bytes import refuse_moves
-from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.kernels.all_gather.copy_engine import (
-    LEAST_CHUNK,
     MOST_CHUNKS,
     CopyJob,
-    cut,
     flags_kernel,
     flags_request,
     make_job,
+    refuse_pushes,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -66,17 +64,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         if config["num_chunks"] != 1:
             return "pulls are not cut: only num_chunks=1"
         return None if problem.input_kind == "symmetric" else "only symmetric inputs are pulled"
-    chunk, num_chunks, ring = cut(problem, config, limits.staging_bytes)
-    least = LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
-    if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
-        return f"{problem.nbytes} bytes are too few for {config['num_chunks']} chunks of {least} bytes or more"
-    needed = (problem.world_size - 1) * ring * chunk
-    if needed > limits.staging_bytes:
-        return (
-            f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes from {problem.world_size} ranks need "
-            f"{needed} bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-        )
-    return None
+    return refuse_pushes(problem, config, limits)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:

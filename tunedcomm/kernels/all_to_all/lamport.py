@@ -30,13 +30,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._bytes import bind_bytes, byte_request, chunk_rounds, refuse_moves
 from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch, blocks_and_threads, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import escape, has_escape, load_bytes, remark_of, remarked_slots, restore, store_bytes
+from tunedcomm.kernels._protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl, refuse_stage
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels._words import poll_words, store_word
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -103,35 +104,19 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        "num_warps": PowerOfTwo(1, 16),
-        "launch_pdl": Choice(False, True),
-    }
-)
-
-
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse_moves(problem, limits):
         return reason
     packets = packets_of(problem.nbytes)
-    needed = packets * _BYTES_A_PACKET * problem.world_size
-    if needed > limits.stage_bytes:
-        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
-    if config["launch_pdl"] and not limits.launch_pdl:
-        return "programmatic dependent launch is not available here"
+    if reason := refuse_stage(problem, limits, packets * _BYTES_A_PACKET):
+        return reason
+    if reason := refuse_launch_pdl(config, limits):
+        return reason
     return blocks_and_threads(config, limits, packets, most_rounds=4)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = packets_of(problem.nbytes)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
-    else:
-        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
-        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
+    return lamport_default(packets_of(problem.nbytes), problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:
@@ -154,7 +139,7 @@ LAMPORT = register_variant(
         name="lamport",
         numerics="ordered",
         summary="push without flags: packets announce themselves; best at small sizes",
-        space=_SPACE,
+        space=LAMPORT_SPACE,
         infeasible=_infeasible,
         default=_default,
         bind=_bind,

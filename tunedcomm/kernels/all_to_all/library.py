@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._host import Launch
-from tunedcomm.space import Config, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.kernels._library import register_library
+from tunedcomm.space import Config
+from tunedcomm.spec import Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -18,16 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["LIBRARY", "NCCL_DTYPES"]
 
 NCCL_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64")
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    del problem, config, limits
-    return None
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    del problem, limits
-    return {}
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -49,16 +40,4 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     return run_bytes if as_bytes else run
 
 
-LIBRARY = register_variant(
-    Variant(
-        op="all_to_all",
-        name="library",
-        numerics="library",
-        summary="NCCL on GPUs, gloo on CPUs",
-        space=Space(),
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=lambda problem, config: -1,
-    )
-)
+LIBRARY = register_library("all_to_all", _bind)

@@ -24,10 +24,11 @@ import triton.language as tl
 
 from tunedcomm.kernels._bytes import bind_bytes_flagged, byte_request, chunk_rounds, refuse_moves
 from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch, blocks_and_threads, kernel_blocks
 from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import load_bytes, store_bytes
+from tunedcomm.kernels._protocols import reading_default
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
@@ -124,13 +125,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = packets_of(problem.nbytes)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
-    else:
-        warps = 4 if packets <= 2048 else 16
-        wish = {"num_blocks": min(packets / (32 * warps), 132), "num_warps": warps, "items": 1}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
+    return reading_default(packets_of(problem.nbytes), 132, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:

@@ -30,13 +30,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels._data import PACKET_BYTES, arm, insert_own, num_packets, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, kernel_blocks
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import load_bytes
+from tunedcomm.kernels._protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl
 from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -90,15 +91,6 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        "num_warps": PowerOfTwo(1, 16),
-        "launch_pdl": Choice(False, True),
-    }
-)
-
-
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse(problem, limits):
         return reason
@@ -106,19 +98,13 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     needed = problem.world_size * packets * PACKET_BYTES
     if needed > limits.stage_bytes:
         return f"{problem.world_size} chunks take {needed} bytes; a stage has {limits.stage_bytes}"
-    if config["launch_pdl"] and not limits.launch_pdl:
-        return "programmatic dependent launch is not available here"
+    if reason := refuse_launch_pdl(config, limits):
+        return reason
     return blocks_and_threads(config, limits, packets, most_rounds=4)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = chunk_packets(problem)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
-    else:
-        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
-        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
+    return lamport_default(chunk_packets(problem), problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:
@@ -142,7 +128,7 @@ LAMPORT = register_variant(
         name="lamport",
         numerics="ordered",
         summary="chunks pushed to their owners without flags: packets announce themselves; best at small sizes",
-        space=_SPACE,
+        space=LAMPORT_SPACE,
         infeasible=_infeasible,
         default=_default,
         bind=_bind,

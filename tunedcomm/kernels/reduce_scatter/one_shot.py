@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, kernel_blocks
 from tunedcomm.kernels._lane import (
     EPOCH_OFFSET,
     address_of,
@@ -33,6 +33,7 @@ from tunedcomm.kernels._lane import (
 )
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._move import load_bytes
+from tunedcomm.kernels._protocols import reading_default
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -127,13 +128,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = chunk_packets(problem)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
-    else:
-        warps = 4 if packets <= 2048 else 16
-        wish = {"num_blocks": min(packets / (32 * warps), 132), "num_warps": warps, "items": 1}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
+    return reading_default(chunk_packets(problem), 132, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:

@@ -1,0 +1,113 @@
+"""What kernels of fused GEMMs do with their panels: begin a call, announce chunks, wait for them, count blocks.
+
+Flags hold the number of the call that raised them, which only grows, so nothing is reset, and graphs can be replayed.
+The layout and the rule by which calls share panels are in `symm.layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, by_step, read_counter, write_counter
+from tunedcomm.kernels._launch import CompileRequest, bind_kernel
+from tunedcomm.kernels._sync import INTERPRET, fence_descriptors, signal, wait_together
+from tunedcomm.spec import Problem
+from tunedcomm.symm import layout
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.panels import Panels
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["begin_panels_kernel", "begin_request", "bind_begin"]
+
+CHUNKS = tl.constexpr(layout.PANEL_CHUNKS)
+_COUNTERS = tl.constexpr(layout.PANEL_COUNTERS_OFFSET)
+_NUMBER = tl.constexpr(layout.PANEL_NUMBER_OFFSET)
+_RANKS = tl.constexpr(layout.MAX_WORLD_SIZE)
+
+
+@triton.jit
+def begin_panels_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, panels, WORLD_SIZE: tl.constexpr):
+    """One block: all ranks are done with their panels; count the call."""
+    epoch = read_counter(local, EPOCH_OFFSET)
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    place = (panels + _NUMBER).to(tl.pointer_type(tl.int64))
+    number = tl.load(place)
+    if not INTERPRET:
+        tl.debug_barrier()  # all threads have read before one writes
+    tl.store(place, number + 1)
+    write_counter(local, epoch + 1, EPOCH_OFFSET)
+
+
+@triton.jit
+def call_number(panels):
+    """Number of the call under way."""
+    return tl.load((panels + _NUMBER).to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def announce(p0, p1, p2, p3, p4, p5, p6, rank, chunk, number, WORLD_SIZE: tl.constexpr):
+    """Raise the flag of this rank's chunk in all peers' panels; releases all that this block has done before."""
+    peer = tl.arange(0, _RANKS)
+    flags = by_step(p0, p1, p2, p3, p4, p5, p6) + (rank * CHUNKS + chunk) * 8
+    signal(flags, number + peer.to(tl.int64) * 0, peer < WORLD_SIZE - 1)
+
+
+@triton.jit
+def announce_to(target, rank, chunk, number):
+    """Raise the flag of this rank's chunk in the panels at address `target`; releases as `announce` does."""
+    peer = tl.arange(0, _RANKS)
+    flags = target + (rank * CHUNKS + chunk) * 8 + peer.to(tl.int64) * 0
+    signal(flags, number + peer.to(tl.int64) * 0, peer == 0)
+
+
+@triton.jit
+def await_chunk(panels, source, chunk, number, timeout_ns, status):
+    """Wait, as a block, until chunk `chunk` of rank `source` is here; reads of any kind see it afterwards."""
+    peer = tl.arange(0, _RANKS)
+    none = peer.to(tl.int64) * 0
+    at = panels + (none + source * CHUNKS + chunk) * 8
+    wait_together(at, number + none, peer == 0, (none + source).to(tl.int32), timeout_ns, status)
+    fence_descriptors()
+
+
+@triton.jit
+def await_chunk_of_all(panels, chunk, rank, number, timeout_ns, status, WORLD_SIZE: tl.constexpr):
+    """`await_chunk` for the same chunk of every peer."""
+    peer = tl.arange(0, _RANKS)
+    at = panels + (peer.to(tl.int64) * CHUNKS + chunk) * 8
+    wait_together(at, number + peer.to(tl.int64) * 0, (peer < WORLD_SIZE) & (peer != rank), peer, timeout_ns, status)
+    fence_descriptors()
+
+
+@triton.jit
+def is_last(panels, counter, count):
+    """True for the block that comes to `counter` as the last of `count`; the counter is 0 again then.
+
+    What the others stored before they came is visible to the last one.
+    """
+    if not INTERPRET:
+        tl.debug_barrier()  # all threads of the block have stored
+    place = (panels + _COUNTERS + counter * 8).to(tl.pointer_type(tl.int64))
+    last = tl.atomic_add(place, 1, sem="acq_rel", scope="sys") == count - 1
+    if last:
+        tl.store(place, tl.num_programs(0) * 0)
+    return last
+
+
+def begin_request(world_size: int) -> CompileRequest:
+    """The binary of `begin_panels_kernel`."""
+    return CompileRequest.of(begin_panels_kernel, {"WORLD_SIZE": world_size}, num_warps=1)
+
+
+def bind_begin(problem: Problem, workspace: Workspace, panels: Panels) -> Callable[[int], None]:
+    """`(stream)` to the begin of a call."""
+    lane = workspace.lanes[problem.mode]
+    kernel = bind_kernel(begin_request(problem.world_size), 1, workspace.device)
+    waits = (workspace.timeout_ns, workspace.status_argument(problem))
+    return kernel.fix((lane.local, *lane.peers, workspace.rank, *waits, panels.local))

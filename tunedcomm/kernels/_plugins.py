@@ -1,0 +1,90 @@
+"""Variants and ops of other packages: what they name under the entry point group `tunedcomm.variants`.
+
+An entry point names a module, whose import registers variants, or a function without arguments that does so. A package
+that cannot be loaded costs one warning with its name and what it said, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+
+from tunedcomm import spec
+from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.spec import Variant, get_op, ops, variants
+
+__all__ = ["GROUP", "load_plugins"]
+
+GROUP = "tunedcomm.variants"
+logger = logging.getLogger("tunedcomm")
+
+
+def load_plugins(source_hash: Callable[[Variant], str]) -> None:
+    """Register what installed packages bring, in the order of their names, the same on every machine.
+
+    Args:
+        source_hash: as for the library's own variants; a variant that has none cannot be told apart from others' rows.
+    """
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (_package(point), point.name, point.value)):
+        try:
+            with _all_or_nothing():
+                _load(point, source_hash)
+        except Exception as error:  # noqa: BLE001 - somebody else's code must not take this library along
+            logger.warning(
+                "the package %s brings no variants: its entry point %s = %s failed: %s: %s; fix or uninstall it",
+                _package(point),
+                point.name,
+                point.value,
+                type(error).__name__,
+                error,
+            )
+
+
+@contextlib.contextmanager
+def _all_or_nothing() -> Iterator[None]:
+    """Take back what is registered in the block if it raises, also variants of ops that nobody registered."""
+    before = dict(spec._ops), dict(spec._variants)
+    try:
+        yield
+        for op, name in spec._variants.keys() - before[1].keys():
+            if op not in spec._ops:
+                raise UnknownNameError(f"variant {name!r} is of op {op!r}, which nobody registered")
+    except BaseException:
+        spec._ops.clear()
+        spec._ops.update(before[0])
+        spec._variants.clear()
+        spec._variants.update(before[1])
+        raise
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "of no name"
+
+
+def _registered() -> dict[tuple[str, str], Variant]:
+    return {(variant.op, variant.name): variant for op in ops() for variant in variants(op).values()}
+
+
+def _load(point: EntryPoint, source_hash: Callable[[Variant], str]) -> None:
+    before, ops_before = _registered(), ops()
+    loaded = point.load()
+    if callable(loaded):
+        loaded()
+    for name, known in ops_before.items():
+        if get_op(name) is not known:
+            raise UnknownNameError(f"it registers an op {name!r}, which is there already; choose another name")
+    after = _registered()
+    for (op, name), variant in before.items():
+        if after[op, name] is not variant:
+            raise UnknownNameError(
+                f"it registers a variant {name!r} of {op}, which is there already; choose another name"
+            )
+    added = {key: variant for key, variant in after.items() if key not in before}
+    for variant in added.values():
+        source_hash(variant)
+    for op in ops().keys() - ops_before.keys():
+        if "library" not in variants(op):
+            raise ConfigError(f"its op {op!r} has no variant 'library', which serves what no kernel can")
+    logger.info("%s brings %s", _package(point), ", ".join(f"{op}.{name}" for op, name in added) or "nothing")

@@ -1,0 +1,76 @@
+"""Spaces, rules and first guesses of protocols that several ops have a variant of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tunedcomm.kernels._host import closest
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem
+
+__all__ = [
+    "LAMPORT_SPACE",
+    "lamport_default",
+    "reading_default",
+    "refuse_launch_pdl",
+    "refuse_stage",
+    "two_shot_lamport_default",
+]
+
+Infeasible = Callable[[Problem, Config, Limits], str | None]
+
+LAMPORT_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "num_warps": PowerOfTwo(1, 16),
+        "launch_pdl": Choice(False, True),
+    }
+)
+
+
+def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:
+    """Why `launch_pdl` may not be set here, or None."""
+    if config["launch_pdl"] and not limits.launch_pdl:
+        return "programmatic dependent launch is not available here"
+    return None
+
+
+def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | None:
+    """Why `bytes_of_rank` from every rank do not fit into a stage, or None."""
+    if bytes_of_rank * problem.world_size > limits.stage_bytes:
+        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
+    return None
+
+
+def lamport_default(packets: int, problem: Problem, limits: Limits, infeasible: Infeasible) -> dict[str, Value]:
+    """Of LAMPORT_SPACE, where each thread pushes some of `packets` packets and polls for as many of every peer."""
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
+        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, LAMPORT_SPACE, problem, limits, infeasible)
+
+
+def two_shot_lamport_default(
+    share: int, space: Space, problem: Problem, limits: Limits, infeasible: Infeasible
+) -> dict[str, Value]:
+    """Where a rank sums `share` packets; `space` has the axes of LAMPORT_SPACE."""
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    else:
+        warps = 4 if share <= 132 * 128 else 8
+        wish = {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+    return closest(wish, space, problem, limits, infeasible)
+
+
+def reading_default(
+    packets: int, most_blocks: int, space: Space, problem: Problem, limits: Limits, infeasible: Infeasible
+) -> dict[str, Value]:
+    """Where each thread reads some of `packets` packets of every peer, several at once by the axis `items`."""
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
+    else:
+        warps = 4 if packets <= 2048 else 16
+        wish = {"num_blocks": min(packets / (32 * warps), most_blocks), "num_warps": warps, "items": 1}
+    return closest(wish, space, problem, limits, infeasible)

@@ -1,0 +1,1 @@
+"""The op ag_gemm and its variants."""

@@ -1,0 +1,1 @@
+"""The op gemm_ar and its variants."""

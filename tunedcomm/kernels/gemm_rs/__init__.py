@@ -1,0 +1,1 @@
+"""The op gemm_rs and its variants."""
