@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         DatabaseVersionError,
         GroupError,
         InfeasibleError,
+        MissingPackageError,
         NanInputError,
         NotInitializedError,
         PeerTimeoutError,
@@ -32,14 +33,20 @@ if TYPE_CHECKING:
         TuningError,
         UnknownNameError,
         UnsupportedInputError,
+        UnsupportedVersionError,
         WorkspaceError,
     )
+    from tunedcomm.integrations.intercept import install, intercept, uninstall
+    from tunedcomm.integrations.serving import ServingAllReduce
+    from tunedcomm.ops.ag_gemm import ag_gemm
     from tunedcomm.ops.all_gather import all_gather
     from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
     from tunedcomm.ops.all_reduce_bias import all_reduce_bias
     from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
     from tunedcomm.ops.all_to_all import all_to_all
     from tunedcomm.ops.all_to_all_v import all_to_all_v
+    from tunedcomm.ops.gemm_ar import gemm_ar
+    from tunedcomm.ops.gemm_rs import gemm_rs
     from tunedcomm.ops.progress import GatherProgress, all_gather_with_progress
     from tunedcomm.ops.reduce_scatter import reduce_scatter
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
@@ -60,16 +67,20 @@ __all__ = [
     "GatherProgress",
     "GroupError",
     "InfeasibleError",
+    "MissingPackageError",
     "NanInputError",
     "NotInitializedError",
     "PeerTimeoutError",
     "Problem",
+    "ServingAllReduce",
     "SettingError",
     "TunedCommError",
     "TuningError",
     "UnknownNameError",
     "UnsupportedInputError",
+    "UnsupportedVersionError",
     "WorkspaceError",
+    "ag_gemm",
     "all_gather",
     "all_gather_with_progress",
     "all_reduce",
@@ -81,11 +92,16 @@ __all__ = [
     "check_agreement",
     "explain",
     "force",
+    "gemm_ar",
+    "gemm_rs",
     "get_communicator",
+    "install",
+    "intercept",
     "reduce_scatter",
     "register_symmetric",
     "release_communicators",
     "symmetric_empty",
+    "uninstall",
 ]
 
 _HOME = {
@@ -93,6 +109,8 @@ _HOME = {
     "Communicator": "communicator",
     "GatherProgress": "ops.progress",
     "Problem": "spec",
+    "ag_gemm": "ops.ag_gemm",
+    "ServingAllReduce": "integrations.serving",
     "all_gather": "ops.all_gather",
     "all_gather_with_progress": "ops.progress",
     "all_reduce": "ops.all_reduce",
@@ -104,11 +122,16 @@ _HOME = {
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",
+    "gemm_ar": "ops.gemm_ar",
+    "gemm_rs": "ops.gemm_rs",
     "get_communicator": "communicator",
+    "install": "integrations.intercept",
+    "intercept": "integrations.intercept",
     "reduce_scatter": "ops.reduce_scatter",
     "register_symmetric": "ops.symmetric",
     "release_communicators": "communicator",
     "symmetric_empty": "ops.symmetric",
+    "uninstall": "integrations.intercept",
 }
 
 
@@ -116,6 +139,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}")
+    if module.__name__.startswith(f"{__name__}.ops."):
+        importlib.import_module(f"{__name__}.integrations.operators")  # by which compilers trace the public functions
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -8,10 +8,10 @@ the digest; after that a choice is a pure function of the snapshot and the probl
 from __future__ import annotations
 
 import atexit
-import logging
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,11 @@ from tunedcomm.db.layers import load_snapshot
 from tunedcomm.db.once import warn_once
 from tunedcomm.db.select import Snapshot
 from tunedcomm.db.sight import Sight, differences, sight
-from tunedcomm.errors import AgreementError, GroupError, NotInitializedError, WorkspaceError
+from tunedcomm.errors import AgreementError, GroupError, NotInitializedError
+from tunedcomm.exchange import agree, exchange, make_memory_everywhere, on_every_rank
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
+from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch, within
+from tunedcomm.lane_order import SHARE_OF_EAGER, LaneOrder
 from tunedcomm.nan_watch import NanWatch
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
@@ -42,10 +44,6 @@ __all__ = [
     "on_release",
     "release_communicators",
 ]
-
-logger = logging.getLogger("tunedcomm")
-
-T = TypeVar("T")
 
 
 def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -82,7 +80,7 @@ class Communicator:
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.settings = self._agree("settings", lambda: AgreedSettings.read(device.type), AgreedSettings.fields)
+        self.settings = agree(group, "settings", lambda: AgreedSettings.read(device.type), AgreedSettings.fields)
         self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
         self.environment = self._agree_on_hardware()
         self.limits = self._make_memory(limits_for(self.environment, self.world_size, layout=self.layout))
@@ -91,6 +89,7 @@ class Communicator:
         self.plans: dict[Any, Any] = {}
         self.fast_calls: dict[Any, Any] = {}
         self.any_symmetric = False
+        self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
         self._watched = self.workspace or (self.node_groups.workspace if self.node_groups else None)
@@ -99,58 +98,13 @@ class Communicator:
 
     def exchange(self, value: object) -> list[Any]:
         """Every rank's `value`, by rank; collective."""
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
-
-    def _on_every_rank(self, what: str, make: Callable[[], T]) -> list[T]:
-        """`make()` of every rank, by rank.
-
-        Raises:
-            Exception: what the caller's own `make` raised, once the other ranks know: they would wait for it.
-            AgreementError: another rank's `make` raised.
-        """
-        mine, failure = None, None
-        try:
-            mine = make()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failure = error
-        theirs = self.exchange((mine, failure and f"{type(failure).__name__}: {failure}"))
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                # A frame that holds its own exception is a cycle: it would keep the group alive to the very end of the
-                # interpreter, which gloo's threads then abort.
-                failure = None
-        for rank, (_, text) in enumerate(theirs):
-            if text:
-                raise AgreementError(f"rank {rank} of the group could not {what}: {text}")
-        return [value for value, _ in theirs]
-
-    def _agree(self, what: str, make: Callable[[], T], fields_of: Callable[[T], Mapping[str, Any]]) -> T:
-        """`make()`, whose fields must be equal on every rank; the error names the first that differs."""
-        made: list[T] = []
-
-        def make_fields() -> Mapping[str, Any]:
-            made.append(make())
-            return fields_of(made[0])
-
-        theirs = self._on_every_rank(f"find out its {what}", make_fields)
-        for rank, other in enumerate(theirs):
-            for name in sorted({*other, *theirs[0]}):
-                if other.get(name) != theirs[0].get(name):
-                    raise AgreementError(
-                        f"the ranks of the group differ in {what}: {name} is {theirs[0].get(name)!r} on rank 0 and "
-                        f"{other.get(name)!r} on rank {rank}; set the same TUNEDCOMM_* variables and install the same "
-                        "version on every rank"
-                    )
-        return made[0]
+        return exchange(self.group, value)
 
     def _agree_on_hardware(self) -> Environment:
         self.nodes = nodes_of(self.exchange(node_name(self.settings.node_of_rank)))
         index = self.device.index if self.device.type == "cuda" else None
-        return self._agree(
+        return agree(
+            self.group,
             "hardware",
             lambda: detect(index, nodes=len(set(self.nodes))),
             lambda found: dict(zip(HARD_FIELDS, found.hard_key, strict=True)),
@@ -164,27 +118,16 @@ class Communicator:
         self.workspace: Workspace | None = None
         self.node_groups: NodeGroups | None = None
         if limits.symmetric:
-            self.workspace = self._everywhere(lambda: Workspace(self.group, self.device, layout, timeout_ns=timeout_ns))
+            self.workspace = make_memory_everywhere(
+                self.group, lambda: Workspace(self.group, self.device, layout, timeout_ns=timeout_ns)
+            )
         if limits.ranks_per_node and limits.ranks_per_node == ranks_per_node(self.nodes):
-            self.node_groups = self._everywhere(
-                lambda: make_node_groups(self.group, self.nodes, self.device, layout, timeout_ns=timeout_ns)
+            self.node_groups = make_memory_everywhere(
+                self.group,
+                lambda: make_node_groups(self.group, self.nodes, self.device, layout, timeout_ns=timeout_ns),
             )
         spanned = limits.ranks_per_node if self.node_groups else 0
         return replace(limits, symmetric=self.workspace is not None, ranks_per_node=spanned)
-
-    def _everywhere(self, make: Callable[[], T]) -> T | None:
-        """Symmetric memory, or None on every rank if any rank could not have it."""
-        failure: str | None = None
-        made: T | None = None
-        try:
-            made = make()
-        except WorkspaceError as error:
-            failure = str(error)
-        failures = [f"rank {rank}: {text}" for rank, text in enumerate(self.exchange(failure)) if text]
-        if failures:
-            logger.warning("no symmetric memory, every call goes to the library: %s", "; ".join(failures))
-            return None
-        return made
 
     def _agree_on_snapshot(self) -> Snapshot:
         """Rank 0's merged layers on every rank."""
@@ -195,7 +138,7 @@ class Communicator:
             snapshot = load_snapshot(self.environment, self.world_size, borrow=self.settings.borrow)
             return snapshot.to_json(), snapshot.digest, sight()
 
-        theirs = self._on_every_rank("load the tuning databases", load)
+        theirs = on_every_rank(self.group, "load the tuning databases", load)
         text, digest, _ = theirs[0]
         if self.rank == 0 and (found := differences([seen for _, _, seen in theirs])):
             warn_once(
@@ -208,7 +151,7 @@ class Communicator:
         return snapshot
 
     def _agree_on_digest(self, make: Callable[[], Snapshot]) -> Snapshot:
-        return self._agree("snapshot", make, lambda snapshot: {"digest": snapshot.digest})
+        return agree(self.group, "snapshot", make, lambda snapshot: {"digest": snapshot.digest})
 
     def replace_snapshot(self, snapshot: Snapshot) -> None:
         """Dispatch from another snapshot, the same on every rank; plans are made anew.
@@ -222,6 +165,11 @@ class Communicator:
     def forget_plans(self) -> None:
         """Choose anew from the next calls on."""
         self.plans.clear()
+        self.forget_calls()
+
+    def forget_eager_plans(self) -> None:
+        """Keep those for captures, for within one nothing can be bound."""
+        self.plans = {key: plan for key, plan in self.plans.items() if key[-1]}
         self.forget_calls()
 
     def forget_calls(self) -> None:
@@ -239,7 +187,11 @@ class Communicator:
         """
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
-        launch = variant.bind(problem, config, self.workspace or NoWorkspace(self.group, self.device, self.node_groups))
+        workspace = self.workspace or NoWorkspace(self.group, self.device, self.node_groups)
+        with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
+            launch = variant.bind(problem, config, workspace)
+        if residency.share > SHARE_OF_EAGER and problem.mode == "graph":
+            return self._lane_order.captured(launch)
         if self.device.type != "cpu" or variant.is_library:
             return launch
 
@@ -252,6 +204,8 @@ class Communicator:
 
     def guarded(self, problem: Problem, launch: Callable[..., None]) -> Callable[..., None]:
         """`launch` as dispatch may call it: behind a look at its inputs where TUNEDCOMM_NAN_CHECK asks for one."""
+        if self._lane_order.taken and problem.mode == "eager":
+            launch = self._lane_order.eager(launch)
         return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
 
     def _then_look(self, launch: Callable[..., None]) -> Callable[..., None]:

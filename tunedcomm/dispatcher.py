@@ -57,6 +57,9 @@ MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", 
 _forced: dict[str, tuple[str, dict[str, Value] | None]] = {}
 
 
+_FEW_CONFIGS = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A problem bound to a candidate and ready to launch.
@@ -195,8 +198,9 @@ def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str 
         if variant.is_library or not variant.bounded or not admits(policy, variant.numerics):
             continue
         reason = variant.infeasible(problem, variant.default(problem, limits), limits)
-        if reason is None or any(
-            variant.infeasible(problem, config, limits) is None for config in variant.space.enumerate()
+        if reason is None or (
+            variant.space.size <= _FEW_CONFIGS  # of more, defaults have looked at the nearest ones
+            and any(variant.infeasible(problem, config, limits) is None for config in variant.space.enumerate())
         ):
             return None
         reasons.setdefault(reason, []).append(variant.name)

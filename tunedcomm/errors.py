@@ -15,6 +15,8 @@ The hierarchy::
     ├── PeerTimeoutError (TimeoutError)         a peer did not arrive in time; the group is unusable from here on
     ├── WorkspaceError (RuntimeError)           symmetric memory could not be allocated or mapped
     ├── TuningError (RuntimeError)              a sweep could not be started or carried on
+    ├── MissingPackageError (ImportError)       an optional package is not installed; the text names the extra
+    ├── UnsupportedVersionError (RuntimeError)  what was asked for is not known to work with the installed torch
     └── DatabaseError (RuntimeError)
         ├── DatabaseAccessError                 missing, a directory, unreadable or read-only
         ├── DatabaseCorruptError                not a SQLite database, or damaged
@@ -40,6 +42,7 @@ __all__ = [
     "DatabaseVersionError",
     "GroupError",
     "InfeasibleError",
+    "MissingPackageError",
     "NanInputError",
     "NotInitializedError",
     "PeerTimeoutError",
@@ -48,6 +51,7 @@ __all__ = [
     "TuningError",
     "UnknownNameError",
     "UnsupportedInputError",
+    "UnsupportedVersionError",
     "WorkspaceError",
 ]
 
@@ -57,76 +61,156 @@ class TunedCommError(Exception):
 
 
 class NotInitializedError(TunedCommError, RuntimeError):
-    """`torch.distributed` has no default process group yet."""
+    """`torch.distributed` has no default process group yet.
+
+    Call `torch.distributed.init_process_group` before the first call, and start the program with `torchrun`.
+    """
 
 
 class GroupError(TunedCommError, ValueError):
-    """The process group cannot serve the call: not a member, or its backend does not fit the tensor."""
+    """The process group cannot serve the call: not a member, or its backend does not fit the tensor.
+
+    Call only on ranks that belong to the group; tensors on GPUs need a group with NCCL, tensors on CPUs one with gloo.
+    """
 
 
 class UnsupportedInputError(TunedCommError, ValueError):
-    """A tensor or an option that the op does not take."""
+    """A tensor or an option that the op does not take.
+
+    The message names the value and what is allowed; docs/ops.md lists what each op takes.
+    """
 
 
 class ConfigError(TunedCommError, ValueError):
-    """A config that is not a point of its variant's space."""
+    """A config that is not a point of its variant's space.
+
+    Take the config from `tunedcomm db show`, or leave it out for the variant's default; the message lists the axes and
+    their values.
+    """
 
 
 class SettingError(TunedCommError, ValueError):
-    """An environment variable of tunedcomm holds a value that it does not take."""
+    """An environment variable of tunedcomm holds a value that it does not take.
+
+    Set it to what the message allows or unset it; docs/environment.md has all of them.
+    """
 
 
 class UnknownNameError(TunedCommError, ValueError):
-    """A name that nothing is registered or stored under."""
+    """A name that nothing is registered or stored under.
+
+    The message lists the nearest names: of ops and variants as docs/ops.md has them, of environments and problems as
+    `tunedcomm db list` prints them.
+    """
 
 
 class InfeasibleError(TunedCommError, RuntimeError):
-    """A candidate that was asked for by name cannot run this problem on this machine."""
+    """A candidate that was asked for by name cannot run this problem on this machine.
+
+    The message gives the reason. Ask for another variant, or take away what forces this one: `tunedcomm.force`, a pin
+    (`tunedcomm db unpin`) or `TUNEDCOMM_FORCE_<OP>`.
+    """
 
 
 class AgreementError(TunedCommError, RuntimeError):
-    """The ranks of a group do not hold the same snapshot or settings."""
+    """The ranks of a group do not hold the same snapshot or settings.
+
+    Give every rank the same databases, environment variables and version of tunedcomm; the message says which ranks
+    differ in what. `tunedcomm.check_agreement()` asks for it at any time.
+    """
 
 
 class NanInputError(TunedCommError, ValueError):
-    """An input holds NaN, and `TUNEDCOMM_NAN_CHECK` is on."""
+    """An input holds NaN, and `TUNEDCOMM_NAN_CHECK` is on.
+
+    Look for the NaN where the tensor was made, on the rank that the message names; without the check it would have
+    reached every rank.
+    """
 
 
 class PeerTimeoutError(TunedCommError, TimeoutError):
-    """A peer did not arrive within `TUNEDCOMM_PEER_TIMEOUT_S`; the group refuses further calls."""
+    """A peer did not arrive within `TUNEDCOMM_PEER_TIMEOUT_S`; the group refuses further calls.
+
+    Look at the ranks that the message names as missing: they have died, raised an error, or made other calls in another
+    order. Then start again. Where ranks are apart for longer than that by design, set the variable higher.
+    """
 
 
 class WorkspaceError(TunedCommError, RuntimeError):
-    """Symmetric memory could not be allocated, mapped or exchanged."""
+    """Symmetric memory could not be allocated, mapped or exchanged.
+
+    `tunedcomm doctor` says what the machine lacks: free GPU memory, peer access, or room in `/dev/shm`. A smaller
+    `TUNEDCOMM_WORKSPACE_MIB` needs less.
+    """
 
 
 class TuningError(TunedCommError, RuntimeError):
-    """A sweep could not be started or carried on."""
+    """A sweep could not be started or carried on.
+
+    The message says what ended it. What was measured is stored: the same command goes on from there.
+    """
+
+
+class MissingPackageError(TunedCommError, ImportError):
+    """An optional package that the command needs is not installed.
+
+    Install the extra that the message names, such as `pip install 'tunedcomm[report]'`.
+    """
+
+
+class UnsupportedVersionError(TunedCommError, RuntimeError):
+    """What was asked for rests on parts of torch that the installed version does not have as they are known.
+
+    Install one of the versions that the message names, or do without: calls of the library's own functions need none.
+    """
 
 
 class DatabaseError(TunedCommError, RuntimeError):
-    """Base of everything that can be wrong with a tuning database."""
+    """Base of everything that can be wrong with a tuning database.
+
+    `tunedcomm db check --db FILE` says what is wrong. A call of an op never raises one of these: a database that cannot
+    be read is left out with a warning, and the library serves.
+    """
 
 
 class DatabaseAccessError(DatabaseError):
-    """The database path is missing, a directory, unreadable or not writable."""
+    """The database path is missing, a directory, unreadable or not writable.
+
+    Check the path and its permissions, or name another one with `--db` or `TUNEDCOMM_DB`.
+    """
 
 
 class DatabaseCorruptError(DatabaseError):
-    """The file is not a SQLite database or is damaged."""
+    """The file is not a SQLite database or is damaged.
+
+    Restore it from a copy, or move it away: `tunedcomm db check` lists what can still be read, and
+    `tunedcomm db export` saves it.
+    """
 
 
 class DatabaseVersionError(DatabaseError):
-    """The schema is newer than this tunedcomm, or older and not yet upgraded."""
+    """The schema is newer than this tunedcomm, or older and not yet upgraded.
+
+    Run `tunedcomm db upgrade` for an older one, update tunedcomm for a newer one.
+    """
 
 
 class DatabaseBusyError(DatabaseError):
-    """Another process held the database's write lock for longer than the busy timeout."""
+    """Another process held the database's write lock for longer than the busy timeout.
+
+    Wait for it and try again. For many writers at once use PostgreSQL, or a file a host and `tunedcomm db merge`.
+    """
 
 
 class DatabaseAwayError(DatabaseError):
-    """The database server does not answer, restarts or takes no more connections: it may come back."""
+    """The database server does not answer, restarts or takes no more connections: it may come back.
+
+    `tunedcomm tune` waits for `TUNEDCOMM_DB_PATIENCE_S`. Check that the server runs and takes enough connections.
+    """
 
 
 class DatabaseFullError(DatabaseError):
-    """There is no space left where the database lies; what was recorded before is whole."""
+    """There is no space left where the database lies; what was recorded before is whole.
+
+    Make room, or move the database with `TUNEDCOMM_DB`; then run the same command again.
+    """

@@ -160,7 +160,8 @@ SETTINGS: tuple[Setting, ...] = (
         default="64",
         allowed="a whole number of MiB from 1 to 65536",
         meaning="Largest message that two-shot staging holds. A group's symmetric memory grows with it; larger "
-        "messages run through variants that need no staging. All ranks of a group must agree on it.",
+        "messages run through variants that need no staging. Fused GEMMs may take up to 16 times as much for their "
+        "matrices, when they first need it. All ranks of a group must agree on it.",
     ),
 )
 

@@ -17,6 +17,7 @@ __all__ = [
     "check_differentiable",
     "check_dtype",
     "check_extra",
+    "check_fits",
     "check_input",
     "check_out",
     "check_reduction",
@@ -121,23 +122,33 @@ def check_out(
     *,
     may_be_input: bool,
     name: str = "out",
+    input_name: str = "x",
 ) -> None:
     """Refuse an `out` that cannot hold a result of that shape and dtype, or shares memory with `x`."""
-    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
-        what = f"a tensor of layout {out.layout}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
-        example = "torch.empty_like(x)" if tuple(shape) == tuple(x.shape) else f"torch.empty({tuple(shape)}, …)"
-        raise UnsupportedInputError(f"{name} is {what}; it must be a dense tensor, e.g. {example}")
-    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != x.device:
-        must = "it must match x" if tuple(shape) == tuple(x.shape) else "the result has"
-        raise UnsupportedInputError(
-            f"{name} has shape {tuple(out.shape)}, {out.dtype}, {out.device}; {must}: {tuple(shape)}, {dtype}, "
-            f"{x.device}"
-        )
+    check_fits(x, out, shape, dtype, name=name, input_name=input_name)
     if out.numel() == 0:
         return
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
-    check_apart(x, out, may_be_other=may_be_input, name=name, other_name="x")
+    check_apart(x, out, may_be_other=may_be_input, name=name, other_name=input_name)
+
+
+def check_fits(
+    x: torch.Tensor, out: Any, shape: Sequence[int], dtype: torch.dtype, *, name: str = "out", input_name: str = "x"
+) -> None:
+    """Refuse an `out` that is no dense tensor of that shape and dtype on `x`'s device; asks nothing of its memory."""
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+        what = f"a tensor of layout {out.layout}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
+        example = (
+            f"torch.empty_like({input_name})" if tuple(shape) == tuple(x.shape) else f"torch.empty({tuple(shape)}, …)"
+        )
+        raise UnsupportedInputError(f"{name} is {what}; it must be a dense tensor, e.g. {example}")
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != x.device:
+        must = f"it must match {input_name}" if tuple(shape) == tuple(x.shape) else "the result has"
+        raise UnsupportedInputError(
+            f"{name} has shape {tuple(out.shape)}, {out.dtype}, {out.device}; {must}: {tuple(shape)}, {dtype}, "
+            f"{x.device}"
+        )
 
 
 def check_apart(other: torch.Tensor, out: torch.Tensor, *, may_be_other: bool, name: str, other_name: str) -> None:

@@ -120,6 +120,9 @@ def _unless_symmetric(communicator: Communicator, call: FastCall) -> FastCall:
 
 # The three makers differ in a line or two each, yet a call shared by them would cost what they are there to save. Each
 # holds all that it needs in variables of its own, which are the quickest to get at.
+#
+# Where nothing is allocated, which device is current need not be asked: a kernel of one device's context goes to a
+# stream of its own whatever is current, and the driver refuses to launch it on the default stream of another.
 
 
 def _into_new(
@@ -183,7 +186,7 @@ def _into_given(
         ):
             return None
         stream = stream_of(device_index)
-        if (stream != 0 and captures()) is not capturing or device_now() != device_index:
+        if (stream != 0 and captures()) is not capturing:
             return None
         address, target = x.data_ptr(), out.data_ptr()
         if (address | target) & MISALIGNED or before < target - address < behind:
@@ -192,7 +195,12 @@ def _into_given(
             communicator.check_peers()
         if stream != last_streams[capturing]:
             communicator.order_streams(capturing, stream)
-        by_address(stream, address, target)
+        try:
+            by_address(stream, address, target)
+        except RuntimeError:
+            if device_now() == device_index:
+                raise
+            return None
         return out  # type: ignore[no-any-return]
 
     return call
@@ -220,7 +228,7 @@ def _into_input(
         ):
             return None
         stream = stream_of(device_index)
-        if (stream != 0 and captures()) is not capturing or device_now() != device_index:
+        if (stream != 0 and captures()) is not capturing:
             return None
         address = x.data_ptr()
         if address & MISALIGNED:
@@ -229,7 +237,12 @@ def _into_input(
             communicator.check_peers()
         if stream != last_streams[capturing]:
             communicator.order_streams(capturing, stream)
-        by_address(stream, address, address)
+        try:
+            by_address(stream, address, address)
+        except RuntimeError:
+            if device_now() == device_index:
+                raise
+            return None
         return out  # type: ignore[no-any-return]
 
     return call

@@ -11,6 +11,7 @@ with by copies that the other ranks do not see.
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from tunedcomm.communicator import Communicator, on_forget, on_release
 from tunedcomm.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels._launch import ManyLaunch
-from tunedcomm.ops import _many_fast
+from tunedcomm.ops import _many_fast, _operators
 from tunedcomm.ops._checks import check_apart, check_differentiable, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
 from tunedcomm.ops._many_fast import ManyAsked, ManyFastCall, Result
@@ -36,7 +37,7 @@ _MAX_GUARDS = 8
 Tensors: TypeAlias = tuple[Any, ...]
 
 
-class ManyForm:
+class ManyForm(ABC):
     """What is special about one op. Every method is given the op's options as the one value `option`.
 
     Attributes:
@@ -44,40 +45,73 @@ class ManyForm:
         inputs: names of the arguments that are inputs, in the order of launches; the first is never None.
         outputs: names of the arguments that are outputs.
         aliases: output to the input whose place it may take.
+        optional: inputs that may be None.
+        arguments: the options as the operator's schema has them: none for None, several for its items.
+        has_operator: calls can be traced and differentiated, through `torch.ops.tunedcomm`.
     """
 
     op: str
+    optional: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    has_operator = True
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     aliases: dict[str, str]
 
+    @property
+    def may_be_input(self) -> bool:
+        """True if the one output may take the first input's place."""
+        return self.aliases == {self.outputs[0]: self.inputs[0]} and len(self.outputs) == 1
+
+    @abstractmethod
     def check(self, inputs: Tensors, option: Any, world_size: int) -> None:
         """Refuse what no variant takes; every input is a dense tensor on one device, or None.
 
         Raises:
             UnsupportedInputError: says what to do.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def problem(self, inputs: Tensors, option: Any, world_size: int) -> Problem:
         """The problem of a call that was checked: eager."""
-        raise NotImplementedError
 
-    def results(self, inputs: Tensors, option: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    @abstractmethod
+    def results(self, inputs: Tensors, option: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every output."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scalars(self, option: Any) -> tuple[float, ...]:
         """What launches of tensors take after the inputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def words(self, option: Any) -> tuple[int, ...]:
         """The same for launches by addresses, behind the outputs."""
-        raise NotImplementedError
 
+    def refusal(self, inputs: Tensors, option: Any) -> str:
+        """The call in words, where it has no gradient; "" where it has one."""
+        del inputs, option
+        return ""
+
+    @abstractmethod
     def alone(self, inputs: Tensors, option: Any) -> tuple[torch.Tensor, ...]:
         """The results in a group of one."""
-        raise NotImplementedError
+
+    def key(self, tensors: Tensors) -> Hashable:
+        """What tells calls apart, besides the first input's dtype and the options; the first input is a tensor."""
+        return tuple(tensors[0].shape)
+
+    def is_idle(self, inputs: Tensors, results: Tensors, option: Any) -> bool:
+        """True if the results, filled in now, ask nothing of the peers; every rank must come to the same answer."""
+        del results, option
+        return bool(inputs[0].numel() == 0)
+
+    def operands(self, inputs: Tensors) -> Tensors:
+        """The inputs in the shapes that launches take: views, or copies where there is no such view."""
+        return inputs
+
+    def written(self, output: torch.Tensor) -> torch.Tensor:
+        """A contiguous output as a view of the shape that launches write."""
+        return output
 
 
 class ManyPath:
@@ -91,6 +125,8 @@ class ManyPath:
         self.form = form
         self.last: dict[dist.ProcessGroup | None, ManyFastCall] = {}
         self._communicators: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
+        if form.has_operator:
+            _operators.paths[form.op] = self
         on_release(self._communicators.clear)
         on_release(self.last.clear)
         on_forget(self.last.clear)
@@ -111,6 +147,47 @@ class ManyPath:
             group: the process group, None only where there is no default group.
             numerics, max_sms: as the caller gave them.
         """
+        if isinstance(group, dist.ProcessGroup) and _operators.goes_by_operator(tensors):
+            if not self.form.has_operator:
+                check_differentiable(self.form.op, tensors)
+                raise UnsupportedInputError(f"{self.form.op} cannot be traced yet; call it outside of what is compiled")
+            return self.operate(tensors, option, group, numerics, max_sms)
+        return self.serve(tensors, option, group, numerics, max_sms)
+
+    def operate(
+        self,
+        tensors: Tensors,
+        option: Any,
+        group: dist.ProcessGroup | None,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Serve a call by the operator: what is recorded or traced. Traced by Dynamo itself."""
+        form = self.form
+        inputs, outputs = tensors[: len(form.inputs)], tensors[len(form.inputs) :]
+        group_size, group_name = _operators.group_arguments(group)
+        settings = (*(option or ()), group_size, group_name, numerics, max_sms)
+        if all(output is None for output in outputs):
+            made = _operators.call(form.op, inputs, settings, form.refusal(inputs, option))
+            return made if isinstance(made, tuple) else (made,)
+        given = {
+            name: inputs[0].new_empty(shape, dtype=dtype) if output is None else output
+            for name, output, (shape, dtype) in zip(
+                form.outputs, outputs, form.results(inputs, option, group_size), strict=True
+            )
+        }
+        _operators.call_into(form.op, inputs, given, settings, in_place=form.may_be_input and outputs[0] is inputs[0])
+        return tuple(given.values())
+
+    def serve(
+        self,
+        tensors: Tensors,
+        option: Hashable,
+        group: dist.ProcessGroup | None,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """`call` for plain tensors, at once."""
         x = tensors[0]
         if not isinstance(x, torch.Tensor):
             raise UnsupportedInputError(f"{self.form.op} wants a torch.Tensor, got {type(x).__name__}")
@@ -122,7 +199,7 @@ class ManyPath:
         present = tuple(tensor is not None for tensor in tensors)
         asked = ManyAsked(option, present, aliases, numerics, max_sms, is_capturing())
         try:
-            key = (self.form.op, tuple(x.shape), x.dtype, asked)
+            key = (self.form.op, self.form.key(tensors), x.dtype, asked)
             fast, count = communicator.fast_calls.get(key, (None, 0))
         except TypeError:  # an option that cannot even be a key: the slow way says so
             return self._slow(communicator, tensors, asked)[0]
@@ -171,9 +248,9 @@ class ManyPath:
             torch.empty(shape, dtype=dtype, device=x.device) if given is None else given
             for given, (shape, dtype) in zip(outputs, wanted, strict=True)
         )
-        if x.numel() == 0:
-            return results, None
         inputs = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
+        if self.form.is_idle(inputs, tuple(result.detach() for result in results), asked.option):
+            return results, None
         if communicator.world_size == 1:
             for result, value in zip(results, self.form.alone(inputs, asked.option), strict=True):
                 result.detach().copy_(value)
@@ -189,15 +266,17 @@ class ManyPath:
         stream = raw_stream(communicator.device_index) if inputs[0].is_cuda else 0
         communicator.order_streams(asked.capturing, stream)
         given = [tensor for tensor in inputs if tensor is not None]
-        sources = [t if is_usable(t) else t.clone(memory_format=torch.contiguous_format) for t in given]
+        taken = [tensor for tensor in self.form.operands(inputs) if tensor is not None]
+        sources = [t if is_usable(t) else t.clone(memory_format=torch.contiguous_format) for t in taken]
         targets = [result.detach() for result in results]
         sinks = [t if is_usable(t) else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in targets]
-        plan.launch((*sources, *self.form.scalars(asked.option)), tuple(sinks), stream)
+        written = tuple(self.form.written(sink) for sink in sinks)
+        plan.launch((*sources, *self.form.scalars(asked.option)), written, stream)
         for sink, target in zip(sinks, targets, strict=True):
             if sink is not target:
                 target.copy_(sink)
-        direct = all(map(operator.is_, (*sources, *sinks), (*given, *targets)))
-        return plan if direct else None
+        same = all(source.data_ptr() == tensor.data_ptr() for source, tensor in zip(sources, given, strict=True))
+        return plan if same and all(map(operator.is_, sinks, targets)) else None
 
     def _check(
         self, inputs: Tensors, outputs: Tensors, asked: ManyAsked, world_size: int
@@ -209,17 +288,19 @@ class ManyPath:
                 check_input(form.op, tensor, name)
                 if tensor.device != x.device:
                     raise UnsupportedInputError(
-                        f"{name} of {form.op} is on {tensor.device}, x on {x.device}; move one to the other's device"
+                        f"{name} of {form.op} is on {tensor.device}, {form.inputs[0]} on {x.device}; move one to the "
+                        "other's device"
                     )
         check_policy(asked.numerics)
         check_max_sms(asked.max_sms)
         form.check(inputs, asked.option, world_size)
-        wanted = form.results(inputs, asked.option)
+        wanted = form.results(inputs, asked.option, world_size)
         for number, (name, output) in enumerate(zip(form.outputs, outputs, strict=True)):
             if output is None:
                 continue
             shape, dtype = wanted[number]
-            check_out(x, output, shape, dtype, may_be_input=form.aliases.get(name) == form.inputs[0], name=name)
+            may_be_input = form.aliases.get(name) == form.inputs[0]
+            check_out(x, output, shape, dtype, may_be_input=may_be_input, name=name, input_name=form.inputs[0])
             others = [
                 *zip(form.inputs[1:], inputs[1:], strict=True),
                 *zip(form.outputs[:number], outputs[:number], strict=True),

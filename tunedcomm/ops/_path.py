@@ -9,6 +9,7 @@ copies that the other ranks do not see.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from tunedcomm.communicator import Communicator, get_communicator, on_forget, on
 from tunedcomm.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels._launch import AddressLaunch
-from tunedcomm.ops import _fast
+from tunedcomm.ops import _fast, _operators
 from tunedcomm.ops._checks import check_differentiable, check_input, check_out
 from tunedcomm.ops._fast import (
     MISALIGNED,
@@ -34,7 +35,7 @@ from tunedcomm.ops._fast import (
 )
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
-__all__ = ["CallPath", "Form", "communicator_for", "is_usable", "stride_of", "world"]
+__all__ = ["CallPath", "Form", "communicator_for", "is_usable", "paths", "stride_of", "world"]
 
 # Guards made for one key: callers that alternate (with inference mode and without, say) must not pay for one each time.
 _MAX_GUARDS = 8
@@ -53,32 +54,42 @@ world: Any = getattr(dist.distributed_c10d, "_world", None)
 world = world if hasattr(world, "_default_pg") else _PublicWorld()
 
 
-class Form:
+class Form(ABC):
     """What is special about one op. Every method is given the op's options as the one value `option`.
 
     Attributes:
         op: the op's name.
         may_be_input: the result may overwrite the input.
+        arguments: the options as the operator's schema has them: none for None, one for `option`, several for its
+            items.
+        reduces: the operator takes `numerics`.
     """
 
     op: str
     may_be_input = False
+    arguments: tuple[str, ...] = ()
+    reduces = False
 
+    @abstractmethod
     def check(self, x: torch.Tensor, option: Any, world_size: int) -> None:
         """Refuse what no variant takes.
 
         Raises:
             UnsupportedInputError: says what to do.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def problem(self, x: torch.Tensor, option: Any, world_size: int) -> Problem:
         """The problem of a call that was checked: eager, on a plain input, out of place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result_shape(self, x: torch.Tensor, option: Any, world_size: int) -> tuple[int, ...]:
         """Shape of the result as the caller gets it."""
-        raise NotImplementedError
+
+    def refusal(self, x: torch.Tensor, option: Any) -> str:
+        """The call in words, where it has no gradient; "" where it has one."""
+        del x, option
+        return ""
 
     def is_direct(self, x: torch.Tensor, option: Any) -> bool:
         """True if kernels read `x` and write the result just as the caller has them, strides aside."""
@@ -86,14 +97,14 @@ class Form:
 
     def enter(self, x: torch.Tensor, option: Any, world_size: int) -> torch.Tensor:
         """A contiguous tensor that kernels take for `x`, where the call is not direct."""
-        raise NotImplementedError
+        return x
 
     def leave(self, written: torch.Tensor, x: torch.Tensor, option: Any, world_size: int) -> torch.Tensor:
         """What the kernels wrote, one element after another, as a view of the result's shape; not direct calls only.
 
         Dimensions of the result may be split: (2, 3) may be left where the shape has 6.
         """
-        raise NotImplementedError
+        return written
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
@@ -127,6 +138,10 @@ def stride_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+# Op to its path, for those who ask what a call would run without making it.
+paths: dict[str, CallPath] = {}
+
+
 class CallPath:
     """All ways of one op.
 
@@ -136,8 +151,10 @@ class CallPath:
 
     def __init__(self, form: Form) -> None:
         self.form = form
+        paths[form.op] = self
         self.last: dict[dist.ProcessGroup | None, FastCall] = {}
         self._communicators: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
+        _operators.paths[form.op] = self
         on_release(self._communicators.clear)
         on_release(self.last.clear)
         on_forget(self.last.clear)
@@ -159,12 +176,47 @@ class CallPath:
             group: the process group, None only where there is no default group.
             numerics, max_sms: as the caller gave them.
         """
+        if isinstance(group, dist.ProcessGroup) and _operators.goes_by_operator((x,)):
+            return self.operate(x, option, out, group, numerics, max_sms)
+        return self.serve(x, option, out, group, numerics, max_sms)
+
+    def operate(
+        self,
+        x: torch.Tensor,
+        option: Any,
+        out: torch.Tensor | None,
+        group: dist.ProcessGroup | None,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> torch.Tensor:
+        """Serve a call by the operator: what is recorded or traced. Traced by Dynamo itself."""
+        form = self.form
+        options = option if len(form.arguments) > 1 else (option,) if form.arguments else ()
+        policy = (numerics,) if form.reduces else ()
+        settings = (*options, *_operators.group_arguments(group), *policy, max_sms)
+        if out is None:
+            result: torch.Tensor = _operators.call(form.op, (x,), settings, form.refusal(x, option))
+            return result
+        in_place = form.may_be_input and out is x
+        _operators.call_into(form.op, (x,), {"out": out}, settings, in_place=in_place)
+        return out
+
+    def serve(
+        self,
+        x: torch.Tensor,
+        option: Hashable,
+        out: torch.Tensor | None,
+        group: dist.ProcessGroup | None,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> torch.Tensor:
+        """`call` for plain tensors, at once."""
         try:
             communicator = self._communicators.get((group, x.device))
         except AttributeError:
             raise UnsupportedInputError(f"{self.form.op} wants a torch.Tensor, got {type(x).__name__}") from None
         if communicator is None:
-            communicator = self.communicator(x, group)
+            communicator = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
         asked = Asked(option, target_kind(x, out), numerics, max_sms, is_capturing())
         try:
             hash(asked)
@@ -173,17 +225,18 @@ class CallPath:
         result = self._known_call(communicator, x, out, asked, group)
         return self._slow(communicator, x, out, asked) if result is None else result
 
-    def communicator(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
-        """The communicator that serves `x` on `group`; its first call makes it.
+    def planned(self, x: torch.Tensor, option: Hashable, group: dist.ProcessGroup, *, in_place: bool) -> Plan:
+        """The plan of a call with this input, by the default policy; made and bound now, but not launched.
 
         Raises:
-            UnsupportedInputError: `x` is on another device than the group's tensors.
+            UnsupportedInputError: the call would be refused.
+            InfeasibleError: as for the call.
         """
-        known = self._communicators.get((group, x.device))
-        if known is not None:
-            return known
-        communicator = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
-        return communicator
+        communicator, x = communicator_for(self.form.op, x, group), x.detach()
+        asked = Asked(option, "input" if in_place else "new", "default", None, is_capturing())
+        self._check(x, None, asked, communicator.world_size)
+        symmetric = communicator.is_symmetric(x) and self.form.is_direct(x, option)
+        return self._plan(communicator, x, asked, in_place=in_place, symmetric=symmetric)
 
     def _known_call(
         self,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops._checks import FLOATS, INTEGERS, normal_dim
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import CallPath, Form, world
 from tunedcomm.spec import Problem
 
@@ -31,6 +32,7 @@ class _AllGather(Form):
     """The option is the dimension. Kernels gather along the first one; along others their result is permuted."""
 
     op = "all_gather"
+    arguments = ("int dim",)
 
     def check(self, x: torch.Tensor, option: Any, world_size: int) -> None:
         del world_size
@@ -44,6 +46,11 @@ class _AllGather(Form):
         dtype = _NAMED.get(x.dtype) or _BY_SIZE[min(size, _WIDEST)]
         numel = x.numel() * max(size // _WIDEST, 1)
         return Problem(self.op, (numel,), dtype, world_size, reduction="", mode="eager")
+
+    def refusal(self, x: torch.Tensor, option: Any) -> str:
+        del option
+        # The gradient is a reduce_scatter: of the parts where numbers are complex, and of none in 8 bits.
+        return "" if x.is_complex() or x.dtype in FLOATS else f"{self.op} of {x.dtype}"
 
     def result_shape(self, x: torch.Tensor, option: Any, world_size: int) -> tuple[int, ...]:
         if x.dim() == 0:
@@ -101,6 +108,8 @@ def all_gather(
     Moves bytes: every bit arrives as it was, NaN payloads and the sign of zeros included. Can be captured in CUDA
     graphs; enqueues on the current stream; never synchronises the host.
     """
+    if is_dynamo_compiling():
+        return _path.operate(x, dim, out, group, "default", max_sms)
     if group is None:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
     fast = _last.get(group)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.ops._checks import FLOATS, INTEGERS, check_dtype, check_reduction
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import CallPath, Form, world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -15,12 +16,15 @@ __all__ = ["all_reduce", "all_reduce_", "run_problem"]
 
 _DTYPES = {**FLOATS, **INTEGERS}
 _REDUCTIONS = ("sum", "avg", "max", "min")
+_LINEAR = ("sum", "avg")
 
 
 class _AllReduce(Form):
     """The option is the reduction; a result has the input's shape and may take its place."""
 
     op = "all_reduce"
+    arguments = ("str op",)
+    reduces = True
     may_be_input = True
 
     def check(self, x: torch.Tensor, option: Any, world_size: int) -> None:
@@ -30,6 +34,10 @@ class _AllReduce(Form):
 
     def problem(self, x: torch.Tensor, option: Any, world_size: int) -> Problem:
         return Problem(self.op, (x.numel(),), _DTYPES[x.dtype], world_size, reduction=option, mode="eager")
+
+    def refusal(self, x: torch.Tensor, option: Any) -> str:
+        del x
+        return "" if option in _LINEAR else f"{self.op} with op={option!r}"
 
     def result_shape(self, x: torch.Tensor, option: Any, world_size: int) -> tuple[int, ...]:
         del option, world_size
@@ -74,6 +82,8 @@ def all_reduce(
     Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
     synchronises the host.
     """
+    if is_dynamo_compiling():
+        return _path.operate(x, op, out, group, numerics, max_sms)
     if group is None:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
     fast = _last.get(group)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops._checks import FLOATS, check_dtype, check_extra
 from tunedcomm.ops._many import ManyForm, ManyPath, Tensors
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -38,8 +39,8 @@ class _AllReduceBias(ManyForm):
         x, columns = inputs[0], inputs[0].shape[-1]
         return Problem(self.op, (x.numel() // columns, columns), FLOATS[x.dtype], world_size, mode="eager")
 
-    def results(self, inputs: Tensors, option: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        del option
+    def results(self, inputs: Tensors, option: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        del option, world_size
         return [(tuple(inputs[0].shape), inputs[0].dtype)]
 
     def scalars(self, option: Any) -> tuple[float, ...]:
@@ -94,6 +95,8 @@ def all_reduce_bias(
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host. Rows that are no
     multiple of 16 bytes go to the library.
     """
+    if is_dynamo_compiling():
+        return _path.operate((x, bias, out), None, group, numerics, max_sms)[0]
     if group is None:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
     tensors = (x, bias, out)

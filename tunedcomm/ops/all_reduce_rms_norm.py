@@ -13,6 +13,7 @@ from tunedcomm.kernels.all_reduce_rms_norm._common import eps_bits
 from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
 from tunedcomm.ops._checks import FLOATS, check_dtype, check_extra
 from tunedcomm.ops._many import ManyForm, ManyPath, Tensors
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -26,6 +27,8 @@ class _AllReduceRmsNorm(ManyForm):
     inputs = ("x", "weight", "bias", "residual", "scale")
     outputs = ("out", "residual_out")
     aliases = {"residual_out": "residual"}  # noqa: RUF012 - never changed
+    optional = ("bias", "residual", "scale")
+    arguments = ("float eps", "ScalarType? out_dtype")
 
     def check(self, inputs: Tensors, option: Any, world_size: int) -> None:
         del world_size
@@ -62,9 +65,14 @@ class _AllReduceRmsNorm(ManyForm):
         shape = (x.numel() // hidden, hidden)
         return Problem(self.op, shape, FLOATS[x.dtype], world_size, layout=layout, scaling=scaling, mode="eager")
 
-    def results(self, inputs: Tensors, option: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, option: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        del world_size
         x, shape = inputs[0], tuple(inputs[0].shape)
         return [(shape, option[1] or x.dtype), (shape, x.dtype)]
+
+    def refusal(self, inputs: Tensors, option: Any) -> str:
+        del inputs
+        return f"{self.op} with out_dtype={option[1]}" if option[1] is not None else ""
 
     def scalars(self, option: Any) -> tuple[float, ...]:
         return (float(option[0]),)
@@ -131,10 +139,12 @@ def all_reduce_rms_norm(
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host. Rows that are no
     multiple of 16 bytes go to the library.
     """
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
     tensors = (x, weight, bias, residual, scale, out, residual_out)
     option = (eps, out_dtype)
+    if is_dynamo_compiling():
+        return _path.operate(tensors, option, group, numerics, max_sms)  # type: ignore[return-value]
+    if group is None:
+        group = world._default_pg  # looked up anew: groups may be destroyed and made again
     fast = _last.get(group)
     if fast is not None:
         results = fast(tensors, option, numerics, max_sms)

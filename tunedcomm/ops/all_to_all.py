@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops._checks import MOVED, check_dtype
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import CallPath, Form, world
 from tunedcomm.spec import Problem
 
@@ -73,6 +74,8 @@ def all_to_all(
     Every bit comes through as it was sent, NaN payloads and negative zeros included. Can be captured in CUDA graphs;
     enqueues on the current stream; never synchronises the host.
     """
+    if is_dynamo_compiling():
+        return _path.operate(x, None, out, group, "default", max_sms)
     if group is None:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
     fast = _last.get(group)

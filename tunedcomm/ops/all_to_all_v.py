@@ -16,19 +16,12 @@ from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_numel
 from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
-from tunedcomm.ops._path import CallPath, Form, is_usable, world
+from tunedcomm.ops._path import communicator_for, is_usable, world
 from tunedcomm.spec import Candidate, Mode, Problem
 
-__all__ = ["all_to_all_v", "run_problem"]
+__all__ = ["all_to_all_v", "planned", "run_problem"]
 
 _OP = "all_to_all_v"
-
-
-class _AllToAllV(Form):
-    op = _OP
-
-
-_path = CallPath(_AllToAllV())
 
 
 def _counts(name: str, counts: Any, world_size: int, max_count: int | None) -> list[int]:
@@ -120,6 +113,17 @@ def _serve(
         result.copy_(sink)
 
 
+def planned(x: torch.Tensor, max_count: int | None, group: dist.ProcessGroup) -> Plan:
+    """The plan of a call with such rows; made and bound now, but not launched.
+
+    Raises:
+        UnsupportedInputError: the call would be refused.
+    """
+    check_input(_OP, x)
+    check_dtype(_OP, x, MOVED)
+    return _plan(communicator_for(_OP, x, group), x, math.prod(x.shape[1:]), max_count, None)
+
+
 def all_to_all_v(
     x: torch.Tensor,
     send_counts: Sequence[int],
@@ -163,7 +167,7 @@ def all_to_all_v(
     check_max_sms(max_sms)
     if max_count is not None and (not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0):
         raise UnsupportedInputError(f"max_count={max_count!r} is no number of rows; pass an integer from 0 on, or None")
-    communicator = _path.communicator(x, world._default_pg if group is None else group)
+    communicator = communicator_for(_OP, x, world._default_pg if group is None else group)
     world_size = communicator.world_size
     counts = (
         _counts("send_counts", send_counts, world_size, max_count),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops._checks import FLOATS, INTEGERS, check_dtype, check_reduction, normal_dim
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import CallPath, Form, world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -16,12 +17,15 @@ __all__ = ["reduce_scatter", "run_problem"]
 
 _DTYPES = {**FLOATS, **INTEGERS}
 _REDUCTIONS = ("sum", "avg", "max", "min")
+_LINEAR = ("sum", "avg")
 
 
 class _ReduceScatter(Form):
     """The option is (reduction, dim); a result is one chunk of the input along that dimension."""
 
     op = "reduce_scatter"
+    arguments = ("str op", "int dim")
+    reduces = True
 
     def check(self, x: torch.Tensor, option: Any, world_size: int) -> None:
         reduction, _ = option
@@ -32,6 +36,10 @@ class _ReduceScatter(Form):
     def problem(self, x: torch.Tensor, option: Any, world_size: int) -> Problem:
         shape = (x.numel() // world_size,)
         return Problem(self.op, shape, _DTYPES[x.dtype], world_size, reduction=option[0], mode="eager")
+
+    def refusal(self, x: torch.Tensor, option: Any) -> str:
+        del x
+        return "" if option[0] in _LINEAR else f"{self.op} with op={option[0]!r}"
 
     def result_shape(self, x: torch.Tensor, option: Any, world_size: int) -> tuple[int, ...]:
         # Checked here too: a plan may be known for as many elements in another shape, which did divide.
@@ -105,6 +113,8 @@ def reduce_scatter(
     Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
     synchronises the host.
     """
+    if is_dynamo_compiling():
+        return _path.operate(x, (op, dim), out, group, numerics, max_sms)
     if group is None:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
     fast = _last.get(group)

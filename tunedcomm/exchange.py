@@ -1,0 +1,93 @@
+"""What the ranks of a group do together off the hot path: compare, or fail as one.
+
+Everything here is collective over the group and exchanges Python objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from tunedcomm.errors import AgreementError, WorkspaceError
+
+__all__ = ["agree", "exchange", "make_memory_everywhere", "on_every_rank"]
+
+logger = logging.getLogger("tunedcomm")
+
+T = TypeVar("T")
+
+
+def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
+    """Every rank's `value`, by rank."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def on_every_rank(group: dist.ProcessGroup, what: str, make: Callable[[], T]) -> list[T]:
+    """`make()` of every rank, by rank.
+
+    Raises:
+        Exception: what the caller's own `make` raised, once the other ranks know: they would wait for it.
+        AgreementError: another rank's `make` raised.
+    """
+    mine, failure = None, None
+    try:
+        mine = make()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    theirs = exchange(group, (mine, failure and f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            # A frame that holds its own exception is a cycle: it would keep the group alive to the very end of the
+            # interpreter, which gloo's threads then abort.
+            failure = None
+    for rank, (_, text) in enumerate(theirs):
+        if text:
+            raise AgreementError(f"rank {rank} of the group could not {what}: {text}")
+    return [value for value, _ in theirs]
+
+
+def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of: Callable[[T], Mapping[str, Any]]) -> T:
+    """`make()`, whose fields must be equal on every rank.
+
+    Raises:
+        Exception: what the caller's own `make` raised.
+        AgreementError: another rank's `make` raised, or a field differs; the text names the first that does.
+    """
+    made: list[T] = []
+
+    def make_fields() -> Mapping[str, Any]:
+        made.append(make())
+        return fields_of(made[0])
+
+    theirs = on_every_rank(group, f"find out its {what}", make_fields)
+    for rank, other in enumerate(theirs):
+        for name in sorted({*other, *theirs[0]}):
+            if other.get(name) != theirs[0].get(name):
+                raise AgreementError(
+                    f"the ranks of the group differ in {what}: {name} is {theirs[0].get(name)!r} on rank 0 and "
+                    f"{other.get(name)!r} on rank {rank}; set the same TUNEDCOMM_* variables and install the same "
+                    "version on every rank"
+                )
+    return made[0]
+
+
+def make_memory_everywhere(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
+    """Symmetric memory, or None on every rank if any rank could not have it; a warning says which and why."""
+    failure: str | None = None
+    made: T | None = None
+    try:
+        made = make()
+    except WorkspaceError as error:
+        failure = str(error)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(group, failure)) if text]
+    if failures:
+        logger.warning("no symmetric memory, every call goes to the library: %s", "; ".join(failures))
+        return None
+    return made

@@ -1,0 +1,131 @@
+"""One gathered A, several B: the widest through the fused op, the others by the library from what it gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.kernels._matmul import operands_of, product
+from tunedcomm.ops._checks import check_apart, check_differentiable, check_input, check_out
+from tunedcomm.ops._gemm import GemmForm
+from tunedcomm.ops._path import communicator_for
+from tunedcomm.ops.all_gather import all_gather
+from tunedcomm.spec import NumericsPolicy
+
+__all__ = ["Several"]
+
+# (tensors of a call that also wants the gathered A, out_dtype, group, numerics, max_sms) to (result, gathered A).
+Fused: TypeAlias = Callable[[tuple[Any, ...], Any, Any, NumericsPolicy, "int | None"], tuple[torch.Tensor, ...]]
+
+
+class Several:
+    """Calls of an op with a list of b.
+
+    Args:
+        form: of the op with one b.
+        fused: its call.
+    """
+
+    def __init__(self, form: GemmForm, fused: Fused) -> None:
+        self._form = form
+        self._fused = fused
+
+    def call(
+        self,
+        a: Any,
+        several: Sequence[Any],
+        rest: tuple[Any, Any, Any],
+        out_dtype: Any,
+        group: dist.ProcessGroup | None,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The products and the gathered A; everything is checked before a peer is asked for anything.
+
+        Args:
+            a: this rank's rows.
+            several: the b.
+            rest: scale_a, scale_b and out, as the caller gave them.
+            out_dtype, group, numerics, max_sms: as the caller gave them.
+        """
+        form, scale_a = self._form, rest[0]
+        check_input(form.op, a, "a")
+        scales = self._as_list(rest[1], "scale_b", len(several))
+        outs = self._as_list(rest[2], "out", len(several))
+        world_size = communicator_for(form.op, a, group).world_size
+        for index, b in enumerate(several):
+            self._check(index, (a, b, scale_a, scales[index]), several[0], outs, out_dtype, world_size)
+        kinds = [form.scaling(a, b, scale_a, scale_b) for b, scale_b in zip(several, scales, strict=True)]
+        if len(set(kinds)) > 1:
+            raise UnsupportedInputError(f"scales of {form.op} are {kinds}; they must be of one kind for all b")
+        widest = max(range(len(several)), key=lambda index: (several[index].shape[1], -index))
+        tensors = (a, several[widest], scale_a, scales[widest], outs[widest], None)
+        first, gathered = self._fused(tensors, out_dtype, group, numerics, max_sms)
+        if kinds[0] == "rowwise" and len(several) > 1:
+            scale_a = all_gather(scale_a.detach(), group=group)
+        found = [
+            first if index == widest else self._product(gathered, b, (scale_a, scales[index]), outs[index], out_dtype)
+            for index, b in enumerate(several)
+        ]
+        return found, gathered
+
+    def _as_list(self, given: Any, name: str, count: int) -> list[Any]:
+        """One for every b."""
+        if count == 0:
+            raise UnsupportedInputError(f"b of {self._form.op} is an empty list; pass at least one matrix [K, N]")
+        if given is None:
+            return [None] * count
+        if not isinstance(given, (list, tuple)) or len(given) != count:
+            what = f"{len(given)} elements" if isinstance(given, (list, tuple)) else f"type {type(given).__name__}"
+            raise UnsupportedInputError(
+                f"{name} of {self._form.op} has {what}; b is a list of {count}, so it must be a list as long"
+            )
+        return list(given)
+
+    def _check(
+        self, index: int, inputs: tuple[Any, ...], first: Any, outs: list[Any], out_dtype: Any, world_size: int
+    ) -> None:
+        form, a, b, out = self._form, inputs[0], inputs[1], outs[index]
+        for name, tensor in zip(("a", f"b[{index}]", "scale_a", f"scale_b[{index}]"), inputs, strict=True):
+            if tensor is not None:
+                check_input(form.op, tensor, name)
+                if tensor.device != a.device:
+                    raise UnsupportedInputError(
+                        f"{name} of {form.op} is on {tensor.device}, a on {a.device}; move one to the other's device"
+                    )
+        if b is not None and first is not None and b.dtype != first.dtype:
+            raise UnsupportedInputError(
+                f"b[{index}] of {form.op} is of {b.dtype}, b[0] of {first.dtype}; all must be of a's dtype, {a.dtype}"
+            )
+        form.check(inputs, (out_dtype, ""), world_size)
+        if out is not None:
+            shape, dtype = form.results(inputs, (out_dtype, ""), world_size)[0]
+            name = f"out[{index}]"
+            check_out(a, out, shape, dtype, may_be_input=False, name=name, input_name="a")
+            check_apart(b, out, may_be_other=False, name=name, other_name=f"b[{index}]")
+            for other in range(index):
+                if outs[other] is not None:
+                    check_apart(outs[other], out, may_be_other=False, name=name, other_name=f"out[{other}]")
+        check_differentiable(form.op, (*inputs, out))
+
+    def _product(
+        self, gathered: torch.Tensor, b: torch.Tensor, scales: tuple[Any, Any], out: torch.Tensor | None, out_dtype: Any
+    ) -> torch.Tensor:
+        """The product of what was gathered and b, by the library."""
+        form = self._form
+        b, gathered = b.detach(), gathered.detach()
+        inputs = (gathered, b, *scales)
+        (shape, dtype), *_ = form.results(inputs, (out_dtype, ""), 1)
+        result = torch.empty(shape, dtype=dtype, device=gathered.device) if out is None else out
+        sink = result.detach() if result.is_contiguous() else torch.empty(shape, dtype=dtype, device=gathered.device)
+        if not form.is_idle(inputs, (sink,), (out_dtype, "")):
+            problem = form.problem(inputs, (out_dtype, ""), 1)
+            taken = tuple(tensor for tensor in form.operands(inputs) if tensor is not None)
+            product(problem, operands_of(problem, taken), form.written(sink))
+        if sink.data_ptr() != result.data_ptr():
+            result.detach().copy_(sink)
+        return result
