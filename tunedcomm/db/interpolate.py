@@ -17,11 +17,17 @@ The step from one round to two is the steepest. Where the one that is expected t
 `num_rounds` of its variant tells, another config of the variant may do in one round what none that was measured at the
 two sizes does. So the best of those that were measured at the size after them, and go round once here, takes part: with
 what it takes there over the fastest there, less the root of the rounds that it saves.
+
+GEMMs, shapes (M, N, K), are neighbours by size as all others are: of the same N and K and another M. Where a family and
+its relatives have none of those within reach, the measured shape that is nearest in log-log of (M, N, K) serves, the
+one that is off by the least factor in all, if each of M, N and K is within a factor of `MAX_REACH`. Its winner is run;
+nothing is predicted, and nothing extrapolated beyond that.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
@@ -29,6 +35,7 @@ from typing import Literal
 from tunedcomm.db.decision import Call, Decision, settle
 from tunedcomm.db.score import Further, Place, Pool, between, pool
 from tunedcomm.db.snapshot import Row
+from tunedcomm.shapes import format_shape
 from tunedcomm.spec import Mode, Problem
 
 __all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "kin", "near_pools", "relatives", "sizes_of"]
@@ -36,6 +43,7 @@ __all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "kin", "near_pools", "relativ
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
 MAX_REACH = 2
+_GEMM_EXTENTS = 3
 _RELAXED = ("reduction", "in_place", "input_kind", "dtype", "layout", "scaling")
 _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
@@ -87,10 +95,24 @@ def _said(value: object) -> object:
 
 def _fewer_extras(problem: Problem) -> list[tuple[str, str]]:
     """(layout, scaling) of problems that move the same bytes between the ranks; the most usual first."""
+    if len(problem.shape) == _GEMM_EXTENTS:
+        return _other_operands(problem)
     if problem.op != "all_reduce_rms_norm":
         return []
     layouts = dict.fromkeys((problem.layout, "residual", "bias+residual", "", "bias"))
     scalings = dict.fromkeys((problem.scaling, ""))
+    return [(layout, scaling) for scaling in scalings for layout in layouts][1:]
+
+
+def _other_operands(problem: Problem) -> list[tuple[str, str]]:
+    """The same of a GEMM: without what is added or given besides, then with it, then with B stored the other way."""
+    stored, *rest = problem.layout.split("+")
+    extra = {"ag_gemm": "gathered", "gemm_ar": "bias"}.get(problem.op)
+    dtype = [part for part in rest if part != extra]
+    stores = [stored, *(store for store in ("nk", "kn") if store != stored)]
+    endings = [rest, dtype, *([[extra, *dtype]] if extra else [])]
+    layouts = dict.fromkeys("+".join([store, *ending]) for store in stores for ending in endings)
+    scalings = dict.fromkeys((problem.scaling, *(("rowwise", "tensorwise") if problem.scaling else ())))
     return [(layout, scaling) for scaling in scalings for layout in layouts][1:]
 
 
@@ -106,7 +128,40 @@ def interpolated(call: Call, reach: int | None) -> Decision | None:
         sizes = sizes_of(call, like)
         if sizes and (decision := _betweensizes_of(call, sizes, reach, f" with {relaxed}" if relaxed else "")):
             return decision
+    for like, relaxed in relatives(call.problem):
+        rows = _nearest_matrices(call, like, reach)
+        if rows:
+            text = f"as at the nearest measured shape, {format_shape(rows[0].problem.shape)}"
+            return _as_measured(call, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
     return None
+
+
+def _nearest_matrices(call: Call, like: Problem, reach: int | None) -> list[Row]:
+    """Rows of the nearest shape of a GEMM, of those within reach where some challenger may be used."""
+    if len(call.problem.shape) != _GEMM_EXTENTS or 0 in call.problem.shape:
+        return []
+    by_shape: dict[tuple[int, ...], list[Row]] = {}
+    for row in call.fresh(call.rows(like)):
+        by_shape.setdefault(row.problem.shape, []).append(row)
+
+    def factors(shape: tuple[int, ...]) -> list[float]:
+        return [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, call.problem.shape, strict=True)]
+
+    near = [shape for shape in by_shape if reach is None or max(factors(shape)) <= reach]
+    for shape in sorted(near, key=lambda shape: (math.prod(factors(shape)), shape)):
+        rows = by_shape[shape]
+        if pool(rows, call.usable(rows, predicted=True)).scored:
+            return rows
+    return []
+
+
+def _as_measured(call: Call, rows: list[Row], text: str) -> Decision:
+    """What was best at another shape; its time here is not known."""
+    usable = call.usable(rows, predicted=True)
+    call.report(rows, usable)
+    found = pool(rows, usable, every_trial=True)
+    decision = settle(call, found, rows, source="interpolated", text=text, near=None)
+    return replace(decision, latency_us=None, library_us=None, runner_up_us=None)
 
 
 def _further(call: Call, sizes: dict[int, list[Row]], size: int, above: int) -> Further:

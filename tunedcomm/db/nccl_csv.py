@@ -8,7 +8,7 @@ row names what in NCCL works most like the variant that won:
 
 - one step in which everyone gets everything (`one_shot`, `lamport`): tree, ll
 - two steps of packets that announce themselves (`two_shot_lamport`): ring, ll128
-- two steps ordered by flags (`two_shot`): ring, simple
+- two steps ordered by flags (`two_shot`, `two_shot_split`): ring, simple
 - sums made by the switch (`multimem_one_shot`, `multimem_two_shot`): nvls, simple
 
 Channels are the blocks of the winning config, at most as many as NCCL has. Where the library won there is no row: NCCL
@@ -49,6 +49,7 @@ _NEAREST: Mapping[str, tuple[str, str]] = {
     "lamport": ("tree", "ll"),
     "two_shot_lamport": ("ring", "ll128"),
     "two_shot": ("ring", "simple"),
+    "two_shot_split": ("ring", "simple"),
     "torch_two_shot": ("ring", "simple"),
     "multimem_one_shot": ("nvls", "simple"),
     "multimem_two_shot": ("nvls", "simple"),

@@ -8,12 +8,13 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
 - *Interpolated*: rows of the same family at other sizes (`message_bytes`; of shapes with several extents all but the
   first must agree). Between two measured sizes at most `MAX_GAP` times apart every challenger with a trial at one of
   them takes part, and at times one of the size after them, as `interpolate` says. Elsewhere the winner of the nearest
-  size serves within a factor of `MAX_REACH`; beyond that nothing is extrapolated. Candidates that were ever incorrect,
-  crashed or hung in the family, and have not been good there since, are not interpolated.
+  size serves within a factor of `MAX_REACH`; beyond that nothing is extrapolated. Where no size of the same N and K of
+  a GEMM answers, the winner of the nearest (M, N, K) does, within the same factor in each of the three. Candidates that
+  were ever incorrect, crashed or hung in the family, and have not been good there since, are not interpolated.
 - Where a family gives no answer its relatives are asked, in this order: `avg` answered by `sum`; in place by out of
   place and the other way round; symmetric input by plain input (what reads a plain input reads a symmetric one, not the
-  other way round); combinations of these; then the same with bfloat16 for float16 or the other way round. Mode, world
-  size and op never relax.
+  other way round); a GEMM with or without bias or gathered input, or with B stored the other way; combinations of
+  these; then the same with bfloat16 for float16 or the other way round. Mode, world size and op never relax.
 - *Borrowed*: the same two rules over rows of other hardware that the user lets stand in, where rows of this hardware
   give no answer. Their times rank candidates and predict nothing.
 - *Heuristic*: eager calls that nothing above answers run as in graphs; the other way round is never done.

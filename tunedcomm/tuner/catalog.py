@@ -304,11 +304,17 @@ def _hidden_states_a_rank(model: Model, tp: int, tokens: int) -> Iterable[Shape]
 
 
 def _column_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
-    return [(tokens, part.n, part.k) for part in column_parallel(model, tp)]
+    """Of tokens that the ranks share equally, padded if need be: everyone has as many rows of what is gathered."""
+    return [(-(-tokens // tp) * tp, part.n, part.k) for part in column_parallel(model, tp)]
 
 
 def _row_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
     return [(tokens, part.n, part.k) for part in row_parallel(model, tp)]
+
+
+def _row_gemms_scattered(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
+    """Padded like what is gathered: everyone gets as many rows."""
+    return [(-(-tokens // tp) * tp, part.n, part.k) for part in row_parallel(model, tp)]
 
 
 def _token_rows(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
@@ -324,7 +330,7 @@ SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
     "all_reduce_bias": _token_rows,
     "all_reduce_rms_norm": _token_rows,
     "ag_gemm": _column_gemms,
-    "gemm_rs": _row_gemms,
+    "gemm_rs": _row_gemms_scattered,
     "gemm_ar": _row_gemms,
 }
 

@@ -2,6 +2,9 @@
 
 In every round each contender runs once, after a barrier on the device, so that drift of clocks and temperature meets
 all of them alike. A round's time is that of the slowest rank. Counts are fixed before the first round.
+
+Launches of a round read the same inputs, which are in the cache by then, as what was just produced is. Those of ops
+with `cold` inputs (GEMMs, whose weights come from memory) take as many copies in turn as the cache does not hold.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from tunedcomm.tuner.check import Launch, Tensors
 from tunedcomm.tuner.commands import Latency
 
-__all__ = ["Contender", "calls_for", "contend", "summarise", "take_rounds"]
+__all__ = ["Contender", "calls_for", "contend", "further_turns", "summarise", "take_rounds"]
 
 # A replay is long against the skew with which ranks leave the barrier (a few µs) and what an event costs.
 _REPLAY_US = 1000.0
@@ -26,6 +29,9 @@ _MIN_CALLS, _MAX_CALLS = 10, 100
 _LONG_CALL_US = 2000.0
 # Head start of the host over the device before a round, so that a replay never waits for its own submission.
 _HEAD_START_CYCLES = 150_000
+# Inputs of one turn after another: beyond the largest cache (126 MB on Blackwell).
+_COLD_BYTES = 160 << 20
+_MAX_TURNS = 16
 
 
 class HasDeviceBarrier(Protocol):
@@ -61,15 +67,40 @@ def calls_for(latency_us: float) -> int:
     return max(_MIN_CALLS, min(_MAX_CALLS, round(_REPLAY_US / max(latency_us, 0.1))))
 
 
+def further_turns(inputs: Tensors, *, cold: bool) -> tuple[Tensors, ...]:
+    """Copies of `inputs` for launches to take in turn with them; none where the cache may hold them."""
+    if not cold or not inputs[0].is_cuda:
+        return ()
+    nbytes = max(1, sum(tensor.nbytes for tensor in inputs))
+    count = min(_MAX_TURNS, 1 + -(-_COLD_BYTES // nbytes))
+    return tuple(tuple(tensor.clone() for tensor in inputs) for _ in range(count - 1))
+
+
 def contend(
-    launch: Launch, inputs: Tensors, outputs: Tensors, *, calls: int, graph: bool, stream: torch.cuda.Stream | None
+    launch: Launch,
+    inputs: Tensors,
+    outputs: Tensors,
+    *,
+    calls: int,
+    graph: bool,
+    stream: torch.cuda.Stream | None,
+    further: Sequence[Tensors] = (),
 ) -> Contender:
-    """Make a contender of a bound launch that has already run at least once; captures it where `graph` asks for it."""
+    """Make a contender of a bound launch that has already run at least once; captures it where `graph` asks for it.
+
+    Args:
+        launch, inputs, outputs: what to time.
+        calls: launches a round.
+        graph, stream: capture them on this stream.
+        further: inputs that launches take in turn with `inputs`; of the same shapes.
+    """
     handle = stream.cuda_stream if stream is not None else 0
+    turns = (inputs, *further)
+    given = [turns[number % len(turns)] for number in range(calls)]
 
     def run() -> None:
-        for _ in range(calls):
-            launch(inputs, outputs, handle)
+        for values in given:
+            launch(values, outputs, handle)
 
     if stream is None or not graph:
         return Contender(run, calls, eager=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunedcomm.errors import TuningError
-from tunedcomm.spec import ITEMSIZE, InputKind, Mode, NumericsPolicy, Problem, get_op, get_variant
+from tunedcomm.spec import ITEMSIZE, InputKind, Mode, NumericsPolicy, OpSpec, Problem, get_op, get_variant
 from tunedcomm.tuner.job import Settings
 
 __all__ = ["SweepSpec", "gang_devices", "resolve", "resolve_machine"]
@@ -29,6 +29,7 @@ class SweepSpec:
         reductions: of the problems; by default the op's first.
         input_kinds, in_place: further options of the problems.
         layouts: the op's first if empty.
+        scalings: the usual one of each dtype if empty; of those given each dtype is tuned with what suits it.
         problems: tune exactly these instead of the product of the above.
         variants: only these variants besides the library.
         trials: most candidates a problem, stored ones counted.
@@ -57,6 +58,7 @@ class SweepSpec:
     input_kinds: tuple[InputKind, ...] = ("plain",)
     in_place: tuple[bool, ...] = (False,)
     layouts: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     variants: tuple[str, ...] = ()
     trials: int | None = None
@@ -182,7 +184,7 @@ def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) 
     if True in spec.in_place and not op.in_place:
         raise ValueError(f"{op.name} cannot overwrite its input; leave out in_place (--in-place)")
     options = product(spec.dtypes, modes, reductions, spec.input_kinds, spec.in_place, layouts)
-    return tuple(
+    problems = tuple(
         Problem(
             op=op.name,
             shape=shape,
@@ -192,11 +194,33 @@ def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) 
             input_kind=input_kind,
             in_place=in_place,
             layout=layout,
+            scaling=scaling,
             mode=mode,
         )
         for dtype, mode, reduction, input_kind, in_place, layout in options
+        for scaling in _scalings(spec, op, dtype)
         for shape in spec.shapes or op.default_shapes(backend, ITEMSIZE[dtype])
     )
+    for problem in problems:
+        op.check(problem)
+    return problems
+
+
+def _scalings(spec: SweepSpec, op: OpSpec, dtype: str) -> tuple[str, ...]:
+    """What problems of one dtype are tuned with.
+
+    Raises:
+        ValueError: none of those asked for suits the dtype.
+    """
+    allowed = op.scalings_of(dtype)
+    if not spec.scalings:
+        return allowed[:1]
+    if not (found := tuple(scaling for scaling in spec.scalings if scaling in allowed)):
+        raise ValueError(
+            f"{op.name} of {dtype} has no scaling {spec.scalings[0]!r}; allowed: "
+            f"{', '.join(name or 'none' for name in allowed)}"
+        )
+    return found
 
 
 def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> Settings:

@@ -53,6 +53,7 @@ class Bench:
         self._seed = seed
         self._stream = stream
         self._cases: dict[tuple[str, int], Case] = {}
+        self._further: tuple[Tensors, ...] | None = None
         first = self.case("random", 0)
         self.inputs: Tensors = gang.input_buffers(problem, first.inputs, slot)
         self.outputs: Tensors = self.inputs if problem.in_place else self.op.make_outputs(problem, gang.device)
@@ -72,6 +73,14 @@ class Bench:
             buffer.copy_(values)
         if not self.problem.in_place:
             check.fill_sentinel(self.outputs)
+
+    @property
+    def further(self) -> tuple[Tensors, ...]:
+        """Inputs that timed launches take in turn with `inputs`, holding the first random case for good."""
+        if self._further is None:
+            cold = self.op.cold and self.problem.input_kind == "plain"
+            self._further = measure.further_turns(self.case("random", 0).inputs, cold=cold)
+        return self._further
 
     def check(self, launch: Launch, plan: list[tuple[str, int]], *, ordered: bool) -> Judgement:
         """Launch every case of `plan` in a row, then judge them all; the first wrong one decides."""
@@ -248,6 +257,7 @@ class TrialRunner:
             calls=bench.calls,
             graph=bench.problem.mode == "graph",
             stream=self._stream,
+            further=bench.further,
         )
 
     def _fix_calls(self, bench: Bench, launch: Launch) -> Verdict:
