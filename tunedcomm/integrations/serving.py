@@ -1,0 +1,115 @@
+"""`tunedcomm.ServingAllReduce`: an all-reduce to hang into a serving engine's communicator.
+
+vLLM's and SGLang's communicators for a tensor parallel group hold objects that they ask in turn whether they want a
+tensor, and the first one that does reduces it. The objects' methods go by several names; this one has them all:
+
+| engine's slot | asks | calls |
+|---|---|---|
+| `ca_comm`, the engine's own kernels | `should_custom_ar(x)` | `custom_all_reduce(x)` |
+| vLLM's `symm_mem_comm` | `should_use_symm_mem(x)` | `all_reduce(x, out=None)` |
+| SGLang's `torch_symm_mem_comm` | `should_torch_symm_mem_allreduce(x)` | `all_reduce(x, out=None)` |
+
+To use it, put one into the slot after the engine has made its groups, on every rank:
+
+    communicator.ca_comm = tunedcomm.ServingAllReduce(communicator.device_group)
+
+`examples/vllm_all_reduce.py` and `examples/sglang_all_reduce.py` do so with engines of a few lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm.communicator import get_communicator
+from tunedcomm.integrations._routed import Choice, Route, RoutedCall, RoutedGroup
+from tunedcomm.ops.all_reduce import all_reduce
+
+__all__ = ["ServingAllReduce"]
+
+_OUT_OF_PLACE = Route("ServingAllReduce.all_reduce", "all_reduce", "sum")
+
+
+class ServingAllReduce:
+    """All-reduces (sum, out of place) of one group for a serving engine.
+
+    Making one is collective over the group, and it is made outside of graph capture.
+
+    Args:
+        group: the group whose backend works on the engine's device: vLLM's and SGLang's `device_group`, not the
+            `cpu_group` that their own kernels are given. None: the default group.
+        device: where the engine's tensors are; by default the current CUDA device, or the CPU where there is none.
+        max_bytes: larger tensors are left to the engine; None: no limit besides what was tuned.
+
+    Attributes:
+        disabled: True after `close()`; engines look at it before they ask.
+        rank, world_size: the caller's place in the group.
+
+    Raises:
+        NotInitializedError: no default process group.
+        GroupError: not a member of the group, or it has no backend for the device.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> None:
+        communicator = get_communicator(group, device)
+        self.group, self.device = communicator.group, communicator.device
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+        self.max_bytes = max_bytes
+        self.disabled = False
+        self._routed = RoutedGroup(self.group)
+
+    def should_use(self, x: torch.Tensor) -> bool:
+        """True if a kernel is expected to be faster than the library here; the same on every rank.
+
+        It rests on number of elements and dtype of `x`, and on whether a graph is captured, which ranks have in common,
+        and not on how `x` lies in memory: copies see to that. In a capture only problems that were asked for before it
+        are served; engines run each size once before they capture it.
+        """
+        if self.disabled or (self.max_bytes is not None and x.nbytes > self.max_bytes):
+            return False
+        return self._choose(x).served
+
+    def _choose(self, x: torch.Tensor) -> Choice:
+        return self._routed.choose(_OUT_OF_PLACE, x)
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum over all ranks, in `out` or in a new tensor; `x` is left as it is unless `out` is `x`.
+
+        Served whether `should_use(x)` or not: by the library then.
+
+        Raises:
+            UnsupportedInputError: a dtype or an `out` that cannot be served.
+            PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        """
+        return all_reduce(x.detach(), group=self.group, out=out)
+
+    def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`all_reduce` into a new tensor, or None where `should_use(x)` is False."""
+        return self.all_reduce(x) if self.should_use(x) else None
+
+    should_custom_ar = should_use
+    should_use_symm_mem = should_use
+    should_torch_symm_mem_allreduce = should_use
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """What engines put around a graph's capture; nothing to do, for peers are not told of a graph's tensors."""
+        yield
+
+    def close(self) -> None:
+        """Refuse from here on; the group's communicator lives on for other callers."""
+        self.disabled = True
+        self._routed.forget()
+
+    def asked(self) -> dict[RoutedCall, int]:
+        """Kinds of tensors that were asked about, with what would serve them and why, to how often."""
+        return self._routed.counts()
