@@ -6,28 +6,25 @@ All contenders of a problem run in one process and interleaved, a replay (or an 
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
-from tunedcomm.cli._peers import peers_of
+from tunedcomm.cli._entrants import Entrant, Tensors, entrants_of
 from tunedcomm.communicator import Communicator, get_communicator
-from tunedcomm.dispatcher import decide
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.shapes import parse_shape
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+from tunedcomm.spec import Problem, get_op
 from tunedcomm.tuner.measure import Contender, calls_for, contend, summarise, take_rounds
 
 __all__ = ["COLUMNS", "main"]
@@ -35,32 +32,9 @@ __all__ = ["COLUMNS", "main"]
 COLUMNS = (
     "op,shape,message_bytes,dtype,world_size,mode,contender,config,latency_p10_us,latency_p50_us,latency_p90_us,"
     "algbw_gb_s,busbw_gb_s,num_sms,error,gpu,fabric,torch,triton,nccl,driver,tunedcomm,command,run_id,date,"
-    "input_kind,in_place,reduction"
+    "input_kind,in_place,reduction,layout,scaling"
 ).split(",")
 _FIRST_ROUNDS, _ROUNDS = 3, 25
-
-
-Tensors: TypeAlias = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Entrant:
-    """A contender before it is captured.
-
-    Attributes:
-        name, config: columns of the row.
-        num_sms: blocks it occupies, None where that is not known.
-        load: puts the inputs where the entrant reads them.
-        run: one launch on the current stream.
-        result: where its results are.
-    """
-
-    name: str
-    config: str
-    num_sms: int | None
-    load: Callable[[Tensors], None]
-    run: Callable[[], None]
-    result: Callable[[], Tensors]
 
 
 class _Ranks:
@@ -72,92 +46,6 @@ class _Ranks:
 
     def device_barrier(self) -> None:
         dist.all_reduce(self._token)
-
-
-def _loader(targets: Tensors) -> Callable[[Tensors], None]:
-    def load(values: Tensors) -> None:
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
-
-    return load
-
-
-def _outputs(problem: Problem, inputs: Tensors) -> Tensors:
-    return inputs if problem.in_place else get_op(problem.op).make_outputs(problem, inputs[0].device)
-
-
-def _tuned(communicator: Communicator, problem: Problem, inputs: Tensors) -> Entrant:
-    """What a user's call runs, through the public function."""
-    decision = decide(problem, communicator.snapshot, communicator.limits)
-    variant = get_variant(problem.op, decision.candidate.variant)
-    blocks = variant.num_blocks(problem, decision.candidate.config_dict)
-    outputs = _outputs(problem, inputs)
-    public = importlib.import_module(f"tunedcomm.ops.{problem.op}").run_problem
-
-    def run() -> None:
-        public(problem, inputs, outputs)
-
-    sms = blocks if blocks >= 0 else None
-    return Entrant("tuned", str(decision.candidate), sms, _loader(inputs), run, lambda: outputs)
-
-
-def _library(communicator: Communicator, problem: Problem, inputs: Tensors) -> Entrant:
-    """NCCL (gloo) on memory of its own; in place where the op may be, the form that needs no copy."""
-    held: Tensors = tuple(torch.empty_like(x) for x in inputs)
-    in_place = get_op(problem.op).in_place
-    asked = replace(problem, in_place=in_place, input_kind="plain")
-    outputs = _outputs(asked, held)
-    launch = communicator.bind(asked, Candidate.of(problem.op, "library", {}))
-
-    def run() -> None:
-        launch(held, outputs, torch.cuda.current_stream().cuda_stream if held[0].is_cuda else 0)
-
-    return Entrant("library", "in place" if in_place else "", None, _loader(held), run, lambda: outputs)
-
-
-def _candidate_of(communicator: Communicator, problem: Problem, name: str) -> Candidate | None:
-    """The variant's best stored candidate for the problem, else its default; None where it cannot run."""
-    rows = [r for r in communicator.snapshot.family_rows(problem) if r.problem == problem]
-    rows = [
-        r for r in rows if r.candidate.variant == name and r.source_hash == kernels.source_hash(_variant(problem, name))
-    ]
-    rows.sort(key=lambda row: row.latency_p50_us)
-    found = [row.candidate for row in rows]
-    found.append(Candidate.of(problem.op, name, _variant(problem, name).default(problem, communicator.limits)))
-    return next((c for c in found if check_candidate(problem, c, communicator.limits) is None), None)
-
-
-def _variant(problem: Problem, name: str) -> Any:
-    return get_variant(problem.op, name)
-
-
-def _named(communicator: Communicator, problem: Problem, name: str, inputs: Tensors) -> Entrant | None:
-    candidate = _candidate_of(communicator, problem, name)
-    if candidate is None:
-        return None
-    launch = communicator.bind(problem, candidate)
-    outputs = _outputs(problem, inputs)
-    blocks = _variant(problem, name).num_blocks(problem, candidate.config_dict)
-
-    def run() -> None:
-        launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if inputs[0].is_cuda else 0)
-
-    return Entrant(name, str(candidate), blocks if blocks >= 0 else None, _loader(inputs), run, lambda: outputs)
-
-
-def _entrants(
-    communicator: Communicator, problem: Problem, inputs: Tensors, wanted: Callable[[str], bool]
-) -> list[Entrant]:
-    found = [_library(communicator, problem, inputs)]
-    if wanted("tuned"):
-        found.append(_tuned(communicator, problem, inputs))
-    for name in variants(problem.op):
-        if name != "library" and wanted(name):
-            entrant = _named(communicator, problem, name, inputs)
-            found += [entrant] if entrant is not None else []
-    for peer in peers_of(problem, communicator.device, wanted):
-        found.append(Entrant(peer.name, peer.config, None, peer.load, peer.run, peer.result))
-    return found
 
 
 def _error(results: Tensors, references: Tensors) -> float:
@@ -202,15 +90,16 @@ class _Bencher:
             held = symmetric_empty(values[0].shape, dtype=values[0].dtype, device=device)
             inputs = (held, *inputs[1:])
         names = self._job["contenders"]
-        entrants = _entrants(self._communicator, problem, inputs, lambda name: names is None or name in names)
+        entrants = entrants_of(self._communicator, problem, inputs, lambda name: names is None or name in names)
         errors = []
         for entrant in entrants:
             entrant.load(values)
-            entrant.run()  # eager first: binds plans of both modes, compiles what compiles late
+            entrant.run(entrant.turns[0])  # eager first: binds plans of both modes, compiles what compiles late
             if problem.mode == "graph" and entrant.name == "tuned":
                 entrant.load(values)
-                entrant.run()
-            errors.append(_error(entrant.result(), reference))
+                entrant.run(entrant.turns[0])
+            due = reference if entrant.reference is None else entrant.reference()
+            errors.append(_error(entrant.result(), due))
         del reference
         calls = self._calls(problem, entrants[0])
         contenders = [self._contend(problem, entrant, calls) for entrant in entrants]
@@ -235,10 +124,12 @@ class _Bencher:
         return calls_for(float(slowest.item()))
 
     def _contend(self, problem: Problem, entrant: Entrant, calls: int) -> Contender:
-        def launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            entrant.run()
+        def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+            entrant.run(inputs)
 
-        return contend(launch, (), (), calls=calls, graph=problem.mode == "graph", stream=self._stream)
+        first, *further = entrant.turns
+        graph = problem.mode == "graph"
+        return contend(launch, first, (), calls=calls, graph=graph, stream=self._stream, further=further)
 
     def _time(self, entrants: list[Entrant], contenders: list[Contender], values: Tensors) -> list[Any]:
         """Rounds of everyone; inputs are restored in between, since in place they grow from launch to launch."""
@@ -287,6 +178,8 @@ class _Bencher:
             "input_kind": problem.input_kind,
             "in_place": problem.in_place,
             "reduction": problem.reduction,
+            "layout": problem.layout,
+            "scaling": problem.scaling,
         }
 
 
@@ -301,6 +194,7 @@ def _problems(job: dict[str, Any], world_size: int) -> list[Problem]:
             reduction=next(iter(get_op(job["op"]).reductions), ""),
             in_place=kind == "symmetric" and get_op(job["op"]).in_place,
             layout=job["layout"],
+            scaling=job["scalings"][dtype],
             mode=mode,
         )
         for mode in job["modes"]
@@ -313,8 +207,10 @@ def _problems(job: dict[str, Any], world_size: int) -> list[Problem]:
 def _append_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.exists() or path.stat().st_size == 0
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+    with path.open("a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        columns = COLUMNS if fresh else next(csv.reader(file))  # a file of an older version keeps those that it has
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
         if fresh:
             writer.writeheader()
         writer.writerows(rows)

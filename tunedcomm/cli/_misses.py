@@ -28,7 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["check_alone", "missed_problems"]
 
 # Options that say which problems to tune, as the log does.
-_ABOUT_PROBLEMS = ("shape", "model", "tp", "tokens", "dtype", "mode", "reduction", "input_kind", "in_place", "layout")
+_ABOUT_PROBLEMS = (
+    "shape",
+    "model",
+    "tp",
+    "tokens",
+    "dtype",
+    "mode",
+    "reduction",
+    "input_kind",
+    "in_place",
+    "layout",
+    "scaling",
+)
 _PRINTED = 20
 # A log of this size is made smaller when it is read.
 _LARGE_BYTES = 64 << 10
@@ -142,7 +154,7 @@ def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
     spec = ops().get(problem.op)
     if spec is None or len(problem.shape) != spec.rank_of_shape or problem.dtype not in spec.dtypes:
         return False
-    if problem.layout not in spec.layouts or problem.scaling not in spec.scalings:
+    if problem.layout not in spec.layouts or problem.scaling not in spec.scalings_of(problem.dtype):
         return False
     if problem.reduction not in (spec.reductions or ("",)) or problem.numel == 0:
         return False

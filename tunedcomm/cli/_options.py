@@ -38,7 +38,9 @@ __all__ = [
     "borrowed",
     "check_dtype",
     "check_layout",
+    "check_problem",
     "check_reduction",
+    "check_scaling",
     "check_shape",
     "known_op",
     "parse_budget",
@@ -142,6 +144,10 @@ LayoutOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--layout", help="What the op is given besides, or how it lies; by default the op's first layout."),
 ]
+ScalingOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--scaling", help="How fp8 operands are scaled: rowwise (the default) or tensorwise."),
+]
 DatabaseOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--db", help="Database to read, a path or a SQLAlchemy URL; by default every layer is read."),
@@ -230,6 +236,31 @@ def check_layout(layout: str | None, spec: OpSpec) -> str:
     return meant
 
 
+def check_scaling(scaling: str | None, spec: OpSpec, dtype: str) -> str:
+    """The scaling, `none` for the one without a name, or the dtype's usual one where none is given."""
+    allowed = spec.scalings_of(dtype)
+    if scaling is None:
+        return allowed[0]
+    meant = "" if scaling == "none" else scaling
+    if meant not in allowed:
+        said = [name or "none" for name in allowed]
+        raise typer.BadParameter(
+            f"{scaling!r} is not a scaling of {spec.name} of {dtype}{did_you_mean(scaling, said)} Allowed: "
+            f"{', '.join(said)}",
+            param_hint="--scaling",
+        )
+    return meant
+
+
+def check_problem(problem: Problem) -> Problem:
+    """Refuse as bad usage a shape that the ranks cannot share."""
+    try:
+        get_op(problem.op).check(problem)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+    return problem
+
+
 def check_reduction(reduction: str | None, spec: OpSpec) -> str:
     """The reduction, or the op's first where none is given."""
     allowed = spec.reductions or ("",)
@@ -289,6 +320,7 @@ class ProblemOptions:
     numerics: Policy = Policy.default
     max_sms: int | None = None
     layout: str | None = None
+    scaling: str | None = None
 
     @property
     def policy(self) -> NumericsPolicy:
@@ -305,7 +337,7 @@ class ProblemOptions:
         spec = known_op(self.op)
         mode: Mode = "graph" if self.mode is CallMode.graph else "eager"
         input_kind: InputKind = "plain" if self.input_kind is Kind.plain else "symmetric"
-        return Problem(
+        problem = Problem(
             op=spec.name,
             shape=check_shape(self.shape, spec, may_be_empty=True),
             dtype=check_dtype(self.dtype),
@@ -314,5 +346,7 @@ class ProblemOptions:
             input_kind=input_kind,
             in_place=self.in_place,
             layout=check_layout(self.layout, spec),
+            scaling=check_scaling(self.scaling, spec, self.dtype),
             mode=mode,
         )
+        return check_problem(problem)

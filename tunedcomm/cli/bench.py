@@ -19,18 +19,21 @@ from tunedcomm.cli._options import (
     JsonOption,
     LayoutOption,
     OpOption,
+    ScalingOption,
     SweptKind,
     SweptMode,
     borrowed,
     check_dtype,
     check_layout,
+    check_problem,
+    check_scaling,
     check_shape,
     known_op,
     split,
 )
 from tunedcomm.cli._output import emit_json, format_bytes, format_ratio, format_us, note, table
 from tunedcomm.shapes import format_shape
-from tunedcomm.spec import ITEMSIZE
+from tunedcomm.spec import ITEMSIZE, Problem
 
 __all__ = ["bench"]
 
@@ -61,9 +64,10 @@ def bench(
     ] = None,
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
     layout: LayoutOption = None,
+    scaling: ScalingOption = None,
     contender: Annotated[
         list[str] | None,
-        typer.Option(help="Of tuned, library, kraken and the variants. By default all that run."),
+        typer.Option(help="Of tuned, library, the variants, cublas and other peers. By default all that run."),
     ] = None,
     borrow: BorrowOption = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
@@ -74,7 +78,12 @@ def bench(
 
     Options with several values may be repeated or take them separated by commas.
 
+    The contender cublas is the GEMM of a fused op alone. Fused GEMMs are timed with inputs that are not in the cache:
+    launches take copies of them in turn. All other ops find them there, as what was just produced is.
+
     Example: tunedcomm bench --op all_reduce --shape 4096,1048576 --csv results.csv
+
+    Example: tunedcomm bench --op gemm_rs --shape 4096x8192x3584 --layout nk
     """
     spec = known_op(op)
     ranks = local_ranks(world_size)
@@ -84,6 +93,8 @@ def bench(
     shapes = [check_shape(text, spec) for text in split(shape)]
     if not shapes:
         shapes = spec.default_shapes("cuda" if on_gpu else "host", ITEMSIZE[dtypes[0]])
+    for extents in shapes:
+        check_problem(Problem(spec.name, extents, dtypes[0], ranks))
     job = {
         "op": spec.name,
         "shapes": [format_shape(extents) for extents in shapes],
@@ -91,6 +102,7 @@ def bench(
         "modes": list(modes),
         "input_kinds": list(input_kind.values),
         "layout": check_layout(layout, spec),
+        "scalings": {name: check_scaling(scaling, spec, name) for name in dtypes},
         "contenders": split(contender) or None,
         "csv": None if csv is None else str(csv.absolute()),
         "seed": seed,

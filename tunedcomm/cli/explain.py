@@ -20,6 +20,7 @@ from tunedcomm.cli._options import (
     OpOption,
     Policy,
     ProblemOptions,
+    ScalingOption,
     ShapeOption,
     WorldSizeOption,
     borrowed,
@@ -77,6 +78,7 @@ def explain(
     numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,
     max_sms: MaxSmsOption = None,
     layout: LayoutOption = None,
+    scaling: ScalingOption = None,
     hardware: HardwareOption = None,
     borrow: BorrowOption = None,
     db: DatabaseOption = None,
@@ -97,6 +99,7 @@ def explain(
         numerics=numerics,
         max_sms=max_sms,
         layout=layout,
+        scaling=scaling,
     )
     choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow))
     if as_json:

@@ -20,6 +20,7 @@ from tunedcomm.cli._options import (
     OpOption,
     Policy,
     ProblemOptions,
+    ScalingOption,
     ShapeOption,
     WorldSizeOption,
     borrowed,
@@ -41,6 +42,7 @@ def lookup(
     numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,
     max_sms: MaxSmsOption = None,
     layout: LayoutOption = None,
+    scaling: ScalingOption = None,
     hardware: HardwareOption = None,
     borrow: BorrowOption = None,
     db: DatabaseOption = None,
@@ -61,6 +63,7 @@ def lookup(
         numerics=numerics,
         max_sms=max_sms,
         layout=layout,
+        scaling=scaling,
     )
     choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow), with_left_out=as_json)
     if as_json:

@@ -46,13 +46,13 @@ db_app = lazy_group(
 )
 app = lazy_group(
     "Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.",
-    ("tune", "lookup", "explain", "bench", "doctor", "demo"),
+    ("tune", "lookup", "explain", "bench", "report", "doctor", "demo"),
     groups={"db": db_app},
 )
 
 
 # Verbs that launch nothing and leave nothing open: a person or a script waits for little but their start and end.
-_QUICK = (("lookup",), ("explain",), ("db", "list"), ("db", "show"))
+_QUICK = (("lookup",), ("explain",), ("report",), ("db", "list"), ("db", "show"))
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:

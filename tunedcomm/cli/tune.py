@@ -24,6 +24,7 @@ from tunedcomm.cli._options import (
     check_dtype,
     check_layout,
     check_reduction,
+    check_scaling,
     check_shape,
     known_op,
     parse_budget,
@@ -85,6 +86,7 @@ def tune(
     ] = None,
     reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts. By default the op's first.")] = None,
+    scaling: Annotated[list[str] | None, typer.Option(help="Of fp8 operands. By default rowwise.")] = None,
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
     in_place: Annotated[SweptPlace, typer.Option(help="Whether the result overwrites the input.")] = SweptPlace.no,
     variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides the library.")] = None,
@@ -142,22 +144,21 @@ def tune(
     if op is None:
         raise typer.BadParameter("it is missing; pass e.g. --op all_reduce", param_hint="--op")
     spec = known_op(op)
-    for name in split(variants):
-        get_variant(spec.name, name)
     from tunedcomm.tuner.sweep import SweepSpec
 
     wanted = SweepSpec(
         op=spec.name,
         shapes=named.shapes(spec.name, ranks) or tuple(check_shape(text, spec) for text in split(shape)),
-        dtypes=tuple(check_dtype(name, spec) for name in split(dtype) or named.dtypes or ["bfloat16"]),
+        dtypes=(dtypes := tuple(check_dtype(name, spec) for name in split(dtype) or named.dtypes or ["bfloat16"])),
         modes=() if mode is None else mode.values,
         world_size=ranks,
         backend=None if backend is None else ("host" if on_host else "cuda"),
         reductions=tuple(check_reduction(name, spec) for name in split(reduction)) or (check_reduction(None, spec),),
         layouts=tuple(check_layout(name, spec) for name in split(layout)),
+        scalings=tuple(check_scaling(name, spec, one) for one in dtypes for name in split(scaling)),
         input_kinds=input_kind.values,
         in_place=in_place.values,
-        variants=tuple(split(variants)),
+        variants=tuple(get_variant(spec.name, name).name for name in split(variants)),
         trials=trials,
         budget_s=None if budget is None else parse_budget(budget),
         gangs=parse_gangs(gangs),

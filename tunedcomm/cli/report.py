@@ -1,0 +1,87 @@
+"""`tunedcomm report`: a page of figures from databases and benchmarks, in one file that needs no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tunedcomm.cli._options import JsonOption
+from tunedcomm.cli._output import emit, emit_json, format_bytes, note
+
+__all__ = ["report"]
+
+
+def report(
+    *,
+    more: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[CSV]...", help="More CSV files, as a shell's pattern after --csv gives them."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    db: Annotated[
+        list[str] | None,
+        typer.Option(help="Database to show, a path or a SQLAlchemy URL; may be repeated. By default every layer."),
+    ] = None,
+    no_db: Annotated[bool, typer.Option("--no-db", help="Show no database, only CSV files.")] = False,
+    csv: Annotated[list[Path] | None, typer.Option(help="CSV file of `tunedcomm bench`; may be repeated.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write every figure as an image into this directory, too.")] = None,
+    op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
+    link_gb_s: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="What one GPU sends to its peers at most, in 1e9 bytes/s. Known for H200."),
+    ] = None,
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "tunedcomm report",
+    as_json: JsonOption = False,
+) -> None:
+    """Draw latency and bandwidth by size, speed-ups, sweeps, failures and regret on one page; needs tunedcomm[report].
+
+    Example: tunedcomm report -o report.html --db cluster.db --csv bench/results/*.csv
+    """
+    from tunedcomm.report.build import gather, need, render, write_png
+
+    need("plotly")
+    if png is not None:
+        need("matplotlib")
+    if no_db and db:
+        raise typer.BadParameter("leave it out, or --db", param_hint="--no-db")
+    files = [*(csv or []), *(more or [])]
+    try:
+        material = gather([] if no_db else _layers(db), files, op=op, link_gb_s=link_gb_s)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--csv") from error
+    for file in material.files:
+        if file.skipped:
+            note(f"{file.name}: left out {len(file.skipped)} lines that make no sense; the page lists them")
+    try:
+        output.write_text(render(material, title=title), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from error
+    images = [] if png is None else write_png(material, png)
+    _say(output, images, len(material.bench) + len(material.stored), as_json=as_json)
+
+
+def _layers(targets: list[str] | None) -> list[Any]:
+    from tunedcomm.cli._choice import read_layers
+
+    if not targets:
+        return list(read_layers(None))
+    return [layer for target in targets for layer in read_layers(target)]
+
+
+def _say(output: Path, images: list[Path], num_groups: int, *, as_json: bool) -> None:
+    size = output.stat().st_size
+    if as_json:
+        emit_json(
+            {
+                "output": str(output),
+                "num_bytes": size,
+                "num_groups": num_groups,
+                "images": [str(image) for image in images],
+            }
+        )
+        return
+    emit(f"{output}: {num_groups} groups of problems, {format_bytes(size)}")
+    for image in images:
+        emit(str(image))

@@ -1,0 +1,33 @@
+"""What the links can carry at most, as it was measured: the line that a report draws above or below all others."""
+
+from __future__ import annotations
+
+from tunedcomm import metrics
+from tunedcomm.report.measured import Group
+
+__all__ = ["floor_us", "link_gb_s"]
+
+# GPU and fabric to the most that one GPU has been seen to send to its peers, in 1e9 bytes/s: plain stores of every SM.
+# docs/performance.md has the figure that follows from it: 574 µs for an all_reduce of 128 MiB on 4 GPUs.
+_MEASURED = {("NVIDIA H200", "nvswitch-18"): 351.0}
+
+
+def link_gb_s(group: Group, given: float | None = None) -> float | None:
+    """What one GPU can send to its peers, in 1e9 bytes/s; None where nobody has measured it.
+
+    Args:
+        group: where.
+        given: what the caller says instead.
+    """
+    if group.is_host_time or group.world_size < 2:
+        return None
+    return given if given is not None else _MEASURED.get((group.gpu, group.fabric))
+
+
+def floor_us(group: Group, message_bytes: int, link: float) -> float | None:
+    """Least time in µs that the links allow; None where the op's traffic is not a fixed share of its message."""
+    try:
+        payload = metrics.payload_bytes(group.op, message_bytes, group.world_size)
+        return metrics.floor_us(group.op, payload, group.world_size, link)
+    except ValueError:
+        return None

@@ -1,0 +1,85 @@
+"""Speed-up heat maps of fused GEMMs: the library's time over that of what dispatch runs, by M and by NxK."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tunedcomm.report.curves import rows_table
+from tunedcomm.report.measured import CHOSEN, TUNED, Group, Measured, speedup
+from tunedcomm.report.panels import Figure, Panel, Table
+
+__all__ = ["SCALE", "grid_of", "heat_panel"]
+
+# Slower than the library in orange, as fast in a grey that reads on light and dark, faster in blue.
+SCALE = [(0.0, "#c2410c"), (0.25, "#f0a35e"), (0.5, "#9aa3af"), (0.75, "#4aa3e0"), (1.0, "#1d5fae")]
+
+
+def grid_of(found: Sequence[Measured]) -> tuple[list[str], list[str], list[list[float | None]]]:
+    """Columns (M), rows (N×K) and the speed-ups between them; None where nothing was measured."""
+    ratios = {tuple(int(part) for part in shape.split("x")): value for shape, value in speedup(found).items()}
+    three = {extents: value for extents, value in ratios.items() if len(extents) == 3}
+    columns = sorted({m for m, _, _ in three})
+    rows = sorted({(n, k) for _, n, k in three}, key=lambda nk: (nk[0] * nk[1], nk))
+    values = [[three.get((m, n, k)) for m in columns] for n, k in rows]
+    return [str(m) for m in columns], [f"{n}×{k}" for n, k in rows], values
+
+
+def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
+    """One heat map; with the fastest contender where no row says what dispatch runs."""
+    columns, rows, values = grid_of(found)
+    says = any(one.contender in (TUNED, CHOSEN) or one.is_chosen for one in found)
+    what = "what dispatch runs" if says else "the fastest contender"
+    table = Table(
+        ("N×K \\ M", *columns),
+        [
+            [name, *("–" if value is None else f"{value:.2f}×" for value in line)]
+            for name, line in zip(rows, values, strict=True)
+        ],
+        summary="Table of speed-ups",
+    )
+    return Panel(
+        title=group.title,
+        anchor=group.slug,
+        note=f"Speed-up of {what} over the library by problem MxNxK; above 1 it is faster. From {group.origin}.",
+        figures=[("Speed-up over the library", _heat(columns, rows, values))] if values else [],
+        tables=[table, rows_table(group, found, None)],
+    )
+
+
+def _heat(columns: list[str], rows: list[str], values: list[list[float | None]]) -> Figure:
+    import plotly.graph_objects as go
+
+    known = [math.log2(value) for line in values for value in line if value]
+    most = max(0.1, *(abs(value) for value in known))
+    ticks = [2**power for power in (-most, -most / 2, 0, most / 2, most)]
+    figure = go.Figure(
+        go.Heatmap(
+            x=columns,
+            y=rows,
+            z=[[None if not value else math.log2(value) for value in line] for line in values],
+            zmin=-most,
+            zmax=most,
+            colorscale=[list(stop) for stop in SCALE],
+            text=[["" if value is None else f"{value:.2f}" for value in line] for line in values],
+            texttemplate="%{text}",
+            hovertemplate="M %{x}, N×K %{y}: %{text}×<extra></extra>",
+            hoverongaps=False,
+            xgap=2,
+            ygap=2,
+            colorbar={
+                "tickvals": [math.log2(tick) for tick in ticks],
+                "ticktext": [f"{tick:.2f}×" for tick in ticks],
+                "thickness": 12,
+                "outlinewidth": 0,
+            },
+        )
+    )
+    figure.update_layout(
+        xaxis={"type": "category", "title": {"text": "M"}},
+        yaxis={"type": "category", "automargin": True, "title": {"text": "N×K"}},
+        height=max(240, 130 + 34 * len(rows)),
+        template="none",
+    )
+    plain: Figure = figure.to_plotly_json()
+    return plain

@@ -1,0 +1,147 @@
+"""What a report reads of a tuning database: its trials, what dispatch makes of them, and where they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tunedcomm import dispatcher, kernels
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import RunRecord, TrialRecord
+from tunedcomm.db.snapshot import Snapshot
+from tunedcomm.db.store import Database
+from tunedcomm.errors import UnknownNameError
+from tunedcomm.hardware import Environment
+from tunedcomm.report.measured import LIBRARY, Group, Measured
+from tunedcomm.shapes import format_shape
+from tunedcomm.spec import Candidate, Problem, get_op
+from tunedcomm.symm.limits import limits_for
+
+__all__ = ["Chooser", "StoredFile", "group_of", "measurements", "read_layer"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One database.
+
+    Attributes:
+        name: of its layer, or the file's.
+        target: path or URL, without a password.
+        trials, runs, environments: all of them, oldest first.
+    """
+
+    name: str
+    target: str
+    trials: tuple[TrialRecord, ...]
+    runs: tuple[RunRecord, ...]
+    environments: tuple[Environment, ...]
+
+
+def read_layer(layer: Layer, *, name: str, op: str | None = None) -> StoredFile:
+    """Read one database.
+
+    Raises:
+        DatabaseError: it cannot be read.
+    """
+    immutable = True if layer.name == "packaged" else None
+    with Database.open(layer.target, readonly=True, immutable=immutable) as database:
+        trials = tuple(database.trials(op=op))
+        used = {trial.environment for trial in trials}
+        environments = tuple(there for there in database.environments() if there in used)
+        return StoredFile(name, str(database.path or database.url), trials, tuple(database.runs()), environments)
+
+
+class Chooser:
+    """What dispatch would run by the databases given, on the hardware that they were measured on."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        kernels.discover()
+        self._layers = layers
+        self._snapshots: dict[tuple[Environment, int], Snapshot] = {}
+
+    def choose(self, problem: Problem, environment: Environment) -> tuple[Candidate, str] | None:
+        """The candidate and why; None where this tunedcomm does not have the op."""
+        try:
+            get_op(problem.op)
+        except UnknownNameError:
+            return None
+        key = (environment, problem.world_size)
+        if key not in self._snapshots:
+            self._snapshots[key] = load_snapshot(environment, problem.world_size, layers=self._layers)
+        limits = limits_for(environment, problem.world_size)
+        decision = dispatcher.decide(problem, self._snapshots[key], limits)
+        return decision.candidate, decision.why
+
+
+def group_of(origin: str, problem: Problem, environment: Environment) -> Group:
+    """The figure that a stored problem belongs into."""
+    return Group(
+        origin=origin,
+        op=problem.op,
+        world_size=problem.world_size,
+        dtype=problem.dtype,
+        mode=problem.mode,
+        reduction=problem.reduction,
+        input_kind=problem.input_kind,
+        in_place=problem.in_place,
+        layout=problem.layout,
+        gpu=environment.gpu,
+        fabric=environment.fabric,
+    )
+
+
+def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
+    """The best of each variant at each problem, and which of them dispatch chooses.
+
+    The finals count where there are any, as for dispatch. What is chosen is a row of its own where it is another
+    config of its variant than the one that was fastest there.
+    """
+    best: dict[tuple[str, Problem], dict[Candidate, TrialRecord]] = {}
+    places = {}
+    for trial in stored.trials:
+        if trial.status == "ok" and trial.latency_p50_us is not None:
+            places[trial.environment.digest] = trial.environment
+            there = best.setdefault((trial.environment.digest, trial.problem), {})
+            other = there.get(trial.candidate)
+            # Of one candidate the finals count, and of these the last.
+            if other is None or (trial.final, trial.created_at) >= (other.final, other.created_at):
+                there[trial.candidate] = trial
+    found: list[Measured] = []
+    for (digest, problem), trials in best.items():
+        found += _of_problem(stored.name, problem, places[digest], trials, chooser)
+    return found
+
+
+def _of_problem(
+    origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, TrialRecord], chooser: Chooser
+) -> Iterable[Measured]:
+    answer = chooser.choose(problem, environment)
+    chosen, why = answer if answer is not None else (None, "")
+    kept: dict[str, TrialRecord] = {}
+    for trial in sorted(trials.values(), key=lambda t: (not t.final, t.latency_p50_us)):
+        kept.setdefault(trial.variant, trial)
+    if chosen is not None and chosen in trials:
+        kept[chosen.variant] = trials[chosen]
+    try:
+        message_bytes = get_op(problem.op).message_bytes(problem)
+    except UnknownNameError:
+        message_bytes = problem.nbytes
+    for name, trial in kept.items():
+        assert trial.latency_p50_us is not None
+        is_chosen = chosen == trial.candidate or (chosen is not None and name == LIBRARY == chosen.variant)
+        yield Measured(
+            group=group_of(origin, problem, environment),
+            shape=format_shape(problem.shape),
+            message_bytes=message_bytes,
+            contender=name,
+            config=str(trial.candidate),
+            latency_p50_us=trial.latency_p50_us,
+            latency_p10_us=trial.latency_p10_us,
+            latency_p90_us=trial.latency_p90_us,
+            library_us=trial.latency_p50_us if name == LIBRARY else trial.baseline_p50_us,
+            error=trial.error,
+            date=trial.created_at.isoformat(timespec="seconds"),
+            run_id="" if trial.run_id is None else str(trial.run_id),
+            is_chosen=is_chosen,
+            why=why if is_chosen else "",
+        )
