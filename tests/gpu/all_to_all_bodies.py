@@ -212,7 +212,7 @@ def nan_body() -> dict[str, object]:
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64):
         x = torch.ones(world_size * 1001, device="cuda").to(dtype)
         tunedcomm.all_to_all(x)
-        bad = x.float()
+        bad = x.float().clone()
         bad[5:8] = float("nan")
         try:
             tunedcomm.all_to_all(bad.to(dtype))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 BODIES = Path(__file__).with_name("bodies.py")
+CALLS = BODIES.with_name("call_bodies.py")
 
 
 def python_path() -> str:
@@ -38,7 +39,7 @@ def run(
     return results
 
 
-@pytest.mark.parametrize("name", ["variants", "chain", "streams", "groups", "symmetric", "dispatch", "stress"])
+@pytest.mark.parametrize("name", ["variants", "chain", "streams", "groups", "symmetric", "stress"])
 @pytest.mark.gpu(4)
 def test_on_four(name: str) -> None:
     assert len(run(name, 4)) == 4
@@ -46,13 +47,18 @@ def test_on_four(name: str) -> None:
 
 @pytest.mark.gpu(4)
 def test_nodes_of_two() -> None:
-    assert len(run("nodes", 4, TUNEDCOMM_NODE_OF_RANK="0,0,1,1")) == 4
+    assert len(run("nodes", 4, bodies=CALLS, TUNEDCOMM_NODE_OF_RANK="0,0,1,1")) == 4
 
 
-@pytest.mark.parametrize("name", ["variants", "dispatch"])
 @pytest.mark.gpu(3)
-def test_on_three(name: str) -> None:
-    assert len(run(name, 3)) == 3
+def test_on_three() -> None:
+    assert len(run("variants", 3)) == 3
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
+@pytest.mark.parametrize("name", ["dispatch", "current_device"])
+def test_calls(name: str, world_size: int) -> None:
+    assert len(run(name, world_size, bodies=CALLS)) == world_size
 
 
 @pytest.mark.parametrize("name", ["variants", "chain", "streams", "symmetric"])

@@ -73,6 +73,26 @@ def test_ordered_variants_and_ranks_give_the_same_bits(world_size, dtype):
     assert len(ranks[0]) >= 14
 
 
+def lag_body(rank, world_size):
+    """two_shot with every lag, over more and fewer chunks than its areas hold; the same bits as the exact ones."""
+    communicator, ran = get_communicator(), 0
+    variant, limits = get_variant(OP, "two_shot"), limits_of(communicator)
+    for seed, tokens in enumerate((5, 6, 9, 17)):
+        problem = problem_of((tokens, 128), "bfloat16", world_size)
+        for lag in (1, 2, 3):
+            for rows in (1, 2):
+                config = {"num_blocks": 1, "num_warps": 1, "rows": rows, "lag": lag}
+                if variant.infeasible(problem, config, limits) is None:
+                    check_variant(communicator, problem, "two_shot", seed=seed, config=config)
+                    ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_lag(world_size):
+    assert run_ranks(world_size, lag_body, timeout=240) == [17] * world_size
+
+
 def _default_runs(variant, problem, limits):
     return variant.infeasible(problem, variant.default(problem, limits), limits) is None
 
@@ -200,7 +220,7 @@ def bad_body(rank, world_size):
         ({"out": whole[:4], "residual_out": whole[3:7]}, "residual_out overlaps out"),
         ({"numerics": "exact"}, "numerics"),
         ({"max_sms": -1}, "max_sms"),
-        ({"x": x.clone().requires_grad_()}, "not differentiable"),
+        ({"x": x.clone().requires_grad_(), "out": torch.ones(4, 64)}, "into a given tensor is not differentiable"),
     ):
         with pytest.raises(tunedcomm.UnsupportedInputError, match=said):
             tunedcomm.all_reduce_rms_norm(**{"x": x, "weight": w, **change})

@@ -256,8 +256,8 @@ def bad_inputs(rank: int) -> None:
         tunedcomm.all_to_all(x, out=torch.empty(3, 5))
     with refused("max_sms=-1 is no number"):
         tunedcomm.all_to_all(x, max_sms=-1)
-    with refused("not differentiable"):
-        tunedcomm.all_to_all(x.clone().requires_grad_())
+    with refused("into a given tensor is not differentiable"):
+        tunedcomm.all_to_all(x.clone().requires_grad_(), out=torch.empty_like(x))
     with pytest.raises(tunedcomm.UnknownNameError, match="'push'"):
         with tunedcomm.force("all_to_all", "pusch"):
             pass

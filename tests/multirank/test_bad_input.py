@@ -79,8 +79,11 @@ def sparse(rank: int) -> None:
 def requires_grad(rank: int) -> None:
     x = torch.full((6,), rank + 1.0, requires_grad=True)
     for tensor in (x, x * 2):
-        with refused(r"not differentiable; call it under torch\.no_grad\(\) or pass x\.detach\(\)"):
-            tunedcomm.all_reduce(tensor)
+        with refused(r"op='max' is not differentiable; call it under torch\.no_grad\(\) or pass x\.detach\(\)"):
+            tunedcomm.all_reduce(tensor, op="max")
+        with refused("into a given tensor is not differentiable"):
+            tunedcomm.all_reduce_(tensor)
+        assert tunedcomm.all_reduce(tensor).requires_grad
     with refused("not differentiable"):
         tunedcomm.all_reduce(x.detach(), out=torch.zeros(6, requires_grad=True))
     assert torch.equal(tunedcomm.all_reduce(x.detach()), torch.full((6,), 3.0))

@@ -42,7 +42,12 @@ LIMITS = Limits(
     staging_bytes=64 << 20,
     one_shot_bytes=4 << 20,
     stage_bytes=32 << 20,
+    panel_bytes=1 << 30,
 )
+# Fused GEMMs have too many binaries for corners: the configs to try first, of few problems and for few extras.
+GEMM_PLACES = (((16, 8192, 2048), 90), ((4096, 8192, 3584), 90), ((4096, 8192, 3584), 100))
+GEMM_EXTRAS = (("bfloat16", "nk", ""), ("float16", "kn", ""), ("float8_e4m3fn", "nk", "rowwise"))
+GEMM_WORLD_SIZE = 4
 # Of groups that span nodes, for variants that serve no others.
 SPANNING = tuple(replace(LIMITS, symmetric=False, ranks_per_node=ranks) for ranks in (2, 4))
 
@@ -110,12 +115,30 @@ def feasible_problem(variant: Variant, config: Config, like: Problem, *, tail: b
     return None
 
 
+def gemm_corners(variant: Variant) -> list[Corner]:
+    """Binaries of a fused GEMM's default configs, in a fixed order."""
+    from tunedcomm.spec import get_op
+
+    found: dict[Corner, None] = {}
+    spec = get_op(variant.op)
+    for (dtype, layout, scaling), (shape, capability) in itertools.product(GEMM_EXTRAS, GEMM_PLACES):
+        like = Problem(variant.op, shape, dtype, GEMM_WORLD_SIZE, reduction=spec.reductions[0])
+        problem = replace(like, layout=layout, scaling=scaling)
+        config = variant.default(problem, LIMITS)
+        if variant.infeasible(problem, config, LIMITS) is None:
+            for request in variant.compile_requests(problem, config):
+                found[Corner(variant.op, variant.name, request, capability)] = None
+    return list(found)
+
+
 def every_corner(variant: Variant) -> list[Corner]:
     """All distinct binaries of the corners, in a fixed order."""
     from tunedcomm.spec import get_op
 
     found: dict[Corner, None] = {}
     spec = get_op(variant.op)
+    if spec.rank_of_shape == 3:
+        return gemm_corners(variant)
     reductions = [name for name in REDUCTIONS if name in spec.reductions] or [""]
     inputs = [(kind, in_place) for kind, in_place in INPUTS if spec.in_place or not in_place]
     extras = [*((layout, "") for layout in spec.layouts), *((spec.layouts[0], s) for s in spec.scalings if s)]
@@ -175,6 +198,19 @@ def covering(corners: Iterable[Corner]) -> list[Corner]:
     return chosen
 
 
+def chosen_of(variant: Variant) -> list[Corner]:
+    """What is compiled of a variant."""
+    corners = every_corner(variant)
+    return corners if get_rank(variant) == 3 else covering(corners)
+
+
+def get_rank(variant: Variant) -> int:
+    """Dimensions of the variant's problems."""
+    from tunedcomm.spec import get_op
+
+    return get_op(variant.op).rank_of_shape
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """Registers a thread and bytes of stack, shared and local memory, as cuobjdump reads them from the binary."""
     import triton
@@ -230,7 +266,9 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"triton": triton.__version__, "file": str(Path(triton.__file__)), "variants": hashes}))
         return
     part, num_parts = int(arguments[1]), int(arguments[2])
-    chosen = [corner for variant in variants for corner in covering(every_corner(variant))] + beside_variants()
+    corners = [*(corner for variant in variants for corner in chosen_of(variant)), *beside_variants()]
+    # A kernel that several variants run is compiled for one of them.
+    chosen = list({(corner.request, corner.capability): corner for corner in corners}.values())
     for corner in chosen[part::num_parts]:
         print(json.dumps(compiled(corner)), flush=True)
 

@@ -87,6 +87,7 @@ def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "modes": ["graph", "eager"],
         "input_kinds": ["plain"],
         "layout": "",
+        "scalings": {"float16": ""},
         "contenders": ["tuned", "library"],
         "csv": str(csv),
         "seed": 7,
@@ -133,3 +134,33 @@ def test_run_module_starts_every_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     assert _gang.run_module("rank_that_signs", [str(out)], world_size=2) == 0
     assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "2", "1": "2"}
     assert _gang.run_module("rank_that_signs", [str(out)], world_size=2, environment={"FAIL": "3"}) != 0
+
+
+def test_fp8_has_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Gang([])
+    shape = ("--op", "gemm_rs", "--shape", "64x32x32")
+    assert start(gang, monkeypatch, *shape, "--dtype", "bfloat16,float8_e4m3fn").exit_code == 0
+    assert gang.job["scalings"] == {"bfloat16": "", "float8_e4m3fn": "rowwise"}
+    assert gang.job["layout"] == "nk"
+    assert start(gang, monkeypatch, *shape, "--dtype", "float8_e4m3fn", "--scaling", "tensorwise").exit_code == 0
+    assert gang.job["scalings"] == {"float8_e4m3fn": "tensorwise"}
+    for wrong in (["--dtype", "bfloat16", "--scaling", "rowwise"], ["--dtype", "float8_e4m3fn", "--scaling", "none"]):
+        shown = start(gang, monkeypatch, *shape, *wrong)
+        assert shown.exit_code == 2
+        assert "is not a scaling of gemm_rs" in shown.output
+    shown = start(gang, monkeypatch, "--op", "gemm_rs", "--shape", "65x32x32")
+    assert shown.exit_code == 2
+    assert "M = 65 of gemm_rs is no multiple of 2 ranks" in " ".join(shown.output.split())
+
+
+def test_rows_append_to_files_of_fewer_columns(tmp_path: Path) -> None:
+    from tunedcomm.cli._bench_rank import COLUMNS, _append_csv
+
+    old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    old.write_text("op,shape\nall_reduce,5\n")
+    for path in (old, new):
+        for _ in range(2):
+            _append_csv(path, [dict.fromkeys(COLUMNS, "x")])
+    assert old.read_text().split() == ["op,shape", "all_reduce,5", "x,x", "x,x"]
+    assert new.read_text().splitlines()[0].split(",") == list(COLUMNS)
+    assert len(new.read_text().split()) == 3

@@ -15,6 +15,7 @@ VERBS = (
     ("lookup",),
     ("explain",),
     ("bench",),
+    ("report",),
     ("doctor",),
     ("demo",),
     ("db", "list"),

@@ -1,13 +1,12 @@
-"""Databases that are written as lines, imported and merged: nothing lost, nothing doubled, nothing believed."""
+"""Databases that are written as lines, imported and merged: nothing lost, nothing doubled."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from transfer_samples import (
     contents,
     digests,
     everything,
+    lines_of,
     snapshot_of,
     store,
     sweep,
@@ -33,7 +33,7 @@ from tunedcomm.db.diff import diff_databases
 from tunedcomm.db.export import export_database
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import import_databases, merge_databases
-from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError, DatabaseVersionError
+from tunedcomm.errors import DatabaseAccessError
 
 EXAMPLES = int(os.environ.get("TUNEDCOMM_TEST_EXAMPLES", "8"))
 PROPERTY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,12 +46,6 @@ def folder() -> Iterator[Path]:
     """A fresh directory for every example of a property."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
-
-
-def lines_of(target: str | Path, path: Path) -> bytes:
-    """All rows of a database, which do not depend on ids."""
-    export_database([target], path, form="jsonl", everything=True, force=True)
-    return path.read_bytes()
 
 
 @given(content=contents())
@@ -155,184 +149,6 @@ def test_lines_are_sorted_plain_and_the_same_from_every_database(tmp_path: Path)
     without_runs = [{**t, "run": None} for t in trials if t["error"] is None]
     others = [json.loads(line) for line in theirs]
     assert [{**t, "run": None} for t in others if t.get("kind") == "trial"] == without_runs
-
-
-def refused(
-    error: type[DatabaseError], source: Path, target: Path, bring: Callable[..., Any] = import_databases
-) -> str:
-    before = everything(target) if target.exists() else None
-    with pytest.raises(error) as caught:
-        bring([source], target)
-    assert (everything(target) if target.exists() else None) == before
-    return str(caught.value)
-
-
-def kind_of(line: str) -> str:
-    return str(json.loads(line).get("kind"))
-
-
-CHANGES: list[tuple[str, dict[str, Any], str]] = [
-    ("trial", {"latency_p50_us": -1.0}, "latency_p50_us is not a time: -1.0"),
-    ("trial", {"latency_p50_us": "fast"}, "latency_p50_us is not a number: 'fast'"),
-    ("trial", {"latency_p50_us": None}, "an ok trial without latency_p50_us"),
-    ("trial", {"latency_p50_us": 10**400}, "latency_p50_us is larger than"),
-    ("trial", {"status": "splendid"}, "unknown status 'splendid'"),
-    ("trial", {"status": ["ok"]}, "status is not a text: ['ok']"),
-    ("trial", {"samples": 2**40}, "samples is not an integer of 32 bits"),
-    ("trial", {"samples": True}, "samples is not an integer"),
-    ("trial", {"final": 1}, "final is not true or false: 1"),
-    ("trial", {"created_at": "yesterday"}, "yesterday"),
-    ("trial", {"created_at": 5}, "created_at is not a time"),
-    ("trial", {"created_at": "0001-01-01T00:00:00+12:00"}, "not a time that UTC knows"),
-    ("trial", {"created_at": None}, "created_at is missing"),
-    ("trial", {"error": "NaN"}, "error is not a number: 'NaN'"),
-    ("trial", {"reason": "\x00"}, "reason holds a NUL"),
-    ("trial", {"reason": "\ud800"}, "half of a character"),
-    ("trial", {"reason": "x" * 200_000}, "reason is not a text"),
-    ("trial", {"config": {"num_blocks": [1]}}, "config is not a flat JSON object"),
-    ("trial", {"config": "DROP TABLE trial"}, "config is not a flat JSON object"),
-    ("trial", {"config": None}, "config is not a flat JSON object"),
-    ("trial", {"environment": "0" * 32}, "gives environment"),
-    ("trial", {"environment": []}, "gives environment"),
-    ("trial", {"variant": "unheard_of"}, "gives variant"),
-    ("trial", {"run": "0" * 16}, "gives run"),
-    ("trial", {"problem": "all_reduce"}, "problem is not an object"),
-    ("trial", {"problem": {}}, "op is missing"),
-    ("trial", {"id": 7}, "unknown field 'id'"),
-    ("trial", {"kind": "trail"}, "kind is 'trail', not one of environment, run"),
-    ("trial", {"kind": None}, "kind is None"),
-    ("environment", {"num_sms": -4}, "num_sms is not an integer >= 0: -4"),
-    ("environment", {"num_sms": 131}, "its fields have the digest"),
-    ("run", {"command": "rm"}, "its fields have the digest"),
-    ("run", {"seed": 2**63}, "seed is not an integer of 64 bits"),
-    ("variant", {"numerics": "sloppy"}, "unknown numerics class 'sloppy'"),
-    ("variant", {"variant": ""}, "a variant without a name"),
-    ("pin", {"environment": "0" * 32}, "gives environment"),
-    ("end", {"lines": 1}, "does not count the lines"),
-]
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Lines of a database with something of every kind."""
-    here = tmp_path_factory.mktemp("exported")
-    source = store(here / "source.db", [trial(), trial("lamport", 4.0, final=True, after=1)])
-    with Database.open(source) as database:
-        database.pin(problem(), candidate("two_shot"), environment=H200, reason="known good")
-    return lines_of(source, here / "source.jsonl").decode().splitlines()
-
-
-@pytest.mark.parametrize(("kind", "change", "complaint"), CHANGES, ids=lambda value: str(value)[:40])
-def test_a_line_that_makes_no_sense_is_named(
-    exported: list[str], tmp_path: Path, kind: str, change: dict[str, Any], complaint: str
-) -> None:
-    number = next(number for number, line in enumerate(exported) if kind_of(line) == kind)
-    lines = list(exported)
-    lines[number] = json.dumps({**json.loads(lines[number]), **change})
-    path = tmp_path / "changed.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    target = store(tmp_path / "target.db", [trial("lamport")])
-    text = refused(DatabaseCorruptError, path, target)
-    assert text.startswith(f"{path}, line {number + 1}: "), text
-    assert complaint in text
-    assert "nothing was imported" in text
-
-
-BROKEN: list[tuple[str, Callable[[list[str]], str], str]] = [
-    ("cut off", lambda lines: "\n".join(lines)[:-20], "line {last}: it is cut off"),
-    ("lines missing", lambda lines: "\n".join(lines[:-3]) + "\n", "does not count the lines"),
-    ("lines added", lambda lines: "\n".join([*lines, lines[-2]]) + "\n", "it comes after the end"),
-    ("a trial twice as long", lambda lines: "\n".join([*lines[:-1], lines[-2], lines[-1]]) + "\n", "second pin"),
-    ("no header", lambda lines: "\n".join(lines[1:]) + "\n", "line 1: the first line must begin"),
-    ("nested", lambda lines: "\n".join([lines[0], '{"a":' * 5000 + "1" + "}" * 5000, ""]), "line 2: "),
-    ("not JSON", lambda lines: "\n".join([lines[0], "{,}", ""]), "line 2: "),
-    ("no object", lambda lines: "\n".join([lines[0], "[1]", ""]), "line 2: it is no JSON object"),
-    ("NaN", lambda lines: "\n".join([lines[0], '{"kind":NaN}', ""]), "line 2: NaN is not JSON"),
-    ("very long", lambda lines: "\n".join([lines[0], '{"a":"' + "x" * (1 << 20) + '"}', ""]), "line 2: it is longer"),
-    ("not UTF-8", lambda lines: lines[0] + '\n{"a":"\udcff"}\n', "line 2: "),
-]
-
-
-@pytest.mark.parametrize(("broken", "complaint"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
-def test_a_file_that_makes_no_sense_is_refused(
-    exported: list[str], tmp_path: Path, broken: Callable[[list[str]], str], complaint: str
-) -> None:
-    path = tmp_path / "broken.jsonl"
-    path.write_bytes(broken(exported).encode(errors="surrogateescape"))
-    text = refused(DatabaseCorruptError, path, tmp_path / "target.db")
-    assert complaint.format(last=len(exported)) in text
-    assert not (tmp_path / "target.db").exists()
-
-
-def test_lines_of_a_later_version_are_refused(exported: list[str], tmp_path: Path) -> None:
-    for change in ({"version": 2}, {"schema": "9999"}, {"schema": []}):
-        path = tmp_path / "later.jsonl"
-        header = json.dumps({**json.loads(exported[0]), **change})
-        path.write_text("\n".join([header, *exported[1:]]) + "\n")
-        assert "upgrade tunedcomm" in refused(DatabaseVersionError, path, tmp_path / "target.db")
-
-
-@pytest.mark.parametrize(
-    ("statement", "complaint"),
-    [
-        ("UPDATE trial SET latency_p50_us = 'fast' WHERE id = 1", "trial 1: error is not a number: 'fast'"),
-        ("UPDATE trial SET status = '''; DROP TABLE trial; --' WHERE id = 2", "trial 2: unknown status"),
-        ("UPDATE trial SET config = '{\"num_blocks\":8}' WHERE id = 1", "trial 1: config_digest is"),
-        ("UPDATE trial SET created_at = 'soon' WHERE id = 1", "trial 1: "),
-        ("UPDATE trial SET samples = 99999999999 WHERE id = 1", "trial 1: samples is not an integer of 32 bits"),
-        ("UPDATE trial SET variant_id = 99 WHERE id = 1", "trial 1: it refers to variant 99"),
-        ("UPDATE trial SET run_id = 99 WHERE id = 1", "trial 1: it refers to run 99"),
-        ("UPDATE environment SET gpu = 'another'", "environment 1: its digest is"),
-        ("UPDATE problem SET shape = '77'", "problem 1: its digest is"),
-        ("DELETE FROM problem", "table trial: 2 rows refer to problems"),
-        ("UPDATE run SET seed = 'x'", "run 1: seed is not an integer"),
-        ("UPDATE variant SET numerics = 'sloppy' WHERE id = 1", "variant 1: unknown numerics class"),
-    ],
-)
-def test_a_row_that_makes_no_sense_is_named(tmp_path: Path, statement: str, complaint: str) -> None:
-    source = store(tmp_path / "source.db", [trial(), trial("lamport", 4.0, final=True, after=1)])
-    with sqlite3.connect(source) as plain:
-        plain.execute(statement)
-    text = refused(DatabaseCorruptError, source, store(tmp_path / "target.db", [trial("two_shot", 3.0)]))
-    assert f"{source}, {complaint}" in text
-
-
-def test_exports_skip_what_makes_no_sense_and_say_so(tmp_path: Path) -> None:
-    source = store(tmp_path / "source.db", [trial(), trial("lamport", 4.0, after=1)])
-    with sqlite3.connect(source) as plain:
-        plain.execute("UPDATE trial SET status = 'splendid' WHERE id = 1")
-    export = export_database([source], tmp_path / "out.jsonl", form="jsonl", everything=True)
-    assert (export.skipped.count, export.skipped.first) == (1, "trial 1: unknown status 'splendid'")
-    assert import_databases([tmp_path / "out.jsonl"], tmp_path / "copy.db").added == 1
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    text = tmp_path / "notes.txt"
-    text.write_text("neither of them")
-    target = tmp_path / "target.db"
-    assert "is not a SQLite database" in refused(DatabaseCorruptError, text, target)
-    assert "does not exist" in refused(DatabaseAccessError, tmp_path / "absent.db", target)
-    assert "directory" in refused(DatabaseAccessError, tmp_path, target)
-    source = store(tmp_path / "source.db", [trial()])
-    assert "both source and target" in refused(DatabaseAccessError, source, source)
-    link = tmp_path / "link.db"
-    link.symlink_to(source)
-    assert "both source and target" in refused(DatabaseAccessError, link, source, merge_databases)
-    with pytest.raises(ValueError, match="at least one"):
-        import_databases([], target)
-    assert not target.exists()
-
-
-def test_one_bad_source_of_several_brings_nothing(exported: list[str], tmp_path: Path) -> None:
-    good = store(tmp_path / "good.db", [trial()])
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("\n".join(exported[:-1]) + "\n")
-    target = store(tmp_path / "target.db", [trial("lamport", 2.0)])
-    before = everything(target)
-    for bring in (import_databases, merge_databases):
-        with pytest.raises(DatabaseCorruptError, match=r"bad\.jsonl, line"):
-            bring([good, bad], target)
-        assert everything(target) == before
 
 
 def test_a_source_older_than_this_tunedcomm_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,22 +261,3 @@ def test_servers_are_sources_and_targets(postgres_url: str, tmp_path: Path) -> N
     import_databases([postgres_url], tmp_path / "back.db")
     assert digests(tmp_path / "back.db") == digests(postgres_url)
     assert diff_databases(postgres_url, tmp_path / "back.db").is_empty
-
-
-def test_sources_that_contradict_bring_nothing(database_url: str, tmp_path: Path) -> None:
-    good = store(tmp_path / "good.db", [trial(final=True)])
-    import_databases([good], database_url)
-    forged = tmp_path / "forged.db"
-    for statement, complaint in (
-        ("UPDATE problem SET shape = '77'", "digest of another"),
-        ("DELETE FROM variant", "refer to problems, environments or variants"),
-    ):
-        shutil.copy(good, forged)
-        with Database.open(forged) as database:
-            database.record([trial("two_shot", 1.0, after=5)])
-        with sqlite3.connect(forged) as plain:
-            plain.execute(statement)
-        before = digests(database_url)
-        with pytest.raises(DatabaseCorruptError, match=complaint):
-            merge_databases([forged], database_url)
-        assert digests(database_url) == before

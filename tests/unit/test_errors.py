@@ -29,6 +29,11 @@ def test_drawing_tells_the_second_base() -> None:
     """`Name (Base)` in the drawing is true: callers catch ValueError, RuntimeError and TimeoutError by it."""
     drawn = re.findall(r"─ (\w+) \((\w+)\)", errors.__doc__ or "")
     assert len(drawn) >= 10
-    builtin = {"ValueError": ValueError, "RuntimeError": RuntimeError, "TimeoutError": TimeoutError}
+    builtin = {
+        "ImportError": ImportError,
+        "ValueError": ValueError,
+        "RuntimeError": RuntimeError,
+        "TimeoutError": TimeoutError,
+    }
     for name, base in drawn:
         assert issubclass(ALL[name], builtin[base]), name

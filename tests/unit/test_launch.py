@@ -28,8 +28,8 @@ class _Run:
         self.seen.append(("called", *arguments))
 
 
-OWN = (8, 1, 1, 99, 5, False, True, None, None, ("m",), None, None, None)
-SHARED = (8, 1, 1, 99, 5, False, True, ("m",), None, None, None, None, None, "annotations", "signature")
+OWN = (8, 1, 1, 99, 5, False, True, "memory", None, ("m",), None, None, None)
+SHARED = (8, 1, 1, 99, 5, False, True, ("m",), None, None, None, "memory", None, "annotations", "signature")
 CALLED = ("called", 8, 1, 1, 99, 5, ("m",), None, None, None)
 
 
@@ -37,18 +37,18 @@ CALLED = ("called", 8, 1, 1, 99, 5, ("m",), None, None, None)
     ("arguments", "varying"),
     [((None, None, 10, 11), (1, 2)), ((None,) * 4, (1, 2, 10, 11)), ((None, 2, None, 11), (1, 10))],
 )
-@pytest.mark.parametrize("layout", ["own", "shared", "scratch"])
+@pytest.mark.parametrize("layout", ["own", "shared", "profile"])
 def test_every_layout_gets_every_argument(layout: str, arguments: tuple[Any, ...], varying: tuple[int, ...]) -> None:
     extra = {
         "own": {},
         "shared": {"arg_annotations": "annotations", "kernel_signature": "signature"},
-        "scratch": {"global_scratch_size": 16},
+        "profile": {"profile_scratch_size": 16},
     }[layout]
     run = _Run(**extra)
     compiled = SimpleNamespace(run=run, function=5, packed_metadata=("m",))
-    _launch._through_triton(compiled, 8, TAIL, arguments)(99, *varying)
+    _launch._through_triton(compiled, 8, TAIL, "memory", arguments)(99, *varying)
     payload = (1, 2, 10, 11, *TAIL)
-    expected = {"own": (*OWN, *payload), "shared": (*SHARED, payload), "scratch": (*CALLED, *payload)}[layout]
+    expected = {"own": (*OWN, *payload), "shared": (*SHARED, payload), "profile": (*CALLED, *payload)}[layout]
     assert run.seen == [expected]
 
 

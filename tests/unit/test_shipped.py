@@ -67,10 +67,11 @@ def test_every_size_of_the_sweep_is_answered(path: Path, mode: Mode, dtype: str)
         assert_won(path, Problem("all_reduce", shape, dtype, world_size, mode=mode))
 
 
-def test_calls_in_place_on_two_gpus_are_answered_by_what_was_tuned_in_place() -> None:
-    path = next(path for path in SHIPPED if "x2" in path.name)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_calls_in_place_are_answered_by_what_was_tuned_in_place(world_size: int) -> None:
+    path = next(path for path in SHIPPED if f"x{world_size}" in path.name)
     for shape in get_op("all_reduce").default_shapes("cuda", 2):
-        assert_won(path, Problem("all_reduce", shape, "bfloat16", 2, in_place=True))
+        assert_won(path, Problem("all_reduce", shape, "bfloat16", world_size, in_place=True))
 
 
 def test_an_odd_size_runs_in_one_round() -> None:
@@ -104,16 +105,17 @@ def snapshot_of(path: Path, world_size: int) -> tuple[Snapshot, Limits]:
     return snapshot, limits_for(environment, world_size)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce_bias", "all_reduce_rms_norm"])
-def test_the_other_ops_are_answered_for_two_ranks(op: str) -> None:
+def test_the_other_ops_are_answered(op: str, world_size: int) -> None:
     """By a kernel at every size that was tuned, by its own final."""
     kernels.discover()
-    (path,) = [path for path in SHIPPED if "x2" in path.name]
+    (path,) = [path for path in SHIPPED if f"x{world_size}" in path.name]
     with Database.open(path, readonly=True, immutable=True) as database:
         (environment,) = database.environments()
         asked = {trial.problem for trial in database.trials(op=op, final=True)}
-    snapshot = load_snapshot(environment, 2, layers=[Layer("packaged", str(path))], strict=True)
-    limits = limits_for(environment, 2)
+    snapshot = load_snapshot(environment, world_size, layers=[Layer("packaged", str(path))], strict=True)
+    limits = limits_for(environment, world_size)
     assert len(asked) >= 5
     for problem in asked:
         decision = decide(problem, snapshot, limits)

@@ -9,7 +9,7 @@ import pytest
 
 from tunedcomm import kernels
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
-from tunedcomm.spec import ITEMSIZE, ops
+from tunedcomm.spec import ITEMSIZE, Problem, ops
 from tunedcomm.tuner import catalog as module
 from tunedcomm.tuner.catalog import (
     DEFAULT_TOKENS,
@@ -230,3 +230,23 @@ def test_the_catalogue_needs_no_torch() -> None:
     code = "import sys; from tunedcomm.tuner.catalog import catalog; print(len(catalog()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1] == "False"
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["llama3-8b", "llama3-70b", "llama3-405b", "qwen3-32b", "gpt-oss-120b", "gpt-oss-20b", "deepseek-v3"]
+)
+def test_fused_gemms_of_every_kind_of_model(name: str, tp: int, op: str) -> None:
+    """Every shape is one that the op's ranks can share, and that descriptors can read."""
+    kernels.discover()
+    model, spec = find_model(name), ops()[op]
+    found = shapes_for([model], tp, [1, 3, 64, 4096, 16384], op)
+    parts = row_parallel(model, tp) if op != "ag_gemm" else column_parallel(model, tp)
+    assert {shape[1:] for shape in found} == {(part.n, part.k) for part in parts}
+    for m, n, k in found:
+        spec.check(Problem(op, (m, n, k), "bfloat16", tp))
+        assert n % 8 == 0
+        assert k % 8 == 0
+    rows = {shape[0] for shape in found}
+    assert rows == ({1, 3, 64, 4096, 16384} if op == "gemm_ar" else {tp, 4, 64, 4096, 16384})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -198,3 +199,38 @@ def test_vote_names_the_ranks_with_the_heaviest_trouble() -> None:
     assert combine([(2, "no ptx"), (2, "no ptx")]).reason == "no ptx"
     assert Trouble.CRASHED.status == "crashed"
     assert Trouble.NONE.status == "ok"
+
+
+def test_launches_take_further_inputs_in_turn() -> None:
+    seen: list[str] = []
+    made = measure.contend(
+        lambda i, o, s: seen.append(i[0]),  # type: ignore[arg-type,func-returns-value]
+        ("a",),  # type: ignore[arg-type]
+        (),
+        calls=5,
+        graph=False,
+        stream=None,
+        further=[("b",), ("c",)],  # type: ignore[list-item]
+    )
+    made.run()
+    assert seen == ["a", "b", "c", "a", "b"]
+
+
+class _OnGpu:
+    """A tensor of so many bytes, as far as `further_turns` looks."""
+
+    is_cuda = True
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def clone(self) -> _OnGpu:
+        return _OnGpu(self.nbytes)
+
+
+@pytest.mark.parametrize(("mib", "turns"), [(1, 16), (20, 9), (80, 3), (159, 3), (160, 2), (400, 2)])
+def test_cold_inputs_are_more_than_the_cache_holds(mib: int, turns: int) -> None:
+    inputs: Any = (_OnGpu(mib << 19), _OnGpu(mib << 19))
+    assert len(measure.further_turns(inputs, cold=True)) == turns - 1
+    assert measure.further_turns(inputs, cold=False) == ()
+    assert measure.further_turns((torch.ones(4),), cold=True) == ()

@@ -122,3 +122,19 @@ def test_recording_decides_what_the_machine_would() -> None:
     assert (settings.backend, settings.world_size, settings.gangs, settings.replay_trial_s) == ("cuda", 4, 1, 0.5)
     assert settings.replay_limits is not None
     assert settings.replay_limits.num_sms == 132
+
+
+def test_fp8_is_tuned_with_scales_and_shapes_that_ranks_share() -> None:
+    from tunedcomm.tuner.plan import _expand
+
+    def expand(**changes: Any) -> list[tuple[str, str]]:
+        spec = SweepSpec(**{"op": "gemm_rs", "shapes": ((64, 32, 32),), **changes})
+        return [(problem.dtype, problem.scaling) for problem in _expand(spec, "host", 2)]
+
+    assert expand(dtypes=("bfloat16", "float8_e4m3fn")) == [("bfloat16", ""), ("float8_e4m3fn", "rowwise")]
+    both = expand(dtypes=("float8_e4m3fn",), scalings=("tensorwise", "rowwise"))
+    assert both == [("float8_e4m3fn", "tensorwise"), ("float8_e4m3fn", "rowwise")]
+    with pytest.raises(ValueError, match="gemm_rs of bfloat16 has no scaling 'rowwise'; allowed: none"):
+        expand(dtypes=("bfloat16",), scalings=("rowwise",))
+    with pytest.raises(ValueError, match="M = 65 of gemm_rs is no multiple of 2 ranks"):
+        expand(shapes=((65, 32, 32),))

@@ -12,6 +12,7 @@ from typing import Any
 from db_samples import H200, NUMERICS, OLDER, START, candidate, problem, trial
 from hypothesis import strategies as st
 
+from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import PinRecord, TrialRecord
 from tunedcomm.db.select import Snapshot
@@ -95,6 +96,12 @@ def everything(path: Path) -> set[str]:
     with Database.open(path, readonly=True) as database:
         runs = {run.id: run.command for run in database.runs()}
         return {f"{runs[t.run_id]}: {in_words(t)}" for t in database.trials() if t.run_id is not None}
+
+
+def lines_of(target: str | Path, path: Path) -> bytes:
+    """All rows of a database, which do not depend on ids."""
+    export_database([target], path, form="jsonl", everything=True, force=True)
+    return path.read_bytes()
 
 
 @dataclass(frozen=True)

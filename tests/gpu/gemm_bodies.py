@@ -1,0 +1,338 @@
+"""What each rank of a GPU test of the fused GEMMs runs; started as `bodies.py` is, with the op's name in GEMM_OP."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import bodies
+import torch
+import torch.distributed as dist
+from bodies import stream
+
+import tunedcomm
+from tunedcomm.communicator import get_communicator
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.kernels._matmul import TOLERANCE
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+
+OP = os.environ.get("GEMM_OP", "gemm_rs")
+FP8 = torch.float8_e4m3fn
+# M is a multiple of 2, 3 and 4 ranks, and a share of it seldom one of a tile; N and K are odd multiples of 8 or 16.
+SHAPES = (
+    *((12, 256, 512), (24, 1024, 1032), (48, 320, 264), (132, 136, 72), (36, 8192, 2048), (264, 528, 1040)),
+    *((360, 1024, 1552), (516, 520, 1032), (1032, 2064, 528), (2052, 2048, 1024), (3012, 1296, 2064)),
+    *((4096 * 3, 1024, 512),),
+)
+# (dtype, how B is stored, scaling)
+KINDS = (
+    ("bfloat16", "nk", ""),
+    ("bfloat16", "kn", ""),
+    ("float16", "nk", ""),
+    ("float8_e4m3fn", "nk", "rowwise"),
+    ("float16", "kn", ""),
+    ("float8_e4m3fn", "nk", "tensorwise"),
+    ("float8_e4m3fn", "kn", "rowwise"),
+)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+Tensors = tuple[torch.Tensor, ...]
+
+
+def names() -> list[str]:
+    """Variants that are to be tried; those that only run when they are forced are somebody else's."""
+    return [name for name, variant in variants(OP).items() if variant.bounded]
+
+
+def extra(number: int) -> str:
+    """What a layout has besides, in turn."""
+    return ("", {"ag_gemm": "+gathered", "gemm_ar": "+bias"}.get(OP, ""), "+float32", "")[number % 4]
+
+
+def problem_of(shape: tuple[int, int, int], kind: tuple[str, str, str], ending: str = "", op: str = OP) -> Problem:
+    dtype, stored, scaling = kind
+    reduction = "" if op == "ag_gemm" else "sum"
+    world_size = dist.get_world_size()
+    return Problem(op, shape, dtype, world_size, reduction, layout=stored + ending, scaling=scaling)
+
+
+def case_of(problem: Problem, seed: int, kind: str = "random") -> tuple[Tensors, Tensors]:
+    """(this rank's inputs, results in float64)."""
+    op, rank = get_op(problem.op), dist.get_rank()
+    everyone = [op.make_inputs(problem, peer, seed, kind, "cuda") for peer in range(problem.world_size)]
+    return everyone[rank], op.reference(problem, everyone, rank)
+
+
+def poisoned(problem: Problem) -> Tensors:
+    outputs = get_op(problem.op).make_outputs(problem, "cuda")
+    for output in outputs:
+        output.fill_(float("nan"))
+    return outputs
+
+
+def error_of(outputs: Tensors, expected: Tensors) -> float:
+    return max(
+        ((output.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+        for output, wanted in zip(outputs, expected, strict=True)
+    )
+
+
+def same_bits(one: Tensors, other: Tensors) -> bool:
+    return all(
+        torch.equal(a.view(_BITS[a.element_size()]), b.view(_BITS[b.element_size()]))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def is_exact(outputs: Tensors, expected: Tensors) -> bool:
+    """For whole numbers, of which every partial sum can be held."""
+    return all(torch.equal(a.double(), b.to(a.dtype).double()) for a, b in zip(outputs, expected, strict=True))
+
+
+def some_configs(problem: Problem, name: str, shuffle: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """The default and a few others that can run, the same on every rank."""
+    limits, variant = get_communicator().limits, get_variant(problem.op, name)
+    default = variant.default(problem, limits)
+    if variant.infeasible(problem, default, limits) is not None:
+        return
+    yield default
+    every = list(variant.space.enumerate())
+    shuffle.shuffle(every)
+    fit = (config for config in every if config != default and variant.infeasible(problem, config, limits) is None)
+    for _ in range(count):
+        if (config := next(fit, None)) is not None:
+            yield config
+
+
+def bound(problem: Problem, name: str, config: dict[str, Any], failed: Counter[str] | None = None) -> Any:
+    """A launch, or None where it does not fit on the GPU; the ranks come to the same answer, for they are alike.
+
+    Args:
+        failed: counts configs that do not compile, which raise if it is not given.
+    """
+    try:
+        return get_communicator().bind(problem, Candidate.of(problem.op, name, config))
+    except InfeasibleError:
+        return None
+    except Exception:
+        if failed is None:
+            raise
+        failed[name] += 1
+        return None
+
+
+def variants_body() -> dict[str, object]:
+    """Every variant's default and others, at many shapes, dtypes and layouts: near float64, the same bits each time."""
+    comm, shuffle, checked, failed = get_communicator(), random.Random(5), Counter[str](), Counter[str]()
+    worst: dict[str, float] = {}
+    for number, shape in enumerate(SHAPES):
+        for step in range(2):
+            kind = KINDS[(2 * number + step) % len(KINDS)]
+            problem = problem_of(shape, kind, extra(number + step))
+            inputs, expected = case_of(problem, number)
+            for name in names():
+                for index, config in enumerate(some_configs(problem, name, shuffle, 1 + (step == 0))):
+                    launch = bound(problem, name, config, failed if index else None)
+                    if launch is None:
+                        continue
+                    before: Tensors | None = None
+                    for _ in range(3):
+                        outputs = poisoned(problem)
+                        launch(inputs, outputs, stream())
+                        error = error_of(outputs, expected)
+                        allowed = TOLERANCE[problem.scaling or problem.dtype]
+                        assert error <= allowed, (str(problem), name, config, error)
+                        ordered = get_variant(OP, name).numerics == "ordered"
+                        assert before is None or not ordered or same_bits(outputs, before), (str(problem), name, config)
+                        before = outputs
+                    worst[name] = max(worst.get(name, 0.0), error)
+                    checked[name] += 1
+            comm.check_peers()
+    assert all(checked[name] for name in names() if name != "multimem"), (checked, failed)
+    return {"checked": dict(checked), "failed": dict(failed), "worst": {n: f"{e:.1e}" for n, e in worst.items()}}
+
+
+def chain_body() -> dict[str, object]:
+    """Graphs of launches that follow each other, with inputs that are overwritten at once, replayed with new ones."""
+    comm, length, replays = get_communicator(), 6, 12
+    for shape, kind in (((48, 512, 520), KINDS[0]), ((516, 520, 1032), KINDS[1]), ((1032, 1024, 528), KINDS[3])):
+        problem = problem_of(shape, kind)
+        for name in names():
+            config = get_variant(OP, name).default(problem, comm.limits)
+            if check_candidate(problem, Candidate.of(OP, name, config), comm.limits):
+                continue
+            launch = bound(problem, name, config)
+            if launch is None:
+                continue
+            sources = [case_of(problem, seed, "integers")[0] for seed in range(length)]
+            held = tuple(torch.empty_like(tensor) for tensor in sources[0])
+            outputs = [poisoned(problem) for _ in range(length)]
+            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                copy(held, sources[0])
+                launch(held, outputs[0], stream())
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, stream=side):
+                    for source, output in zip(sources, outputs, strict=True):
+                        copy(held, source)
+                        launch(held, output, stream())
+            for replay in range(replays):
+                cases = [case_of(problem, 100 * replay + seed, "integers") for seed in range(length)]
+                for source, output, (values, _) in zip(sources, outputs, cases, strict=True):
+                    copy(source, values)
+                    for tensor in output:
+                        tensor.fill_(float("nan"))
+                for _ in range(1 + replay % 2):  # twice in a row, without a look in between
+                    graph.replay()
+                for step, (output, (_, expected)) in enumerate(zip(outputs, cases, strict=True)):
+                    assert is_exact(output, expected), (str(problem), name, config, replay, step)
+            comm.check_peers()
+    return {}
+
+
+def copy(targets: Tensors, sources: Tensors) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def stress_cases(shuffle: random.Random) -> dict[str, list[Any]]:
+    """Variant to launches at random shapes with their inputs and exact results; `other` to calls of another op."""
+    comm, cases = get_communicator(), dict[str, list[Any]]()
+    for number in range(10):
+        m = 12 * shuffle.choice((1, 2, 3, 7, 16, 43, 86, 171))
+        shape = (m, 16 * shuffle.randrange(4, 130), 16 * shuffle.randrange(4, 130))
+        problem = problem_of(shape, KINDS[number % len(KINDS)], extra(number))
+        inputs, expected = case_of(problem, number, "integers")
+        for name in names():
+            for config in some_configs(problem, name, shuffle, 1):
+                launch = bound(problem, name, config, Counter())
+                if launch is not None:
+                    cases.setdefault(name, []).append((launch, problem, inputs, expected, config))
+    for numel in (1000, 70_000):
+        problem = Problem("all_reduce", (numel,), "bfloat16", comm.world_size)
+        inputs, expected = case_of(problem, numel, "integers")
+        for name in ("lamport", "two_shot"):
+            config = get_variant("all_reduce", name).default(problem, comm.limits)
+            launch = bound(problem, name, config)
+            cases.setdefault("other", []).append((launch, problem, inputs, expected, config))
+    return cases
+
+
+def stress_body() -> dict[str, object]:
+    """Random shapes and configs, random delays of each rank, poisoned outputs, calls of another op in between.
+
+    Until every variant has had STRESS_LAUNCHES launches.
+    """
+    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
+    wanted, launches = int(os.environ.get("STRESS_LAUNCHES", "200")), Counter[str]()
+    cases = stress_cases(shuffle)
+    tried = [name for name in cases if name != "other"]
+    assert tried
+    while not all(launches[name] >= wanted for name in tried):
+        pending = []
+        for number in range(40):
+            name = tried[number % len(tried)] if shuffle.random() < 0.9 else "other"
+            launch, problem, inputs, expected, config = shuffle.choice(cases[name])
+            outputs = poisoned(problem)
+            if noise.random() < 0.3:
+                torch.cuda._sleep(noise.randrange(200_000))
+            launch(inputs, outputs, stream())
+            pending.append((outputs, expected, name, str(problem), config))
+            launches[name] += 1
+        torch.cuda.synchronize()
+        comm.check_peers()
+        for outputs, expected, name, text, config in pending:
+            assert is_exact(outputs, expected), (name, config, text, launches)
+    return {"launches": dict(launches)}
+
+
+def operands(k: int, n: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> list[tuple[Any, Any]]:
+    """Every rank's a and b."""
+    found = []
+    for rank in range(dist.get_world_size()):
+        generator = torch.Generator("cuda").manual_seed(1000 * seed + rank)
+        a, b = (torch.randn(*s, generator=generator, device="cuda") for s in ((*shape, k), (k, n)))
+        found.append((a.to(dtype), b.to(dtype)))
+    return found
+
+
+def near(got: torch.Tensor, wanted: torch.Tensor, shape: tuple[int, ...], loose: str) -> None:
+    assert got.shape == shape, (got.shape, shape)
+    assert error_of((got.reshape(-1),), (wanted.reshape(-1),)) <= TOLERANCE[loose]
+
+
+def calls_body() -> dict[str, object]:
+    """The public functions as users make them: any strides, batch dimensions, fp8, lists, out, in graphs."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for seed, (dtype, nk) in enumerate(
+        (d, nk) for d in (torch.bfloat16, torch.float16, torch.float32, FP8) for nk in (True, False)
+    ):
+        m, k, n = 24, 528, 272
+        loose = "rowwise" if dtype == FP8 else str(dtype).removeprefix("torch.")
+        every = operands(k, n, dtype, (m, 2), seed)
+        a, b = every[rank]
+        b = b.t().contiguous().t() if nk else b
+        scales = {}
+        if dtype == FP8:
+            scales["scale_a"] = torch.full((m, 2, 1), 0.5, device="cuda")
+            scales["scale_b"] = torch.full((1, n), 2.0, device="cuda")
+        total = sum(x.double().reshape(-1, k) @ y.double() for x, y in every)
+        whole = torch.cat([x for x, _ in every])
+        strided = torch.zeros(*a.shape, 2, device="cuda", dtype=dtype)[..., 0]
+        strided.copy_(a)
+        for x in (a, strided, a):
+            near(tunedcomm.gemm_ar(x, b, **scales), total, (m, 2, n), loose)
+            near(tunedcomm.gemm_rs(x, b, **scales), total.chunk(world_size)[rank], (m // world_size, 2, n), loose)
+            found, gathered = tunedcomm.ag_gemm(x, b, return_gathered=True, **scales)
+            wanted = whole.double() @ b.double()
+            near(found, wanted, (m * world_size, 2, n), loose)
+            assert torch.equal(gathered.view(torch.uint8), whole.view(torch.uint8))
+            near(tunedcomm.ag_gemm(x, b, out_dtype=torch.float32, **scales), wanted, found.shape, loose)
+        if dtype != FP8:
+            out = torch.full((m, 2, 2 * n), math.nan, device="cuda", dtype=dtype)[..., ::2]
+            bias = torch.ones(n, device="cuda", dtype=dtype)
+            assert tunedcomm.gemm_ar(a, b, bias=bias, out=out) is out
+            near(out, total + 1, (m, 2, n), loose)
+            several = tunedcomm.ag_gemm(a, [b[:, :64], b, b[:, 64:].contiguous()])
+            for got, part in zip(several, (b[:, :64], b, b[:, 64:]), strict=True):
+                near(got, whole.double() @ part.double(), (m * world_size, 2, part.shape[1]), loose)
+    captured_calls(world_size, rank)
+    return {}
+
+
+def captured_calls(world_size: int, rank: int) -> None:
+    """All three in one graph, called before it or not, replayed with new inputs."""
+    for warm in (True, False):
+        m, k, n = 48 + 24 * warm, 256, 512
+        every = operands(k, n, torch.bfloat16, (m,), 77)
+        a, b = every[rank]
+
+        def calls(a: torch.Tensor = a, b: torch.Tensor = b) -> Tensors:
+            several = tunedcomm.ag_gemm(a, [b, b[:, :128]])
+            return tunedcomm.gemm_ar(a, b), tunedcomm.gemm_rs(a, b), several[0], several[1]
+
+        if warm:
+            calls()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = calls()
+        for replay in range(5):
+            fresh = operands(k, n, torch.bfloat16, (m,), 100 + replay)
+            a.copy_(fresh[rank][0])
+            b.copy_(fresh[rank][1])
+            graph.replay()
+            total = sum(x.double() @ y.double() for x, y in fresh)
+            whole = torch.cat([x for x, _ in fresh]).double() @ fresh[rank][1].double()
+            near(results[0], total, (m, n), "bfloat16")
+            near(results[1], total.chunk(world_size)[rank], (m // world_size, n), "bfloat16")
+            near(results[2], whole, (m * world_size, n), "bfloat16")
+            near(results[3], whole[:, :128], (m * world_size, 128), "bfloat16")
+
+
+if __name__ == "__main__":
+    bodies.main(sys.argv[1], globals())

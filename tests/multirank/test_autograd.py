@@ -1,0 +1,324 @@
+"""Gradients of the ops: against finite differences, PyTorch's own, under checkpointing and compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
+from cases import Case, Launched, report, run_cases, spy_on_launches
+from harness import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import tunedcomm
+
+WORLD_SIZE = 2
+
+
+class Mine(torch.autograd.Function):
+    """Rank r's part of what every rank has whole; with `Whole` it makes the ranks' program one function."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor) -> torch.Tensor:
+        return whole[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Whole.apply(grad)
+
+
+class Whole(torch.autograd.Function):
+    """What the ranks have, stacked."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine.contiguous())
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Mine.apply(grad)
+
+
+def as_one_function(op: Callable[..., Any]) -> Callable[..., Any]:
+    """All ranks' inputs to all ranks' results, as `gradcheck` can perturb them one by one on every rank alike."""
+
+    def function(*stacked: torch.Tensor) -> Any:
+        results = op(*(Mine.apply(each) for each in stacked))
+        return tuple(map(Whole.apply, results)) if isinstance(results, tuple) else Whole.apply(results)
+
+    return function
+
+
+def stacked(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    made = torch.randn(WORLD_SIZE, *shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+    return made.requires_grad_()
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> Any:
+    return tunedcomm.all_reduce_rms_norm(x, weight, bias=bias, residual=residual, eps=1e-3)
+
+
+CHECKED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "all_reduce": (tunedcomm.all_reduce, [(2, 3)]),
+    "all_reduce avg": (functools.partial(tunedcomm.all_reduce, op="avg"), [(3,)]),
+    "all_gather": (tunedcomm.all_gather, [(2, 3)]),
+    "all_gather dim -1": (functools.partial(tunedcomm.all_gather, dim=-1), [(2, 3)]),
+    "all_gather scalar": (tunedcomm.all_gather, [()]),
+    "reduce_scatter": (tunedcomm.reduce_scatter, [(4, 2)]),
+    "reduce_scatter avg dim 1": (functools.partial(tunedcomm.reduce_scatter, op="avg", dim=1), [(2, 4)]),
+    "all_to_all": (tunedcomm.all_to_all, [(4, 2)]),
+    "all_reduce_bias": (tunedcomm.all_reduce_bias, [(2, 3), (3,)]),
+    "all_reduce_rms_norm": (norm, [(2, 3), (3,), (3,), (2, 3)]),
+    "all_reduce_rms_norm one row": (tunedcomm.all_reduce_rms_norm, [(3,), (3,)]),
+}
+
+
+def differences(name: str, rank: int) -> None:
+    del rank
+    op, shapes = CHECKED[name]
+    inputs = tuple(stacked(*shape) for shape in shapes)
+    assert torch.autograd.gradcheck(as_one_function(op), inputs)
+    assert torch.autograd.gradgradcheck(as_one_function(op), inputs)
+
+
+def complex_numbers(rank: int) -> None:
+    x = stacked(2, 3, dtype=torch.complex128)
+    assert torch.autograd.gradcheck(as_one_function(functools.partial(tunedcomm.all_gather, dim=-1)), (x,))
+
+
+GRADIENT_CASES: dict[str, Case] = {
+    **{name: functools.partial(differences, name) for name in CHECKED},
+    "all_gather complex": complex_numbers,
+}
+
+
+def gradient_body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(GRADIENT_CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def gradient_outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, gradient_body, timeout=120)
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradient(gradient_outcomes: list[dict[str, str]], name: str) -> None:
+    report(gradient_outcomes, name)
+
+
+def leaf(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+def grads(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(function(*leaves).square().sum(), leaves)
+
+
+def as_pytorch(rank: int) -> None:
+    x = leaf(rank, 4, 6)
+    group = dist.group.WORLD
+
+    def scattered(x: torch.Tensor) -> Any:
+        return dist_nn.all_to_all([torch.empty(2, 6) for _ in range(2)], list(x.chunk(2)))
+
+    pairs: list[tuple[Any, Any]] = [
+        (tunedcomm.all_reduce, lambda x: dist_nn.all_reduce(x.clone(), group=group)),
+        (tunedcomm.all_gather, lambda x: torch.cat(dist_nn.all_gather(x))),
+        (tunedcomm.all_to_all, lambda x: torch.cat(scattered(x))),
+    ]
+    for ours, theirs in pairs:
+        assert torch.equal(ours(x), theirs(x)), ours
+        torch.testing.assert_close(grads(ours, x), grads(theirs, x))
+
+
+def non_leaf_and_broadcast(rank: int) -> None:
+    """The gradient that comes in may be expanded, and an input may be a view."""
+    x = leaf(rank, 4, 6)
+    tunedcomm.all_reduce(x.t()[1:] * 2).sum().backward()
+    wanted = torch.zeros(4, 6)
+    wanted[:, 1:] = 2.0 * WORLD_SIZE
+    assert torch.equal(x.grad, wanted)
+
+
+def only_what_is_needed(rank: int) -> None:
+    """A bias alone needs no collective in the backward pass."""
+    launched: list[Launched] = []
+    with torch.no_grad():
+        tunedcomm.release_communicators()
+        spy_on_launches(launched)
+    bias = leaf(7, 6)
+    x = torch.ones(3, 6)
+    tunedcomm.all_reduce_bias(x, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((6,), 3.0))
+    assert not launched
+    grads(tunedcomm.all_reduce, leaf(rank, 6))
+    assert len(launched) == 2, "one forward, one backward"
+
+
+class Recorded(TorchDispatchMode):
+    """What is called of the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "tunedcomm":
+            self.calls.append((str(func), *args[1:]))
+        return func(*args, **(kwargs or {}))
+
+
+def settings_carry_over(rank: int) -> None:
+    """Group, policy and SMs of the forward pass hold for the backward pass."""
+    name = dist.new_group(list(range(WORLD_SIZE)))
+    chosen = {"numerics": "any", "max_sms": 8, "group": name}
+    said = (WORLD_SIZE, name.group_name, "any", 8)
+    with Recorded() as recorded:
+        grads(functools.partial(tunedcomm.all_reduce, op="avg", **chosen), leaf(rank, 6))
+        grads(functools.partial(tunedcomm.reduce_scatter, **chosen), leaf(rank, 6))
+    reduced = ("tunedcomm.all_reduce.default", "avg", *said)
+    scattered = ("tunedcomm.reduce_scatter.default", "sum", 0, *said)
+    gathered = ("tunedcomm.all_gather.default", 0, WORLD_SIZE, name.group_name, 8)
+    assert recorded.calls == [reduced, reduced, scattered, gathered]
+
+
+def half_precision(rank: int) -> None:
+    """Through kernels; the norm's gradient is taken in fp32."""
+    x = leaf(rank, 8, 64).detach().bfloat16().requires_grad_()
+    w = torch.linspace(0.5, 1.5, 64).bfloat16().requires_grad_()
+    y, h = tunedcomm.all_reduce_rms_norm(x, w)
+    y.sum().backward()
+    summed = h.detach().double().requires_grad_()
+    wide = w.detach().double().requires_grad_()
+    torch.nn.functional.rms_norm(summed, (64,), wide, 1e-6).sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(x.grad.double(), WORLD_SIZE * summed.grad, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(w.grad.double(), wide.grad, atol=2e-2, rtol=2e-2)
+
+
+def inside_no_grad(rank: int) -> None:
+    x = leaf(rank, 6)
+    with torch.no_grad():
+        assert not tunedcomm.all_reduce(x).requires_grad
+    with torch.inference_mode():
+        assert tunedcomm.all_reduce(x).is_inference()
+    assert not tunedcomm.all_reduce(x.detach()).requires_grad
+
+
+def refused_operators(rank: int) -> None:
+    """Called by name, too, an operator without a gradient refuses and does not forget it."""
+    x, settings = leaf(rank, 6), (WORLD_SIZE, dist.group.WORLD.group_name)
+    ops = torch.ops.tunedcomm
+    w = torch.ones(6)
+    fp8 = (None, None, torch.ones(1), 1e-6, torch.float8_e4m3fn)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce with op='max'": lambda: ops.all_reduce(x, "max", *settings),
+        "reduce_scatter with op='min'": lambda: ops.reduce_scatter(x, "min", 0, *settings),
+        "all_reduce in place": lambda: ops.all_reduce_(x * 1, "sum", *settings),
+        "all_reduce into a given tensor": lambda: ops.all_reduce.out(x, "sum", *settings, out=torch.empty(6)),
+        "all_reduce_rms_norm with out_dtype": lambda: ops.all_reduce_rms_norm(x, w, *fp8, *settings),
+        "all_gather of torch.float8_e5m2": lambda: ops.all_gather(
+            x.detach().to(torch.float8_e5m2).requires_grad_(), 0, *settings
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=f"{text}.* not differentiable"):
+            call()
+
+
+def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y, h = tunedcomm.all_reduce_rms_norm(torch.tanh(x), w, residual=x)
+    gathered = tunedcomm.all_gather(y, dim=1)
+    return tunedcomm.reduce_scatter(gathered.sigmoid(), dim=1) + tunedcomm.all_reduce(h, op="avg")
+
+
+def checkpointed(rank: int) -> None:
+    x, w = leaf(rank, 4, 6), leaf(9, 6)
+    wanted = grads(layer, x, w)
+    for reentrant in (False, True):
+        x.grad = w.grad = None
+        checkpoint(layer, x, w, use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close((x.grad, w.grad), wanted, atol=0, rtol=0)
+
+
+def selectively_checkpointed(rank: int) -> None:
+    """A policy can name the operators: what it saves is not sent again."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op is torch.ops.tunedcomm.all_reduce.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return tunedcomm.all_reduce(x.sin()).exp()
+
+    x = leaf(rank, 6)
+    wanted = grads(function, x)
+    counts = []
+    for contexts in ({}, {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}):
+        launched: list[Launched] = []
+        tunedcomm.release_communicators()
+        spy_on_launches(launched)
+        assert torch.equal(
+            grads(lambda x, c=contexts: checkpoint(function, x, use_reentrant=False, **c), x)[0], *wanted
+        )
+        counts.append(len(launched))
+    assert counts == [3, 2], "forward, again, backward; without the second"
+
+
+def compiled(rank: int) -> None:
+    x, w = leaf(rank, 4, 6), leaf(9, 6)
+    wanted = grads(layer, x, w)
+
+    def recomputed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, w, use_reentrant=False)
+
+    for function in (layer, recomputed):
+        torch._dynamo.reset()
+        got = grads(torch.compile(function, backend="aot_eager", fullgraph=True), x, w)
+        torch.testing.assert_close(got, wanted)
+
+
+def transformed(rank: int) -> None:
+    """PyTorch has no torch.func transforms of library operators; said before anything is sent."""
+    x, w = leaf(rank, 3, 6).detach(), torch.ones(6)
+    for function in (tunedcomm.all_reduce, tunedcomm.all_gather, lambda x: tunedcomm.all_reduce_rms_norm(x, w)[0]):
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=r"use torch\.autograd\.grad"):
+            torch.func.grad(lambda x, f=function: f(x).square().sum())(x)
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="outside the transform"):
+            torch.vmap(function)(x)
+
+
+USE_CASES: dict[str, Case] = {
+    "as torch.distributed.nn.functional": as_pytorch,
+    "views and expanded gradients": non_leaf_and_broadcast,
+    "no collective that nobody needs": only_what_is_needed,
+    "settings carry over": settings_carry_over,
+    "half precision": half_precision,
+    "without gradients": inside_no_grad,
+    "refusals of operators": refused_operators,
+    "checkpointed": checkpointed,
+    "selectively checkpointed": selectively_checkpointed,
+    "compiled": compiled,
+    "torch.func": transformed,
+}
+
+
+def use_body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(USE_CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def use_outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, use_body, timeout=180)
+
+
+@pytest.mark.parametrize("name", USE_CASES)
+def test_use(use_outcomes: list[dict[str, str]], name: str) -> None:
+    report(use_outcomes, name)

@@ -1,0 +1,152 @@
+"""Every gemm_ar variant on the host backend, against float64."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, report, run_cases
+from harness import run_ranks
+from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.communicator import get_communicator
+from tunedcomm.spec import Problem, variants
+
+kernels.discover()
+KERNELS = sorted(name for name, variant in variants("gemm_ar").items() if variant.kernels)
+ORDERED = sorted(name for name in KERNELS if variants("gemm_ar")[name].numerics == "ordered")
+WORLD_SIZES = (2, 3)
+# The last rows and columns of tiles hang over, and so does the depth.
+SHAPES = ((40, 72, 40), (7, 136, 72), (33, 24, 56))
+
+
+def problem_of(shape: tuple[int, ...], world_size: int, layout: str = "nk", **named: Any) -> Problem:
+    dtype = named.pop("dtype", "bfloat16")
+    return Problem("gemm_ar", shape, dtype, world_size, layout=layout, mode="eager", **named)
+
+
+def some(variant: str, problem: Problem, seed: int) -> dict[str, Any]:
+    """A feasible config of the variant, drawn at random, its algorithms in turn; the same on every rank."""
+    found, limits = variants("gemm_ar")[variant], limits_of(get_communicator())
+    feasible = [c for c in found.space.enumerate() if found.infeasible(problem, c, limits) is None]
+    algorithms = sorted({str(config.get("algorithm")) for config in feasible})
+    chosen = algorithms[seed % len(algorithms)]
+    return random.Random(seed).choice([config for config in feasible if str(config.get("algorithm")) == chosen])
+
+
+def check(variant: str, problem: Problem, seed: int, *, default: bool = False) -> None:
+    """Random inputs within the tolerance, small integers exactly."""
+    kind = "integers" if seed % 2 else "random"
+    config = None if default else some(variant, problem, seed)
+    communicator = get_communicator()
+    (out,) = check_variant(communicator, problem, variant, seed=seed, kind=kind, config=config)
+    if kind == "integers" and not problem.scaling:
+        everyone = inputs_of_all(problem, seed, kind)
+        (reference,) = reference_of(problem, everyone, communicator.rank)
+        assert torch.equal(out.double(), reference), (variant, problem, config)
+
+
+def reference_of(problem: Problem, everyone: Any, rank: int) -> tuple[torch.Tensor, ...]:
+    from tunedcomm.spec import get_op
+
+    return get_op("gemm_ar").reference(problem, everyone, rank)
+
+
+def shapes(variant: str, rank: int) -> None:
+    """Shapes, layouts and biases up and down on one lane, other ops' calls in between."""
+    world_size = get_communicator().world_size
+    for seed, shape in enumerate((*SHAPES, *SHAPES[:2])):
+        layout = ("nk", "kn+bias", "nk+bias+float32", "kn", "nk+bias")[seed]
+        dtype = ("bfloat16", "float16")[seed % 3 == 1]
+        check(variant, problem_of(shape, world_size, layout, dtype=dtype), seed, default=seed < 2)
+        between = Problem("all_reduce", (257,), "bfloat16", world_size, mode="eager")
+        check_variant(get_communicator(), between, ("lamport", "two_shot")[seed % 2], seed=seed)
+
+
+def scaled(variant: str, rank: int) -> None:
+    world_size = get_communicator().world_size
+    for seed, scaling in enumerate(("tensorwise", "rowwise", "rowwise")):
+        layout = ("nk+float32", "kn+bias", "nk+float16")[seed]
+        problem = problem_of((40, 48, 48), world_size, layout, dtype="float8_e4m3fn", scaling=scaling)
+        check(variant, problem, seed)
+
+
+def same_bits(rank: int) -> None:
+    """Repeated calls of ordered variants, other inputs in between; every rank has the same bits."""
+    communicator = get_communicator()
+    problem = problem_of(SHAPES[1], communicator.world_size, "nk+bias")
+    mine, others = (inputs_of_all(problem, seed, "random")[rank] for seed in (1, 2))
+    for variant in ORDERED:
+        config = some(variant, problem, 3)
+        (first,) = launch_variant(communicator, problem, variant, mine, config)
+        for _ in range(2):
+            launch_variant(communicator, problem, variant, others, config)
+            (again,) = launch_variant(communicator, problem, variant, mine, config)
+            assert torch.equal(bits_of(first), bits_of(again)), variant
+        sums = communicator.exchange(bits_of(first).tolist())
+        assert all(theirs == sums[0] for theirs in sums), variant
+
+
+def shared_lane(rank: int) -> None:
+    """Variants in random order on one lane, the same order on every rank."""
+    communicator, shuffle = get_communicator(), random.Random(5)
+    for seed in range(10):
+        variant = shuffle.choice(KERNELS)
+        check(variant, problem_of(shuffle.choice(SHAPES), communicator.world_size, shuffle.choice(("nk", "kn"))), seed)
+
+
+def lost_peers(rank: int) -> None:
+    """Every variant gives up in time and names the op and whom it missed; each in a group of its own."""
+    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "1"
+    for variant in KERNELS:
+        communicator = get_communicator(dist.new_group())
+        problem = problem_of(SHAPES[0], communicator.world_size)
+        mine = inputs_of_all(problem, 1, "random")[rank]
+        launch_variant(communicator, problem, variant, mine)
+        dist.barrier()
+        if rank != 1:
+            with pytest.raises(tunedcomm.PeerTimeoutError, match=r"gemm_ar \(called eagerly\) missed rank 1"):
+                launch_variant(communicator, problem, variant, mine)
+        dist.barrier()
+
+
+CASES: dict[str, Case] = {
+    **{f"shapes of {variant}": functools.partial(shapes, variant) for variant in KERNELS},
+    **{f"scales of {variant}": functools.partial(scaled, variant) for variant in KERNELS},
+    "same bits": same_bits,
+    "shared lane": shared_lane,
+    "lost peers": lost_peers,
+}
+
+
+def cases_body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[[int], list[dict[str, str]]]:
+    return functools.cache(lambda world_size: run_ranks(world_size, cases_body, timeout=300))
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in WORLD_SIZES for name in CASES])
+def test_variants(outcomes: Callable[[int], list[dict[str, str]]], world_size: int, name: str) -> None:
+    report(outcomes(world_size), name)
+
+
+def four_body(rank: int, world_size: int) -> bool:
+    """Every variant once."""
+    for variant in KERNELS:
+        check(variant, problem_of((24, 72, 40), world_size, "nk+bias"), 1)
+    return True
+
+
+def test_four_ranks() -> None:
+    assert run_ranks(4, four_body, timeout=240) == [True] * 4

@@ -1,0 +1,214 @@
+"""Bad operands of the fused GEMMs give a named error that says what to do on every rank, and the group works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, report, run_cases
+from harness import run_ranks
+
+import tunedcomm
+
+FP8 = torch.float8_e4m3fn
+M, N, K = 6, 16, 24
+OPS: dict[str, Callable[..., Any]] = {
+    "ag_gemm": tunedcomm.ag_gemm,
+    "gemm_rs": tunedcomm.gemm_rs,
+    "gemm_ar": tunedcomm.gemm_ar,
+}
+
+
+def still_works(rank: int) -> None:
+    """The refusals left the group as it was."""
+    world_size = torch.distributed.get_world_size()
+    total = float(K * sum(range(1, world_size + 1)))
+    a, b = torch.full((M, K), rank + 1.0), torch.ones(K, N)
+    assert torch.equal(tunedcomm.gemm_ar(a, b), torch.full((M, N), total))
+    assert torch.equal(tunedcomm.gemm_rs(a, b), torch.full((M // world_size, N), total))
+    assert torch.equal(tunedcomm.ag_gemm(a, b)[:M], torch.full((M, N), float(K)))
+
+
+def refuse(changes: dict[str, Any], said: str, *names: str) -> None:
+    """Every one of the named ops (all by default) refuses a call with these arguments, and says so."""
+    for name in names or OPS:
+        given = {"a": torch.ones(M, K), "b": torch.ones(K, N), **changes}
+        a, b = given.pop("a"), given.pop("b")
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=said) as caught:
+            OPS[name](a, b, **given)
+        assert len(str(caught.value)) < 400
+
+
+def shapes(rank: int) -> None:
+    refuse({"b": torch.ones(K + 1, N)}, rf"K = {K} columns and b has {K + 1} rows .*they must be equal$")
+    refuse({"b": torch.ones(N, K)}, r"they must be equal; pass b\.t\(\)")
+    refuse({"b": torch.ones(2, K, N)}, r"b of \w+ has shape \(2, 24, 16\); it must be a matrix \[K, N\]")
+    refuse({"b": torch.ones(K)}, r"it must be a matrix \[K, N\], e\.g\. weight\.t\(\)")
+    refuse({"b": torch.tensor(1.0)}, "it must be a matrix")
+    refuse({"a": torch.tensor(1.0)}, r"a of \w+ has shape \(\); it must have at least \d dimension")
+    refuse({"a": torch.ones(K)}, r"at least 2 dimensions: pass \[\.\.\., M, K\]", "ag_gemm", "gemm_rs")
+    refuse({"b": None}, r"wants b \[K, N\], got None")
+
+
+def rows_that_ranks_cannot_share(rank: int) -> None:
+    world_size = torch.distributed.get_world_size()
+    for shape in ((world_size + 1, K), (1, K), (1, world_size, K), (world_size - 1, 4, K)):
+        refuse(
+            {"a": torch.ones(shape)}, f"it must be a multiple of {world_size} .*: pad a with rows of zeros", "gemm_rs"
+        )
+
+
+def not_tensors(rank: int) -> None:
+    refuse({"a": [[1.0]]}, "wants a torch.Tensor, got list")
+    refuse({"b": "b"}, "b of .* wants a torch.Tensor, got str")
+    refuse({"a": torch.ones(M, K).to_sparse()}, r"dense tensor.*to_dense")
+    refuse({"b": torch.ones(K, N).to_sparse()}, r"b of .*dense tensor.*to_dense")
+    refuse({"b": torch.ones(K, N, device="meta")}, "b of .* is on meta, a on cpu")
+    refuse({"a": torch.ones(M, K, device="meta")}, "serves cuda and cpu tensors, not meta")
+    refuse({"out": "out"}, "out is a str; it must be a dense tensor")
+
+
+def dtypes(rank: int) -> None:
+    half = torch.float16
+    refuse({"b": torch.ones(K, N, dtype=half)}, r"a of torch\.float32 with b of torch\.float16; both must be one of")
+    for dtype in (torch.int8, torch.complex64, torch.bool, torch.float8_e5m2):
+        refuse({"a": torch.ones(M, K).to(dtype), "b": torch.ones(K, N).to(dtype)}, rf"does not take a of {dtype}")
+    refuse({"out_dtype": half}, r"out_dtype=torch\.float16 of \w+ with operands of torch\.float32; allowed: None")
+    refuse({"out_dtype": torch.int32}, "out_dtype=torch.int32")
+    refuse({"out_dtype": "float32"}, "out_dtype='float32'")
+    brain = {"a": torch.ones(M, K).bfloat16(), "b": torch.ones(K, N).bfloat16()}
+    refuse({**brain, "out_dtype": half}, r"operands of torch\.bfloat16; allowed: None, torch\.bfloat16, torch\.float32")
+
+
+def scales(rank: int) -> None:
+    one = torch.ones(1)
+    eight = {"a": torch.ones(M, K).to(FP8), "b": torch.ones(K, N).to(FP8)}
+    refuse(eight, "wants scale_a and scale_b; pass both")
+    refuse({**eight, "scale_a": one}, "wants scale_a and scale_b; pass both")
+    refuse({**eight, "scale_b": one}, "wants scale_a and scale_b; pass both")
+    refuse({"scale_a": one, "scale_b": one}, r"are for torch\.float8_e4m3fn, not for torch\.float32")
+    refuse({"scale_b": one}, "are for")
+    for scale_a, scale_b in (
+        (torch.ones(M), torch.ones(N)),
+        (torch.ones(M, 1), one),
+        (one, torch.ones(1, N)),
+        (torch.ones(1, M), torch.ones(N, 1)),
+        (torch.ones(M, 1), torch.ones(1, N + 1)),
+        (torch.ones(0), torch.ones(0)),
+    ):
+        said = r"one element each, or \(6, 1\) and \(1, 16\): one for every row of a and every column of b"
+        refuse({**eight, "scale_a": scale_a, "scale_b": scale_b}, said)
+    refuse({**eight, "scale_a": one.double(), "scale_b": one}, r"must be torch\.float32, got torch\.float64")
+    refuse({**eight, "scale_a": one, "scale_b": 1.0}, "scale_b of .* wants a torch.Tensor, got float")
+    refuse({**eight, "scale_a": one, "scale_b": one, "out_dtype": FP8}, "out_dtype=torch.float8_e4m3fn")
+
+
+def bias(rank: int) -> None:
+    for wrong in (torch.ones(N + 1), torch.ones(1, N), torch.ones(N).bfloat16()):
+        refuse({"bias": wrong}, r"bias of gemm_ar has shape .*, \(16,\) and torch\.float32", "gemm_ar")
+    brain = {"a": torch.ones(M, K).bfloat16(), "b": torch.ones(K, N).bfloat16()}
+    refuse({**brain, "bias": torch.ones(N)}, r"and torch\.bfloat16", "gemm_ar")
+    refuse({"bias": 1.0}, "bias of gemm_ar wants a torch.Tensor", "gemm_ar")
+
+
+def outputs(rank: int) -> None:
+    refuse({"out": torch.ones(M + 1, N)}, r"out has shape \(7, 16\)")
+    refuse({"out": torch.ones(M, N).bfloat16()}, "out has shape .*bfloat16.*; the result has: ", "gemm_ar")
+    refuse({"out": torch.ones(1, N).expand(M, N)}, "out is an expanded tensor", "gemm_ar")
+    flat = torch.ones(M * K + K * N)
+    a, b = flat[: M * K].view(M, K), flat[M * K :].view(K, N)
+    refuse({"a": a, "out": flat[: M * N].view(M, N)}, "out overlaps a", "gemm_ar")
+    refuse({"b": b, "out": flat[-M * N :].view(M, N)}, "out overlaps b", "gemm_ar")
+
+
+def options(rank: int) -> None:
+    refuse({"op": "max"}, "op='max' is no reduction; allowed: sum, avg", "gemm_rs")
+    refuse({"op": ["sum"]}, "is no reduction", "gemm_rs")
+    refuse({"numerics": "exact"}, "numerics='exact' is not a policy")
+    refuse({"max_sms": -1}, "max_sms=-1 is no number of SMs")
+
+
+def requires_grad(rank: int) -> None:
+    for name in ("a", "b"):
+        shape = (M, K) if name == "a" else (K, N)
+        refuse({name: torch.ones(shape, requires_grad=True)}, "not differentiable; call it under torch.no_grad()")
+    weight = torch.ones(N, K, requires_grad=True)
+    refuse({"b": weight.t()}, "not differentiable")
+    refuse({"b": [weight.t(), torch.ones(K, N)]}, "not differentiable", "ag_gemm")
+    refuse({"out": torch.ones(M, N, requires_grad=True)}, "not differentiable", "gemm_ar")
+    with torch.no_grad():
+        assert not tunedcomm.gemm_ar(torch.ones(M, K), weight.t()).requires_grad
+        assert not tunedcomm.ag_gemm(torch.ones(M, K), [weight.t()])[0].requires_grad
+
+
+def lists_of_b(rank: int) -> None:
+    b, one = torch.ones(K, N), torch.ones(1)
+    eight = {"a": torch.ones(M, K).to(FP8), "b": [b.to(FP8)] * 2, "scale_a": one}
+    world_size = torch.distributed.get_world_size()
+    out = torch.ones(M * world_size, N)
+    for changes, said in (
+        ({"b": []}, "b of ag_gemm is an empty list; pass at least one matrix"),
+        ({"b": ()}, "is an empty list"),
+        ({"b": [b, b.bfloat16()]}, r"b\[1\] of ag_gemm is of torch\.bfloat16, b\[0\] of torch\.float32; all must be"),
+        ({"b": [b.bfloat16(), b.bfloat16()]}, r"a of torch\.float32 with b of torch\.bfloat16"),
+        ({"b": [b, b.to("meta")]}, r"b\[1\] of ag_gemm is on meta, a on cpu"),
+        ({"b": [b, b[1:]]}, r"K = 24 columns and b has 23 rows"),
+        ({"b": [b, "b"]}, r"b\[1\] of ag_gemm wants a torch\.Tensor, got str"),
+        ({"b": [b, None]}, r"wants b \[K, N\], got None"),
+        ({"a": "a", "b": [b]}, "a of ag_gemm wants a torch.Tensor"),
+        ({"b": [b, b], "out": out}, "out of ag_gemm has type Tensor; b is a list of 2, so it must be a list as long"),
+        ({"b": [b, b], "out": [out]}, "out of ag_gemm has 1 elements; b is a list of 2"),
+        ({"b": [b, b], "out": [out, out]}, r"out\[1\] overlaps out\[0\]"),
+        ({"b": [b, b], "out": [None, out[1:]]}, r"out\[1\] has shape"),
+        ({"b": [b, b], "scale_b": [one, one]}, "are for torch.float8_e4m3fn"),
+        ({**eight}, "wants scale_a and scale_b"),
+        ({**eight, "scale_b": one}, "scale_b of ag_gemm has type Tensor; b is a list of 2"),
+        ({**eight, "scale_b": [one]}, "scale_b of ag_gemm has 1 elements"),
+        ({**eight, "scale_b": [one, None]}, "wants scale_a and scale_b"),
+        ({"b": [b, b], "max_sms": -1}, "max_sms"),
+        ({"b": [b, b], "numerics": "exact"}, "numerics"),
+    ):
+        refuse(changes, said, "ag_gemm")
+    mixed = {"a": torch.ones(1, K).to(FP8), "b": [b.to(FP8)] * 2, "scale_a": torch.ones(1, 1)}
+    refuse({**mixed, "scale_b": [torch.ones(1, N), one]}, "must be of one kind for all b", "ag_gemm")
+
+
+CASES: dict[str, Case] = {
+    case.__name__.replace("_", " "): case
+    for case in (
+        shapes,
+        rows_that_ranks_cannot_share,
+        not_tensors,
+        dtypes,
+        scales,
+        bias,
+        outputs,
+        options,
+        requires_grad,
+        lists_of_b,
+    )
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    def then(case: Case) -> Case:
+        def both(rank: int) -> None:
+            case(rank)
+            still_works(rank)
+
+        return both
+
+    return run_cases({name: then(case) for name, case in CASES.items()}, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[int, list[dict[str, str]]]:
+    return {world_size: run_ranks(world_size, body) for world_size in (2, 3)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(outcomes: dict[int, list[dict[str, str]]], world_size: int, name: str) -> None:
+    report(outcomes[world_size], name)

@@ -1,0 +1,129 @@
+"""Fused GEMMs as benchmarks ask for them, and their launches by address."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.kernels._launch import ManyLaunch
+from tunedcomm.kernels._matmul import operands_of
+from tunedcomm.ops import ag_gemm as ag_module
+from tunedcomm.ops import gemm_ar as ar_module
+from tunedcomm.ops import gemm_rs as rs_module
+from tunedcomm.space import Space
+from tunedcomm.spec import Problem, Variant, get_op, register_variant
+
+kernels.discover()
+
+
+def problems_body(rank: int, world_size: int) -> bool:
+    """`run_problem` asks for the very problem, whatever its layout and scaling."""
+    for module in (ag_module, rs_module, ar_module):
+        spec = get_op(module.__name__.rpartition(".")[2])
+        asked = [(layout, "") for layout in spec.layouts if layout.endswith(("k", "n", "bias", "gathered", "float32"))]
+        asked += [
+            (layout, scaling)
+            for layout in spec.layouts[:4]
+            if "float" not in layout
+            for scaling in ("tensorwise", "rowwise")
+        ]
+        asked += [("nk+float16", "rowwise"), ("kn+float32", "tensorwise")]
+        for number, (layout, scaling) in enumerate(asked):
+            dtype = "float8_e4m3fn" if scaling else "float16"
+            shape = (2 * world_size, 16, 32)
+            reduction = spec.reductions[-1]
+            problem = Problem(
+                spec.name, shape, dtype, world_size, reduction, layout=layout, scaling=scaling, mode="eager"
+            )
+            everyone = [spec.make_inputs(problem, r, number, "random", "cpu") for r in range(world_size)]
+            outputs = spec.make_outputs(problem, "cpu")
+            module.run_problem(problem, everyone[rank], outputs)
+            for output, wanted in zip(outputs, spec.reference(problem, everyone, rank), strict=True):
+                assert output.shape == wanted.shape
+                error = (output.double() - wanted).norm() / wanted.norm()
+                assert error <= spec.tolerance[scaling or dtype], (problem, error)
+            plans = tunedcomm.get_communicator().plans
+            assert any(key[0] == problem for key in plans if isinstance(key[0], Problem)), problem
+    return True
+
+
+def test_run_problem() -> None:
+    assert run_ranks(2, problems_body, timeout=120) == [True] * 2
+
+
+def planted_body(rank: int, world_size: int) -> bool:
+    """Launches by address: the second call of a kind is fast, and every address comes where it belongs."""
+    seen: list[tuple[int, ...]] = []
+
+    def plant(op: str) -> None:
+        def bind(problem: Problem, config: Any, workspace: Any) -> ManyLaunch:
+            def arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+                a, b, bias, *scales = operands_of(problem, inputs)
+                tensors = (a, b, *([bias] if op == "gemm_ar" else []), *scales, *outputs)
+                found = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+                return (*found, 0) if op == "ag_gemm" and len(outputs) == 1 else found
+
+            return ManyLaunch(lambda stream, *addresses: seen.append(addresses), arrange)
+
+        register_variant(
+            Variant(
+                op=op,
+                name="planted",
+                numerics="ordered",
+                summary="records addresses",
+                space=Space(),
+                infeasible=lambda problem, config, limits: None,
+                default=lambda problem, limits: {},
+                bind=bind,
+                num_blocks=lambda problem, config: 1,
+            )
+        )
+
+    half = {"dtype": torch.bfloat16}
+    a, weight, bias = torch.ones(6, 2, 32, **half), torch.ones(16, 32, **half), torch.ones(16, **half)
+    out, part = torch.ones(6, 2, 16, **half), torch.ones(6 // world_size, 2, 16, **half)
+    whole, gathered = torch.ones(6 * world_size, 2, 16, **half), torch.ones(6 * world_size, 2, 32, **half)
+    at = torch.Tensor.data_ptr
+    for op, module, options, wanted in (
+        ("gemm_ar", ar_module, {"bias": bias, "out": out}, (at(a), at(weight), at(bias), 0, 0, at(out))),
+        ("gemm_ar", ar_module, {"out": out}, (at(a), at(weight), 0, 0, 0, at(out))),
+        ("gemm_rs", rs_module, {"out": part}, (at(a), at(weight), 0, 0, at(part))),
+        ("ag_gemm", ag_module, {"out": whole}, (at(a), at(weight), 0, 0, at(whole), 0)),
+    ):
+        plant(op)
+        with tunedcomm.force(op, "planted"):
+            for turn in range(4):
+                seen.clear()
+                fast = module._path.last.get(dist.group.WORLD)
+                assert (fast is not None) == (turn > 0), (op, turn)
+                getattr(tunedcomm, op)(a, weight.t(), **options)
+                assert seen == [wanted], (op, turn)
+            seen.clear()
+            other = torch.ones(8, 32, **half)  # another width of the same a has a fast call of its own
+            for _ in range(2):
+                getattr(tunedcomm, op)(a, other.t())
+                getattr(tunedcomm, op)(a, weight.t(), **options)
+            assert [addresses[1] for addresses in seen] == [at(other), at(weight)] * 2
+    with tunedcomm.force("ag_gemm", "planted"):
+        for _ in range(2):
+            seen.clear()
+            tensors = (a, weight.t(), None, None, whole, gathered)
+            results = ag_module._call(tensors, None, dist.group.WORLD, "default", None)
+            assert seen == [(at(a), at(weight), 0, 0, at(whole), at(gathered))]
+            assert results[0] is whole
+            assert results[1] is gathered
+        moved = torch.ones(6, 32, 2, **half).transpose(1, 2)  # a copy stands for what no kernel takes as it lies
+        for _ in range(2):
+            seen.clear()
+            tunedcomm.ag_gemm(moved, weight.t(), out=whole)
+            assert seen[0][0] != at(moved)
+    return True
+
+
+def test_launches_by_address() -> None:
+    assert run_ranks(2, planted_body) == [True] * 2

@@ -1,0 +1,381 @@
+"""Calls of `torch.distributed`, functional collectives and DTensor plans, served with no line of theirs changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from cases import Launched, report, run_cases, same_bits, spy_on_launches
+from harness import run_ranks
+
+import tunedcomm
+
+WORLD_SIZE = 2
+FORCED = {
+    "all_reduce": "lamport",
+    "all_gather": "lamport",
+    "reduce_scatter": "lamport",
+    "all_to_all": "lamport",
+    "all_to_all_v": "push",
+}
+launched: list[Launched] = []
+
+
+@contextlib.contextmanager
+def served(*groups: Any, **options: Any) -> Iterator[Any]:
+    """Inside of an interception in which kernels are forced: on this backend the library is what is fastest."""
+    with contextlib.ExitStack() as stack:
+        for op, variant in FORCED.items():
+            stack.enter_context(tunedcomm.force(op, variant))
+        launched.clear()
+        yield stack.enter_context(tunedcomm.intercept(*groups, **options))
+
+
+def equal_to_the_library(call: Callable[[], torch.Tensor], *, times: int = 1, **options: Any) -> None:
+    """The same call with and without; small whole numbers, so that every order of summation gives the same bits."""
+    expected = call()
+    assert launched == [] or launched.clear() is None
+    with served(**options) as calls:
+        found = call()
+    assert same_bits(found.detach(), expected.detach()), (found, expected)
+    assert calls.num_served == times, str(calls)
+    assert calls.num_passed_on == 0, str(calls)
+    assert [seen.variant for seen in launched] == [FORCED[seen.problem.op] for seen in launched]
+    assert len(launched) == times
+
+
+def whole(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(rank)).float()
+
+
+def all_reduce(rank: int) -> None:
+    def call(**options: Any) -> torch.Tensor:
+        x = whole(rank, 3, 40)
+        work = dist.all_reduce(x, **options)
+        if work is not None:
+            assert work.wait()
+            assert work.is_completed()
+        return x
+
+    equal_to_the_library(call)
+    equal_to_the_library(lambda: call(op=dist.ReduceOp.SUM, group=dist.group.WORLD, async_op=True))
+
+    parameter = torch.nn.Parameter(whole(rank, 8))
+    with served() as calls:
+        wide = torch.zeros(8, 16)
+        wide[:, ::2].copy_(whole(rank, 8, 8))
+        dist.all_reduce(wide[:, ::2])
+        dist.all_reduce(parameter)
+    assert calls.num_served == 2
+    assert wide[:, 1::2].count_nonzero() == 0
+    assert same_bits(wide[:, ::2], whole(0, 8, 8) + whole(1, 8, 8))
+    assert same_bits(parameter.detach(), whole(0, 8) + whole(1, 8))
+
+
+def the_future_holds_the_result(rank: int) -> None:
+    x = torch.full((16,), rank + 1.0)
+    with served():
+        work = dist.all_reduce(x, async_op=True)
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        assert torch.equal(doubled.wait(), torch.full((16,), 6.0))
+
+
+def all_gather(rank: int) -> None:
+    def call(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        out = torch.zeros(shape)
+        work = dist.all_gather_into_tensor(out, whole(rank, 6, 4), **options)
+        if work is not None:
+            work.wait()
+        return out
+
+    equal_to_the_library(lambda: call((12, 4)))
+    equal_to_the_library(lambda: call((12, 4), async_op=True))
+    expected = call((12, 4))
+    with served() as calls:  # NCCL takes these, gloo does not
+        assert same_bits(call((2, 6, 4)), expected.view(2, 6, 4))
+        wide = torch.zeros(12, 8)
+        dist.all_gather_into_tensor(wide[:, ::2], whole(rank, 6, 8)[:, ::2].contiguous())
+    assert calls.num_served == 2
+    assert wide[:, 1::2].count_nonzero() == 0
+    assert same_bits(wide[6 * rank : 6 * rank + 6, ::2], whole(rank, 6, 8)[:, ::2])
+
+
+def the_input_is_a_part_of_the_output(rank: int) -> None:
+    def gather() -> torch.Tensor:
+        out = torch.zeros(32)
+        mine = out[16 * rank : 16 * (rank + 1)].copy_(whole(rank, 16))
+        dist.all_gather_into_tensor(out, mine)
+        return out
+
+    def scatter() -> torch.Tensor:
+        x = whole(rank, 32)
+        mine = x[16 * rank : 16 * (rank + 1)]
+        dist.reduce_scatter_tensor(mine, x)
+        return mine
+
+    equal_to_the_library(gather)
+    equal_to_the_library(scatter)
+
+
+def reduce_scatter(rank: int) -> None:
+    def call(**options: Any) -> torch.Tensor:
+        out = torch.zeros(6, 4)
+        work = dist.reduce_scatter_tensor(out, whole(rank, 12, 4), **options)
+        if work is not None:
+            work.wait()
+        return out
+
+    equal_to_the_library(call)
+    equal_to_the_library(lambda: call(async_op=True))
+
+
+def all_to_all(rank: int) -> None:
+    def call() -> torch.Tensor:
+        out = torch.zeros(6, 4)
+        dist.all_to_all_single(out, whole(rank, 6, 4))
+        return out
+
+    equal_to_the_library(call)
+
+
+def uneven_all_to_all(rank: int) -> None:
+    """Rank 0 sends equal numbers of rows and rank 1 does not: whether they are equal must not matter."""
+    send = ([2, 2], [0, 3])[rank]
+    receive = ([2, 0], [2, 3])[rank]
+
+    def call(**options: Any) -> torch.Tensor:
+        out = torch.zeros(sum(receive), 4)
+        work = dist.all_to_all_single(out, whole(rank, sum(send), 4), receive, send, **options)
+        if work is not None:
+            work.wait()
+        return out
+
+    expected = call()
+    with served() as calls:
+        assert same_bits(call(), expected)
+    assert calls.num_served == 0
+    assert "max_count" in str(calls)
+    equal_to_the_library(call, max_count=4)
+    equal_to_the_library(lambda: call(async_op=True), max_count=4)
+    group = dist.group.WORLD
+
+    def functional() -> torch.Tensor:
+        return funcol.all_to_all_single(whole(rank, sum(send), 4), receive, send, group).clone()
+
+    equal_to_the_library(functional, max_count=4)
+
+
+def functional_collectives(rank: int) -> None:
+    group = dist.group.WORLD
+    equal_to_the_library(lambda: funcol.all_reduce(whole(rank, 5, 8), "sum", group).clone())
+    equal_to_the_library(lambda: funcol.all_gather_tensor(whole(rank, 6, 4), 0, group).clone())
+    equal_to_the_library(lambda: funcol.all_gather_tensor(whole(rank, 6, 4), 1, group).clone())
+    equal_to_the_library(lambda: funcol.reduce_scatter_tensor(whole(rank, 6, 4), "sum", 0, group).clone())
+    equal_to_the_library(lambda: funcol.reduce_scatter_tensor(whole(rank, 6, 4), "sum", 1, group).clone())
+    operators = torch.ops._c10d_functional
+    name = group.group_name
+
+    def in_place() -> torch.Tensor:
+        x = whole(rank, 4, 4)
+        return operators.wait_tensor(operators.all_reduce_(x, "sum", name))
+
+    def gather_out() -> torch.Tensor:
+        x, out = whole(rank, 4, 4), torch.zeros(8, 4)
+        return operators.wait_tensor(operators.all_gather_into_tensor_out(x, 2, name, out=out))
+
+    def scatter_out() -> torch.Tensor:
+        x, out = whole(rank, 4, 4), torch.zeros(2, 4)
+        return operators.wait_tensor(operators.reduce_scatter_tensor_out(x, "sum", 2, name, out=out))
+
+    for call in (in_place, gather_out, scatter_out):
+        equal_to_the_library(call)
+
+
+def autograd_forms(rank: int) -> None:
+    group = dist.group.WORLD
+
+    def gradient(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            x = whole(rank, 4, 4).requires_grad_()
+            y = call(x)
+            (y * whole(rank + 7, *y.shape)).sum().backward()
+            assert x.grad is not None
+            return torch.cat([y.detach().flatten(), x.grad.flatten()])
+
+        return run
+
+    equal_to_the_library(gradient(lambda x: funcol.all_gather_tensor_autograd(x, 0, group)), times=2)
+    equal_to_the_library(gradient(lambda x: funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group)), times=2)
+    rows = gradient(lambda x: funcol.all_to_all_single_autograd(x, [2, 2], [2, 2], group))
+    equal_to_the_library(rows, times=2, max_count=2)
+
+
+def what_goes_to_the_library(rank: int) -> None:
+    """Untouched: the library's results, its errors, its work objects."""
+
+    def passed_on(call: Callable[[], Any], *, counted: bool = True) -> str:
+        with served() as calls:
+            call()
+        assert launched == [], launched
+        assert calls.num_served == 0
+        assert bool(calls.calls()) == counted, str(calls)
+        return str(calls)
+
+    x = torch.full((8,), rank + 1)
+    passed_on(lambda: dist.broadcast(x.clone(), 0), counted=False)
+    passed_on(lambda: dist.all_gather([x.clone(), x.clone()], x), counted=False)
+    passed_on(lambda: dist.all_reduce_coalesced([x.clone(), x.clone()]), counted=False)
+    passed_on(dist.barrier, counted=False)
+    product = x.clone()
+    assert "'product'" in passed_on(lambda: dist.all_reduce(product, op=dist.ReduceOp.PRODUCT))
+    assert torch.equal(product, torch.full((8,), 2))
+    flags = torch.ones(8, dtype=torch.bool)
+    assert "does not take torch.bool" in passed_on(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX))
+    assert bool(flags.all())
+    assert "no elements" in passed_on(lambda: dist.all_reduce(torch.zeros(0)))
+    with served():
+        with pytest.raises((RuntimeError, ValueError)):
+            dist.all_gather_into_tensor(torch.zeros(7), torch.zeros(4))
+    for dtype in (torch.int64, torch.float64):  # no kernel takes them
+        with tunedcomm.intercept() as calls:
+            numbers = torch.full((8,), rank + 1, dtype=dtype)
+            dist.all_reduce(numbers)
+            assert torch.equal(numbers, torch.full((8,), 3, dtype=dtype))
+        assert calls.num_passed_on == 1, str(calls)
+
+
+def untuned_calls_go_to_the_library(rank: int) -> None:
+    x = torch.full((64,), rank + 1.0)
+    with tunedcomm.intercept() as calls:
+        dist.all_reduce(x)
+        y = funcol.all_reduce(x, "sum", dist.group.WORLD) + 0
+    assert torch.equal(y, torch.full((64,), 6.0))
+    assert calls.num_served == 0
+    assert calls.num_passed_on >= 2
+    assert all(told.why for told in calls.calls())
+
+
+def other_groups_are_untouched(rank: int) -> None:
+    other = dist.new_group([0, 1])
+    x = torch.full((8,), rank + 1.0)
+    with served() as calls:
+        dist.all_reduce(x, group=other)
+        funcol.all_reduce(x, "sum", other).clone()
+        assert launched == []
+        assert calls.calls() == {}
+    with served(other) as calls:
+        dist.all_reduce(x, group=other)
+        dist.all_reduce(x)
+    assert calls.num_served == 1
+    with served(other, None) as calls:
+        dist.all_reduce(x, group=other)
+        dist.all_reduce(x)
+    assert {told.group for told in calls.calls()} == {other.group_name, dist.group.WORLD.group_name}
+    assert calls.num_served == 2
+
+
+def nested_blocks_and_exceptions(rank: int) -> None:
+    def count() -> int:
+        launched.clear()
+        dist.all_reduce(torch.ones(8))
+        return len(launched)
+
+    assert count() == 0
+    with served() as outer:
+        assert count() == 1
+        with contextlib.suppress(ZeroDivisionError), tunedcomm.intercept() as inner:
+            assert count() == 1
+            raise ZeroDivisionError
+        assert inner.num_served == 1
+        assert count() == 1
+    assert outer.num_served == 3
+    assert inner.num_served == 1
+    assert count() == 0
+    with tunedcomm.force("all_reduce", "lamport"):
+        first = tunedcomm.install()
+        tunedcomm.install()
+        assert count() == 1
+        tunedcomm.uninstall()
+        assert count() == 0
+        tunedcomm.uninstall()  # a second time does nothing
+        assert first.num_served == 1
+        with tunedcomm.intercept():
+            tunedcomm.install()
+            tunedcomm.uninstall()
+            assert count() == 1
+
+
+def other_forces_are_seen(rank: int) -> None:
+    """Choices are dropped when plans are, so that calls follow what the dispatcher would run."""
+    x = torch.ones(8)
+    with tunedcomm.intercept() as calls:
+        for variant in ("lamport", "one_shot", "library"):
+            with tunedcomm.force("all_reduce", variant):
+                launched.clear()
+                dist.all_reduce(x)
+                dist.all_reduce(x)
+                assert [seen.variant for seen in launched] == ([] if variant == "library" else [variant] * 2)
+    assert calls.num_served == 4
+    assert calls.num_passed_on == 2
+
+
+def bad_arguments(rank: int) -> None:
+    with pytest.raises(tunedcomm.UnsupportedInputError, match="max_count"):
+        with tunedcomm.intercept(max_count=-1):
+            pass
+    with tunedcomm.intercept(max_count=3):
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="max_count=3 already"):
+            tunedcomm.install(max_count=4)
+    with pytest.raises(tunedcomm.GroupError):
+        tunedcomm.install("tp")
+
+
+def communicators_made_anew(rank: int) -> None:
+    with served() as calls:
+        x = torch.full((8,), rank + 1.0)
+        dist.all_reduce(x)
+        tunedcomm.release_communicators()
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full((8,), 6.0))
+    assert calls.num_served == 2
+
+
+CASES = {
+    "all_reduce": all_reduce,
+    "the future holds the result": the_future_holds_the_result,
+    "all_gather": all_gather,
+    "the input is a part of the output": the_input_is_a_part_of_the_output,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "uneven all_to_all": uneven_all_to_all,
+    "functional collectives": functional_collectives,
+    "autograd forms": autograd_forms,
+    "what goes to the library": what_goes_to_the_library,
+    "untuned calls go to the library": untuned_calls_go_to_the_library,
+    "other groups are untouched": other_groups_are_untouched,
+    "nested blocks and exceptions": nested_blocks_and_exceptions,
+    "other forces are seen": other_forces_are_seen,
+    "bad arguments": bad_arguments,
+    "communicators made anew": communicators_made_anew,
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    for op in FORCED:
+        spy_on_launches(launched, op)
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body, timeout=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_intercept(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)

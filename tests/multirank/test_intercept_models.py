@@ -1,0 +1,231 @@
+"""Tensor parallel models by DTensor's plans, unmodified: the library's results, in inference, training and compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Launched, report, run_cases, spy_on_launches
+from harness import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import tunedcomm
+
+WORLD_SIZE = 2
+WIDTH, HIDDEN, HEADS, TOKENS = 16, 32, 4, 8
+FORCED = {"all_reduce": "lamport", "all_gather": "lamport", "reduce_scatter": "lamport"}
+launched: list[Launched] = []
+
+
+@contextlib.contextmanager
+def served(*groups: Any) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+        for op, variant in FORCED.items():
+            stack.enter_context(tunedcomm.force(op, variant))
+        launched.clear()
+        yield stack.enter_context(tunedcomm.intercept(*groups))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = WIDTH // HEADS
+        q, k, v = (part(x).unflatten(-1, (-1, size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A decoder's layer: what torch's documentation parallelizes by sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = Attention(), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def tensor_parallel_mlp(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    return parallelize_module(Mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def sequence_parallel_block(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    gathered = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return parallelize_module(
+        Block(),
+        mesh,
+        {
+            "norm1": SequenceParallel(),
+            "norm2": SequenceParallel(),
+            "attention": gathered,
+            "attention.q": ColwiseParallel(),
+            "attention.k": ColwiseParallel(),
+            "attention.v": ColwiseParallel(),
+            "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+            "mlp": gathered,
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+    )
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def trained(make: Callable[[DeviceMesh], nn.Module], mesh: DeviceMesh, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output, the input's gradient and every parameter's, after one forward and one backward."""
+    model, x = make(mesh), x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    assert len(gradients) == len(list(model.parameters()))
+    return [local(y).detach(), x.grad, *gradients]
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def x_of(rank: int, *shape: int, same: bool) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else rank))
+
+
+def mlp(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    x = x_of(rank, TOKENS, WIDTH, same=True)
+    expected = trained(tensor_parallel_mlp, mesh, x)
+    with served(mesh.get_group()) as calls:
+        close(trained(tensor_parallel_mlp, mesh, x), expected)
+    ops = Counter(seen.problem.op for seen in launched)
+    assert ops["all_reduce"] == 2, ops  # one forward, one for the input's gradient
+    assert calls.num_served == len(launched)
+    torch.manual_seed(1)
+    close([expected[0]], [Mlp()(x).detach()])
+
+
+def mlp_in_inference_mode(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model, x = tensor_parallel_mlp(mesh), x_of(rank, TOKENS, WIDTH, same=True)
+    with torch.no_grad():
+        expected = local(model(x))
+        with served(mesh.get_group()):
+            close([local(model(x)) + 0], [expected])
+    assert [seen.problem.op for seen in launched] == ["all_reduce"]
+
+
+def attention_with_sequence_parallel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    x = x_of(rank, 1, TOKENS // WORLD_SIZE, WIDTH, same=False)
+    expected = trained(sequence_parallel_block, mesh, x)
+    with served(mesh.get_group()) as calls:
+        close(trained(sequence_parallel_block, mesh, x), expected)
+    ops = Counter(seen.problem.op for seen in launched)
+    # Two a layer forward, before attention and MLP and behind them; as many of the other kind backward, at the least.
+    assert ops["all_gather"] >= 4, ops
+    assert ops["reduce_scatter"] >= 4, ops
+    assert calls.num_served == len(launched)
+    assert calls.num_passed_on == 0, str(calls)
+
+
+def compiled_mlp(rank: int) -> None:
+    """Compiled outside of the block: the code calls the operators, and they are what is served."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model, x = tensor_parallel_mlp(mesh), x_of(rank, TOKENS, WIDTH, same=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = local(compiled(x)) + 0
+        with served(mesh.get_group()):
+            close([local(compiled(x)) + 0], [expected])
+            assert [seen.problem.op for seen in launched] == ["all_reduce"]
+        launched.clear()
+        close([local(compiled(x)) + 0], [expected])
+        assert launched == []
+
+
+def data_parallel_model(rank: int) -> None:
+    """DDP's reducer calls from C++, on the autograd engine's threads."""
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        model = nn.parallel.DistributedDataParallel(Mlp())
+        model(x_of(rank, 4, WIDTH, same=False)).square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = step()
+    with served() as calls:
+        close(step(), expected)
+    assert calls.num_served >= 1, str(calls)
+    assert launched
+
+
+def one_dimension_of_a_mesh(rank: int) -> None:
+    """The other dimension's groups, of one rank each here, are not intercepted."""
+    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("dp", "tp"))
+    x = x_of(rank, TOKENS, WIDTH, same=True)
+    expected = trained(tensor_parallel_mlp, mesh["tp"], x)
+    with served(mesh.get_group("tp")) as calls:
+        close(trained(tensor_parallel_mlp, mesh["tp"], x), expected)
+        dist.all_reduce(x.clone(), group=mesh.get_group("dp"))
+    assert {told.group for told in calls.calls()} == {mesh.get_group("tp").group_name}
+
+
+CASES = {
+    "mlp": mlp,
+    "mlp in inference": mlp_in_inference_mode,
+    "attention with sequence parallel": attention_with_sequence_parallel,
+    "compiled mlp": compiled_mlp,
+    "data parallel model": data_parallel_model,
+    "one dimension of a mesh": one_dimension_of_a_mesh,
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    for op in FORCED:
+        spy_on_launches(launched, op)
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body, timeout=180)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)

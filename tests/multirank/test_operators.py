@@ -1,0 +1,339 @@
+"""The operators `torch.ops.tunedcomm.*`: PyTorch's own checks of them, and what traces and compiles to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, report, run_cases
+from harness import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+import tunedcomm
+import tunedcomm.integrations.operators
+from tunedcomm.ops import _operators
+
+WORLD_SIZE = 2
+OPS = torch.ops.tunedcomm
+
+
+def draw(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
+
+
+def settings() -> tuple[int, str]:
+    return WORLD_SIZE, dist.group.WORLD.group_name
+
+
+# Operator to (tensors, options, outputs): whether tensors need gradients is the check's to vary.
+CHECKED: dict[str, tuple[list[tuple[int, ...]], tuple[Any, ...], dict[str, tuple[int, ...]]]] = {
+    "all_reduce": ([(4, 6)], ("sum",), {"out": (4, 6)}),
+    "all_gather": ([(4, 6)], (1,), {"out": (4, 12)}),
+    "reduce_scatter": ([(4, 6)], ("avg", 1), {"out": (4, 3)}),
+    "all_to_all": ([(4, 6)], (), {"out": (4, 6)}),
+    "all_reduce_bias": ([(4, 6), (6,)], (), {"out": (4, 6)}),
+    "all_reduce_rms_norm": (
+        [(4, 6), (6,), (6,), (4, 6)],
+        (None, 1e-6, None),
+        {"out": (4, 6), "residual_out": (4, 6)},
+    ),
+}
+
+
+def functional(name: str, rank: int) -> None:
+    shapes, options, _ = CHECKED[name]
+    for needed in (False, True):
+        tensors = [draw(rank, *shape).requires_grad_(needed) for shape in shapes]
+        opcheck(getattr(OPS, name).default, (*tensors, *options, *settings()))
+
+
+def into(name: str, rank: int) -> None:
+    shapes, options, outputs = CHECKED[name]
+    tensors = [draw(rank, *shape) for shape in shapes]
+    given = {output: torch.empty(shape) for output, shape in outputs.items()}
+    opcheck(getattr(OPS, name).out, (*tensors, *options, *settings()), given)
+
+
+def in_place(name: str, rank: int) -> None:
+    shapes, options, _ = CHECKED[name]
+    opcheck(getattr(OPS, f"{name}_").default, (*(draw(rank, *shape) for shape in shapes), *options, *settings()))
+
+
+OPCHECK_CASES: dict[str, Case] = {
+    **{name: functools.partial(functional, name) for name in CHECKED},
+    **{f"{name}.out": functools.partial(into, name) for name in CHECKED},
+    **{f"{name}_": functools.partial(in_place, name) for name in ("all_reduce", "all_reduce_bias")},
+}
+
+
+def opcheck_body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(OPCHECK_CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def opcheck_outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, opcheck_body, timeout=240)
+
+
+@pytest.mark.parametrize("name", OPCHECK_CASES)
+def test_opcheck(opcheck_outcomes: list[dict[str, str]], name: str) -> None:
+    report(opcheck_outcomes, name)
+
+
+def every_op(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each public function, new results, given ones and in place; shapes are `x`'s where it can be."""
+    y = tunedcomm.all_gather(tunedcomm.all_reduce(x.sin(), op="max"), dim=1)
+    y = tunedcomm.reduce_scatter(y.cos(), op="avg", dim=1, group=dist.group.WORLD)
+    y = tunedcomm.all_reduce_bias(tunedcomm.all_to_all(y), bias, max_sms=8)
+    normed, summed = tunedcomm.all_reduce_rms_norm(y, weight, residual=x, numerics="any")
+    total = normed + summed
+    tunedcomm.all_reduce_(total, op="avg")
+    part = torch.zeros_like(total)
+    tunedcomm.all_reduce(total, out=part)
+    tunedcomm.all_reduce_bias(part, bias, out=part)
+    tunedcomm.all_to_all(part, out=normed)
+    tunedcomm.all_reduce_rms_norm(part, weight, residual=summed, residual_out=summed)
+    return total, part, normed, summed
+
+
+def arguments(rank: int, rows: int = 4) -> tuple[torch.Tensor, ...]:
+    return draw(rank, rows, 6), draw(8, 6), draw(9, 6)
+
+
+def calls_of(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if "tunedcomm" in str(node.target)]
+
+
+def aot(rank: int) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(every_op, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*arguments(rank)), every_op(*arguments(rank)))
+
+
+def some_ops(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One kernel of Inductor's, for its compiler is slow, between ops with results of all kinds."""
+    y = tunedcomm.reduce_scatter(tunedcomm.all_gather(x, dim=1), dim=1)
+    normed, summed = tunedcomm.all_reduce_rms_norm(y, weight, residual=x)
+    total = normed * summed
+    tunedcomm.all_reduce_(total)
+    tunedcomm.all_to_all(total, out=normed)
+    return total, normed, summed
+
+
+def inductor(mode: str | None, rank: int) -> None:
+    torch._dynamo.reset()
+    x, _, weight = arguments(rank)
+    compiled = torch.compile(some_ops, mode=mode, fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x, weight), some_ops(x, weight))
+
+
+def dynamic(rank: int) -> None:
+    """One graph for all sizes, none of them written into it."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(every_op, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (4, 6, 10):
+        torch.testing.assert_close(compiled(*arguments(rank, rows)), every_op(*arguments(rank, rows)))
+    assert len(graphs) == 1
+    with pytest.raises(Exception, match="cannot be cut"):
+        compiled(*arguments(rank, 5))
+
+
+def in_place_of_a_view(rank: int) -> None:
+    """What is written through an alias is seen through the others."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        base = x * 2
+        tunedcomm.all_reduce_(base[1])
+        tunedcomm.all_reduce(base[0], out=base[2])
+        return base, base[1] + base[2]
+
+    torch._dynamo.reset()
+    x = draw(rank, 3, 8)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, function(x))
+
+
+def input_overwritten(rank: int) -> None:
+    torch._dynamo.reset()
+    x = draw(rank, 8)
+    wanted = tunedcomm.all_reduce(x)
+    assert torch.compile(tunedcomm.all_reduce_, backend="aot_eager", fullgraph=True)(x) is x
+    assert torch.equal(x, wanted)
+
+
+def fx(rank: int) -> None:
+    for tracing in ("real", "fake", "symbolic"):
+        traced = make_fx(every_op, tracing_mode=tracing)(*arguments(rank))
+        found = calls_of(traced.graph)
+        assert found[:3] == [f"tunedcomm.{op}.default" for op in ("all_reduce", "all_gather", "reduce_scatter")]
+        assert "tunedcomm.all_reduce_.default" in found
+        assert found[-1] == "tunedcomm.all_reduce_rms_norm.out"
+        torch.testing.assert_close(traced(*arguments(rank)), every_op(*arguments(rank)))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = tunedcomm.all_gather(self.linear(x))
+        total = tunedcomm.all_reduce_(gathered * 2)
+        return tunedcomm.reduce_scatter(total)
+
+
+def exported(strict: bool, rank: int) -> None:
+    torch.manual_seed(3)
+    model = Model().requires_grad_(False)  # for all_reduce_ is in place
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(model, (draw(rank, 4, 6),), dynamic_shapes=({0: rows},), strict=strict)
+    assert {"tunedcomm.all_gather.default", "tunedcomm.reduce_scatter.default"} <= set(calls_of(program.graph))
+    lowered = program.run_decompositions()
+    for rows_now in (4, 7):
+        x = draw(rank, rows_now, 6)
+        for each in (program, lowered):
+            torch.testing.assert_close(each.module()(x), model(x))
+
+
+def fake(rank: int) -> None:
+    """Public functions of fake tensors give fake results, and send nothing."""
+    with FakeTensorMode() as mode:
+        x = torch.empty(4, 6)
+        assert tunedcomm.all_gather(x, dim=1).shape == (4, 12)
+        assert tunedcomm.reduce_scatter(x).shape == (2, 6)
+        assert [t.dtype for t in tunedcomm.all_reduce_rms_norm(x.half(), torch.empty(6).half())] == [torch.half] * 2
+        with pytest.raises(tunedcomm.UnsupportedInputError, match="5 of a tensor of shape"):
+            tunedcomm.all_to_all(torch.empty(5))
+    assert type(tunedcomm.all_reduce(mode.from_tensor(draw(rank, 3)))) is type(x), "outside the mode, too"
+    if rank == 0:  # alone
+        tunedcomm.all_reduce(mode.from_tensor(draw(rank, 3)))
+
+
+def subgroups(rank: int) -> None:
+    torch._dynamo.reset()
+    alone = [dist.new_group([r]) for r in range(WORLD_SIZE)][rank]
+    other = dist.new_group(list(range(WORLD_SIZE)))
+    x = draw(rank, 4, 6)
+
+    def function(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return tunedcomm.all_gather(tunedcomm.all_reduce(x, group=group), group=group)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for group, size in ((alone, 1), (other, WORLD_SIZE)):
+        result = compiled(x, group)
+        assert result.shape == (4 * size, 6)
+        torch.testing.assert_close(result, function(x, group))
+
+
+def bad_group(rank: int) -> None:
+    x = draw(rank, 4)
+    with pytest.raises(tunedcomm.GroupError, match="no process group named 'nobody'"):
+        OPS.all_reduce(x, "sum", WORLD_SIZE, "nobody")
+    with pytest.raises(tunedcomm.GroupError, match=r"has 2 ranks, but the call says 3; trace or compile it again"):
+        OPS.all_reduce(x, "sum", 3, settings()[1])
+
+
+def compiled_refusals(rank: int) -> None:
+    """What cannot be served is refused while it is compiled, by the same words."""
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "op='mean' is no reduction": lambda x: tunedcomm.all_reduce(x, op="mean"),
+        "must be a multiple of 2": tunedcomm.reduce_scatter,
+        "it must match x": lambda x: tunedcomm.all_reduce(x, out=x.new_empty(4)),
+        "numerics": lambda x: tunedcomm.all_reduce(x, numerics="exact"),  # type: ignore[arg-type]
+    }
+    for text, call in calls.items():
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=text):
+            torch.compile(call, backend="aot_eager", fullgraph=True)(draw(rank, 5))
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=text):
+            call(draw(rank, 5))
+
+
+def versions(rank: int) -> None:
+    """Autograd learns that a tensor was overwritten, by a kernel, too."""
+    x, out = draw(rank, 6), torch.empty(6)
+    before = x._version, out._version
+    with tunedcomm.force("all_reduce", "lamport"):
+        OPS.all_reduce_(x, "sum", *settings())
+        OPS.all_reduce(x, "sum", *settings(), out=out)
+    assert (x._version, out._version) == (before[0] + 1, before[1] + 1)
+
+
+def eager_goes_past(rank: int) -> None:
+    """Plain eager calls do not pay for PyTorch's dispatcher."""
+    called: list[str] = []
+    kept = _operators.call
+    _operators.call = lambda op, *rest: called.append(op) or kept(op, *rest)  # type: ignore[func-returns-value]
+    try:
+        with torch.no_grad():
+            every_op(*arguments(rank))
+        every_op(*arguments(rank))
+        assert not called
+        tunedcomm.all_reduce(draw(rank, 3).requires_grad_())
+        assert called == ["all_reduce"], "else the test above shows nothing"
+    finally:
+        _operators.call = kept
+
+
+TRACED_CASES: dict[str, Case] = {
+    "aot_eager": aot,
+    "dynamic shapes": dynamic,
+    "in place of a view": in_place_of_a_view,
+    "input overwritten": input_overwritten,
+    "make_fx": fx,
+    "export": functools.partial(exported, False),
+    "export strict": functools.partial(exported, True),
+    "fake tensors": fake,
+    "subgroups": subgroups,
+    "bad group": bad_group,
+    "refused in compiled code": compiled_refusals,
+    "versions": versions,
+    "eager calls": eager_goes_past,
+}
+INDUCTOR_CASES: dict[str, Case] = {
+    "default": functools.partial(inductor, None),
+    "reduce-overhead": functools.partial(inductor, "reduce-overhead"),
+}
+
+
+def traced_body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(TRACED_CASES, rank)
+
+
+def inductor_body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(INDUCTOR_CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def traced_outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, traced_body, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def inductor_outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they take longer than what is compiled here
+    return run_ranks(WORLD_SIZE, inductor_body, timeout=240, env=env)
+
+
+@pytest.mark.parametrize("name", TRACED_CASES)
+def test_traced(traced_outcomes: list[dict[str, str]], name: str) -> None:
+    report(traced_outcomes, name)
+
+
+@pytest.mark.parametrize("name", INDUCTOR_CASES)
+def test_inductor(inductor_outcomes: list[dict[str, str]], name: str) -> None:
+    report(inductor_outcomes, name)

@@ -1,0 +1,114 @@
+"""The adapter for serving engines, and the examples that use it as the engines would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Launched, report, run_cases, spy_on_launches
+from harness import run_ranks
+
+import tunedcomm
+
+ROOT = Path(__file__).parents[2]
+WORLD_SIZE = 2
+launched: list[Launched] = []
+
+
+def it_serves_what_a_kernel_is_chosen_for(rank: int) -> None:
+    adapter = tunedcomm.ServingAllReduce()
+    assert (adapter.rank, adapter.world_size, adapter.disabled) == (rank, WORLD_SIZE, False)
+    x = torch.full((32,), rank + 1.0)
+    assert not adapter.should_use(x), "nothing is tuned"
+    assert adapter.custom_all_reduce(x) is None
+    with tunedcomm.force("all_reduce", "one_shot"), adapter.capture():
+        assert adapter.should_use(x)
+        launched.clear()
+        out = adapter.custom_all_reduce(x)
+        assert out is not None
+        given = torch.empty(32)
+        assert adapter.all_reduce(x, given) is given
+        assert adapter.all_reduce(x, out=given) is given
+        assert [seen.variant for seen in launched] == ["one_shot"] * 3
+        for result in (out, given):
+            assert torch.equal(result, torch.full((32,), 3.0))
+        assert torch.equal(x, torch.full((32,), rank + 1.0))
+    assert not adapter.should_use(x)
+    assert {told.served_by.split("(")[0] for told in adapter.asked()} == {"", "one_shot"}
+
+
+def names_of_the_engines(rank: int) -> None:
+    adapter = tunedcomm.ServingAllReduce(dist.group.WORLD, torch.device("cpu"), max_bytes=64)
+    small, large = torch.ones(16), torch.ones(17)
+    with tunedcomm.force("all_reduce", "lamport"):
+        for ask in (
+            adapter.should_use,
+            adapter.should_custom_ar,
+            adapter.should_use_symm_mem,
+            adapter.should_torch_symm_mem_allreduce,
+        ):
+            assert ask(small)
+            assert not ask(large)
+        adapter.close()
+        assert adapter.disabled
+        assert not adapter.should_use(small)
+
+
+def what_it_does_not_take(rank: int) -> None:
+    adapter = tunedcomm.ServingAllReduce()
+    for x in (torch.ones(4, dtype=torch.bool), torch.ones(0), torch.ones(4, dtype=torch.float64)):
+        assert not adapter.should_use(x)
+    with pytest.raises(tunedcomm.UnsupportedInputError):
+        adapter.all_reduce(torch.ones(4), out=torch.ones(5))
+
+
+CASES = {
+    "it serves what a kernel is chosen for": it_serves_what_a_kernel_is_chosen_for,
+    "names of the engines": names_of_the_engines,
+    "what it does not take": what_it_does_not_take,
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    spy_on_launches(launched)
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_serving(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
+
+
+EXAMPLES = {
+    "vllm_all_reduce.py": ("lamport(", "1 by the library"),
+    "sglang_all_reduce.py": ("1024 elements: tunedcomm", "16384 elements: the library"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name: str, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TUNEDCOMM_WORKSPACE_MIB": "1"}
+    env.update(GLOO_SOCKET_IFNAME="lo", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "examples" / name)],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    for text in EXAMPLES[name]:
+        assert text in done.stdout, done.stdout

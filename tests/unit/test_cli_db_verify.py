@@ -1,0 +1,110 @@
+"""`tunedcomm db verify`: what it prints, what it passes on and how it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+from verify_samples import SIZES, Change, at_ratio, run, tuned, tuned_copy
+
+from tunedcomm.cli import db_verify, main
+from tunedcomm.db.layers import Layer
+from tunedcomm.db.store import Database
+from tunedcomm.spec import Candidate
+from tunedcomm.tuner.outcome import Progress
+from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A database of one's own."""
+    return tuned_copy(tmp_path)
+
+
+@pytest.fixture
+def winners() -> dict[int, Candidate]:
+    return dict(tuned()[1])
+
+
+class Verify:
+    """Stands in for `verify`, with the answers of a recording."""
+
+    def __init__(self, path: Path, tmp_path: Path, changes: Mapping[tuple[int, Candidate], Change]) -> None:
+        self.arguments = path, tmp_path, changes
+        self.spec: VerifySpec | None = None
+        self.stored = False
+
+    def __call__(
+        self, spec: VerifySpec, database: Database | None, progress: Callable[[Progress], None] | None = None
+    ) -> VerifyOutcome:
+        self.spec, self.stored = spec, database is not None
+        return run(*self.arguments, tolerance=spec.tolerance, store=False, progress=progress)
+
+
+def start(stand_in: Verify, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    monkeypatch.setattr("tunedcomm.tuner.verify.verify", stand_in)
+    monkeypatch.setattr(db_verify, "num_gpus", lambda: 4)
+    monkeypatch.setattr(db_verify, "swept_ranks", lambda ranks, backend: ranks or 4)
+    return CliRunner().invoke(main.app, ["db", "verify", *arguments])
+
+
+def test_verb_prints_what_drifted(
+    path: Path, tmp_path: Path, winners: dict[int, Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = Verify(path, tmp_path, {(SIZES[1], winners[SIZES[1]]): at_ratio(1.5)})
+    shown = start(stand_in, monkeypatch, "--db", str(path), "--no-store")
+    assert shown.exit_code == 1
+    assert "slower: all_reduce 32768" in shown.stdout
+    assert "50.0% longer than the library" in shown.stdout
+    assert "nothing was stored" in shown.stdout
+    assert not stand_in.stored
+    line = next(line for line in shown.stdout.splitlines() if line.lstrip().startswith("32768 "))
+    assert "0.67x" in line
+    assert line.endswith("slower")
+
+
+def test_verb_as_json(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Verify(path, tmp_path, {})
+    options = "--op all_reduce --dtype bfloat16 --mode graph --limit 7 --tolerance 5% --gangs 2 --json"
+    shown = start(stand_in, monkeypatch, "--db", str(path), *options.split())
+    assert shown.exit_code == 0, shown.output
+    answer = json.loads(shown.stdout)
+    assert answer["num_wrong"] == 0
+    assert {entry["verdict"] for entry in answer["winners"]} == {"ok"}
+    assert answer["winners"][0]["stored"]["changes"] == []
+    spec = stand_in.spec
+    assert spec is not None
+    assert (spec.ops, spec.dtypes, spec.modes) == (("all_reduce",), ("bfloat16",), ("graph",))
+    assert (spec.limit, spec.tolerance, spec.gangs, spec.world_size) == (7, 0.05, 2, 4)
+    assert spec.layers == (Layer("user", str(path)),)
+    assert stand_in.stored
+
+
+def test_verb_with_nothing_to_verify(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Database.open(path) as database, database._writing() as connection:
+        connection.exec_driver_sql("DELETE FROM trial")
+    shown = start(Verify(path, tmp_path, {}), monkeypatch, "--db", str(path))
+    assert shown.exit_code == 1
+    assert "tunedcomm tune" in shown.stdout
+
+
+@pytest.mark.parametrize("text", ["much", "-1%", "200%", "", "10 %%"])
+def test_bad_tolerance(text: str, monkeypatch: pytest.MonkeyPatch, path: Path, tmp_path: Path) -> None:
+    assert start(Verify(path, tmp_path, {}), monkeypatch, "--tolerance", text).exit_code == 2
+
+
+def test_shares() -> None:
+    shares = {"10%": 0.1, "0.25": 0.25, "7.5 %": 0.075, "0": 0.0}
+    assert {text: db_verify.parse_share(text) for text in shares} == pytest.approx(shares)
+
+
+def test_missing_database_is_bad_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db_verify, "num_gpus", lambda: 4)
+    monkeypatch.setattr(db_verify, "swept_ranks", lambda ranks, backend: 4)
+    with pytest.raises(SystemExit) as caught:
+        main.run(["db", "verify", "--db", str(tmp_path / "none.db")])
+    assert caught.value.code == 2

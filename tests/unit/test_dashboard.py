@@ -1,0 +1,80 @@
+"""Optuna's dashboard reads the studies of a sweep, as docs/watching.md says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed (extra `dashboard`)")
+
+from db_samples import H200, problem
+
+from tunedcomm import kernels
+from tunedcomm.spec import Candidate
+from tunedcomm.tuner.ledger import open_ledger
+from tunedcomm.tuner.studies import journal_path
+
+START_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def get(port: int, path: str) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        return json.loads(answer.read()) if "api" in path else answer.read().decode()
+
+
+def test_it_starts_on_a_journal_and_shows_candidates_and_latencies(tmp_path: Path) -> None:
+    kernels.discover()
+    database, asked = tmp_path / "tuned.db", problem()
+    ran = Candidate.of("all_reduce", "lamport", {"num_blocks": 4, "num_warps": 2, "launch_pdl": True})
+    failed = Candidate.of("all_reduce", "library", {})
+    ledger = open_ledger(str(database), H200.digest, lambda op: "sources")
+    for candidate, latency_us in ((ran, 2.5), (failed, None)):
+        claim = ledger.claim(asked, candidate, final=False)
+        assert claim is not None
+        ledger.tell(claim, latency_us)
+    binary, port = shutil.which("optuna-dashboard"), free_port()
+    assert binary is not None
+    # While the sweep has it open.
+    dashboard = subprocess.Popen(
+        [binary, str(journal_path(database)), "--port", str(port), "--server", "wsgiref", "--quiet"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                studies = get(port, "/api/studies")["study_summaries"]
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert dashboard.poll() is None, (dashboard.stderr.read() if dashboard.stderr else b"").decode()
+                assert time.monotonic() < end
+                time.sleep(0.2)
+        (study,) = studies
+        assert study["study_name"].startswith(str(asked))
+        trials = get(port, f"/api/studies/{study['study_id']}?after=0")["trials"]
+        assert [trial["state"] for trial in trials] == ["Complete", "Pruned"]
+        assert trials[0]["values"] == [2.5]
+        shown = {parameter["name"]: parameter["param_external_value"] for parameter in trials[0]["params"]}
+        assert shown["variant"] == "lamport"
+        assert shown["lamport.num_blocks"] == "4"
+        assert "<html" in get(port, "/dashboard/").lower()
+    finally:
+        dashboard.terminate()
+        dashboard.wait(10)
+        ledger.close()

@@ -1,0 +1,152 @@
+"""The operators' schemas and fake forms, which need neither a process group nor a peer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+
+import tunedcomm
+import tunedcomm.integrations.operators
+from tunedcomm.integrations import gradients
+from tunedcomm.ops._operators import paths
+
+OPS = torch.ops.tunedcomm
+NOBODY = (4, "a group that is not here")
+SERVED = sorted(paths)
+MODE = FakeTensorMode()
+
+
+def fakes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    with MODE:
+        return [torch.empty(shape, dtype=dtype) for shape in shapes]
+
+
+def test_every_op_is_an_operator() -> None:
+    collectives = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+    assert {*collectives, "all_reduce_bias", "all_reduce_rms_norm"} <= set(SERVED)
+    assert sorted(gradients.formulas()) == SERVED
+    for op in SERVED:
+        assert hasattr(tunedcomm, op)
+        assert sorted(getattr(OPS, op).overloads()) == ["default", "out"]
+
+
+def said(argument: Any) -> tuple[Any, ...]:
+    return argument.name, str(argument.type), argument.default_value, argument.alias_info
+
+
+@pytest.mark.parametrize("op", SERVED)
+def test_schemas_say_what_is_written(op: str) -> None:
+    functional, into = getattr(OPS, op).default._schema, getattr(OPS, op).out._schema
+    assert not functional.is_mutable
+    shared = into.arguments[: len(functional.arguments)]
+    assert list(map(said, shared)) == list(map(said, functional.arguments))
+    added = into.arguments[len(functional.arguments) :]
+    assert len(added) == len(functional.returns)
+    assert all(a.alias_info.is_write and a.kwarg_only for a in added)
+    assert len({tuple(a.alias_info.before_set) for a in added}) == len(added)
+    assert not into.returns
+    group = [a.name for a in functional.arguments].index("group_size")
+    assert [str(a.type) for a in functional.arguments[group : group + 2]] == ["int", "str"]
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_reduce_bias"])
+def test_schemas_in_place(op: str) -> None:
+    schema = getattr(OPS, f"{op}_").default._schema
+    assert [a.name for a in schema.arguments if a.alias_info] == ["x"]
+    assert not schema.returns
+
+
+def results(op: str, tensors: list[Any], *options: Any) -> Any:
+    return getattr(OPS, op)(*tensors, *options, *NOBODY)
+
+
+def test_shapes() -> None:
+    (x,) = fakes((8, 12))
+    for op, options, shape in (
+        ("all_reduce", ("max",), (8, 12)),
+        ("all_gather", (0,), (32, 12)),
+        ("all_gather", (-1,), (8, 48)),
+        ("reduce_scatter", ("sum", 0), (2, 12)),
+        ("reduce_scatter", ("avg", -1), (8, 3)),
+        ("all_to_all", (), (8, 12)),
+    ):
+        made = results(op, [x], *options)
+        assert (tuple(made.shape), made.dtype, made.is_contiguous()) == (shape, torch.bfloat16, True), op
+    (scalar,) = fakes(())
+    assert results("all_gather", [scalar], 0).shape == (4,)
+    x, bias = fakes((8, 12), (12,))
+    assert results("all_reduce_bias", [x.t().t(), bias]).shape == (8, 12)
+    (scale,) = fakes((1,), dtype=torch.float32)
+    normed = results("all_reduce_rms_norm", [x, bias, None, x, None], 1e-6, None)
+    assert [(tuple(t.shape), t.dtype) for t in normed] == [((8, 12), torch.bfloat16)] * 2
+    quantised = results("all_reduce_rms_norm", [x, bias, None, None, scale.view(1)], 1e-6, torch.float8_e4m3fn)
+    assert [t.dtype for t in quantised] == [torch.float8_e4m3fn, torch.bfloat16]
+
+
+def test_strides_are_those_of_new_tensors() -> None:
+    (x,) = fakes((12, 8))
+    assert results("all_reduce", [x.t()], "sum").is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("is no reduction", lambda x: OPS.all_reduce(x, "mean", *NOBODY)),
+        ("numerics", lambda x: OPS.all_reduce(x, "sum", *NOBODY, "exact")),
+        ("max_sms=-1", lambda x: OPS.all_gather(x, 0, *NOBODY, -1)),
+        ("is no dimension", lambda x: OPS.all_gather(x, 2, *NOBODY)),
+        ("must be a multiple of 4", lambda x: OPS.reduce_scatter(x, "sum", 1, *NOBODY)),
+        ("cannot be cut", lambda x: OPS.all_to_all(x.t(), *NOBODY)),
+        ("does not take torch.int16", lambda x: OPS.all_reduce(x.to(torch.int16), "sum", *NOBODY)),
+        ("out has shape", lambda x: OPS.all_gather.out(x, 0, *NOBODY, out=x)),
+        ("residual_out has shape", lambda x: OPS.all_reduce_rms_norm.out(
+            x, x[0], None, None, None, 1e-6, None, *NOBODY, out=x * 1, residual_out=x[0]
+        )),
+        ("bias of all_reduce_bias has shape", lambda x: OPS.all_reduce_bias_(x, x[:, 0], *NOBODY)),
+        ("not differentiable", lambda x: OPS.all_reduce_(x.requires_grad_() * 1, "sum", *NOBODY)),
+    ],
+)  # fmt: skip
+def test_fake_forms_refuse_what_the_others_would(text: str, call: Any) -> None:
+    (x,) = fakes((8, 6))
+    with pytest.raises(tunedcomm.UnsupportedInputError, match=text):
+        call(x)
+
+
+def test_meta_tensors() -> None:
+    x = torch.empty(8, 4, device="meta")
+    assert OPS.reduce_scatter(x, "sum", 0, *NOBODY).shape == (2, 4)
+
+
+def test_symbolic_shapes_stay_symbolic() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return OPS.all_reduce(OPS.all_gather(x, 1, *NOBODY), "sum", *NOBODY)
+
+    graph = make_fx(function, tracing_mode="symbolic")(torch.empty(6, 5)).graph  # runs nothing: there is no such group
+    placed, gathered, reduced = (node.meta["val"].shape for node in list(graph.nodes)[:-1] if "val" in node.meta)
+    assert all(isinstance(extent, torch.SymInt) for extent in (*gathered, *reduced))
+    assert str(gathered[1]) == f"4*{placed[1]}"
+
+
+def test_autograd_is_registered_as_pytorch_wants_it() -> None:
+    x = torch.ones(4, requires_grad=True, device="meta")
+    for op, options in (("all_reduce", ("sum",)), ("all_gather", (0,)), ("reduce_scatter", ("sum", 0))):
+        opcheck(getattr(OPS, op).default, (x, *options, *NOBODY), test_utils=["test_autograd_registration"])
+        assert getattr(OPS, op)(x, *options, *NOBODY).requires_grad
+
+
+def test_unknown_group() -> None:
+    with pytest.raises(tunedcomm.GroupError, match="no process group named 'a group that is not here'"):
+        OPS.all_reduce(torch.ones(4), "sum", *NOBODY)
+
+
+def test_public_functions_bring_the_operators() -> None:
+    code = "import torch, tunedcomm; tunedcomm.all_to_all; print(torch.ops.tunedcomm.all_gather.out)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "tunedcomm.all_gather.out"

@@ -1,0 +1,187 @@
+"""`tunedcomm report`: what it makes of databases and CSV files; test_report_page.py looks at the page itself."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `report`)")
+
+from report_samples import GEMM_SPEEDUPS, gemm_csv, recorded_database
+
+from tunedcomm.cli import main
+from tunedcomm.db.layers import named_layers
+from tunedcomm.report.bench_rows import read_csv
+from tunedcomm.report.build import Material, gather, render
+from tunedcomm.report.heat import grid_of
+from tunedcomm.report.measured import group_up, speedup
+from tunedcomm.report.panels import size_ticks
+from tunedcomm.report.sweeps import best_so_far
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+ALL_REDUCE = RESULTS / "all_reduce_h200.csv"
+RULES = RESULTS / "replay" / "regret_rules_h200.csv"
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    shown = CliRunner().invoke(main.app, [str(argument) for argument in arguments])
+    return shown.exit_code, shown.output
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded_database(tmp_path_factory.mktemp("report") / "swept.db")
+
+
+@pytest.fixture(scope="module")
+def everything(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Material:
+    gemms = gemm_csv(tmp_path_factory.mktemp("gemms") / "gemms.csv")
+    return gather(named_layers(str(database)), [ALL_REDUCE, RULES, gemms])
+
+
+def test_a_page_holds_every_number_in_tables_that_need_no_script(everything: Material) -> None:
+    page = render(everything, title="Two < three")
+    assert "<title>Two &lt; three</title>" in page
+    without_scripts = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    for rows in (*everything.bench.values(), *everything.stored.values()):
+        for row in rows:
+            assert f">{row.latency_p50_us:.2f}<" in without_scripts, row
+    for heading in ("Benchmarks", "Fused GEMMs", "Tuned", "Regret", "Sweeps", "Environment", "At a glance"):
+        assert f"<h2>{heading}</h2>" in without_scripts
+
+
+def test_a_page_refers_to_nothing_outside_itself(everything: Material) -> None:
+    page = re.sub(r"<script>.*?</script>", "", render(everything), flags=re.DOTALL)
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', page)
+    assert not re.findall(r"@import|url\(", page)
+    anchors = re.findall(r'\bid="([^"]*)"', page)
+    assert len(anchors) == len(set(anchors)), "an anchor stands twice"
+    assert {link[1:] for link in re.findall(r'href="(#[^"]*)"', page)} <= set(anchors)
+
+
+def test_what_is_chosen_is_what_dispatch_answers(database: Path, everything: Material) -> None:
+    ours = [row for rows in everything.stored.values() for row in rows if row.is_chosen]
+    shapes = {row.shape for rows in everything.stored.values() for row in rows}
+    assert len(ours) == len(shapes)
+    row = next(row for row in ours if row.shape == "512")
+    code, output = invoke(
+        *("lookup", "--op", "all_reduce", "--shape", "512", "--world-size", "4", "--hardware", "H200"),
+        *("--db", database, "--json"),
+    )
+    assert code == 0, output
+    assert json.loads(output[output.index("{") :])["variant"] == row.contender
+    assert row.why
+
+
+def test_figures_come_by_op_dtype_ranks_and_mode(everything: Material) -> None:
+    kinds = {(g.op, g.dtype, g.world_size, g.mode) for g in everything.bench if g.origin == ALL_REDUCE.name}
+    with ALL_REDUCE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert kinds == {(r["op"], r["dtype"], int(r["world_size"]), r["mode"]) for r in rows}
+
+
+def test_of_several_runs_the_newest_counts_and_there_the_fastest(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "op,shape,message_bytes,dtype,world_size,mode,contender,latency_p50_us,date\n"
+        "all_reduce,512,1024,bfloat16,4,graph,kraken,3,2026-01-01\n"
+        "all_reduce,512,1024,bfloat16,4,graph,kraken,7,2026-01-02\n"
+        "all_reduce,512,1024,bfloat16,4,graph,kraken,5,2026-01-02\n"
+        "all_reduce,512,1024,bfloat16,4,graph,library,10,2026-01-02\n",
+        encoding="utf-8",
+    )
+    (rows,) = group_up(read_csv(path).rows).values()
+    assert {row.contender: row.latency_p50_us for row in rows} == {"kraken": 5.0, "library": 10.0}
+    assert speedup(rows) == {"512": 2.0}
+
+
+def test_gemm_shapes_become_a_grid_of_speedups(everything: Material) -> None:
+    (found,) = (rows for group, rows in everything.bench.items() if group.op == "ag_gemm")
+    columns, rows, values = grid_of(found)
+    assert columns == ["512", "4096"]
+    assert rows == ["8192×3584", "8192×8192"]
+    assert values[0][0] == pytest.approx(GEMM_SPEEDUPS["512x8192x3584"], rel=1e-3)
+    assert values[1][1] == pytest.approx(GEMM_SPEEDUPS["4096x8192x8192"], rel=1e-3)
+    assert values[1][0] is None  # not measured
+
+
+def test_best_so_far_falls_to_one_and_counts_failures(database: Path) -> None:
+    from tunedcomm.db.store import Database
+
+    with Database.open(database, readonly=True) as opened:
+        trials = opened.trials()
+    course = best_so_far([trial for trial in trials if trial.problem == trials[0].problem])
+    known = [value for value in course if value is not None]
+    assert len(known) > 10
+    assert known == sorted(known, reverse=True)
+    assert known[0] > 1.0 == known[-1]
+
+
+def test_other_tables_are_refused_with_what_they_lack(tmp_path: Path) -> None:
+    code, output = invoke("report", "--no-db", "--csv", RESULTS / "db" / "db_scale.csv", "-o", tmp_path / "r.html")
+    assert code == 2
+    assert "lacks the columns" in output
+    assert "contender" in output
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_lines_without_sense_are_left_out_and_listed(tmp_path: Path) -> None:
+    lines = ALL_REDUCE.read_text(encoding="utf-8").splitlines()[:4]
+    lines.append(lines[-1].replace("all_reduce,512,1024", "all_reduce,512,many"))
+    broken = tmp_path / "broken.csv"
+    broken.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    code, output = invoke("report", "--no-db", "--csv", broken, "-o", tmp_path / "r.html")
+    assert code == 0, output
+    assert "left out 1 lines" in output
+    assert "many" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_a_shells_pattern_and_images(tmp_path: Path) -> None:
+    """`--csv *.csv` comes as one value and more arguments."""
+    gemms = gemm_csv(tmp_path / "gemms.csv")
+    code, output = invoke(
+        *("report", "--no-db", "-o", tmp_path / "r.html", "--png", tmp_path / "png", "--json", "--csv", gemms),
+        *(RESULTS / "bound_cost_h200.csv", RULES),
+    )
+    assert code == 0, output
+    answer = json.loads(output)
+    images = [Path(image) for image in answer["images"]]
+    assert answer["num_groups"] == 2
+    assert any("speedup" in image.name for image in images)
+    assert any("latency" in image.name for image in images)
+    assert sum("dark" in image.name for image in images) == len(images) / 2
+    for image in images:
+        assert image.read_bytes().startswith(b"\x89PNG")
+        assert image.stat().st_size > 10_000
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'plotly' else find(name, *rest)\n"
+        "from tunedcomm.cli import main\n"
+        f"main.run(['report', '--no-db', '-o', {str(tmp_path / 'r.html')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "MissingPackageError" in done.stderr
+    assert "tunedcomm[report]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ticks_are_few_powers_of_two() -> None:
+    ticks = size_ticks([1 << 10, 1 << 28])
+    assert 3 <= len(ticks) <= 6
+    assert all(tick & (tick - 1) == 0 and 1 << 10 <= tick <= 1 << 29 for tick in ticks)
+    assert size_ticks([1000, 1000])

@@ -1,0 +1,117 @@
+"""Recorded winners, and a machine that answers as recorded but for what is planted, to verify them against."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tunedcomm import kernels
+from tunedcomm.communicator import limits_for
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.store import Database
+from tunedcomm.dispatcher import source_hash_of
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.recording import read_recording, write_recording
+from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, verify
+from tunedcomm.tuner.winners import Stored, stored_winners
+
+RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
+# Three neighbours, then two more; all have several finals.
+SIZES = (16384, 32768, 65536, 8388608, 33554432)
+Change = Callable[[TrialRecord], TrialRecord]
+
+
+def problem_of(numel: int) -> Problem:
+    return Problem("all_reduce", (numel,), "bfloat16", 4)
+
+
+@functools.cache
+def recorded() -> tuple[TrialRecord, ...]:
+    """As if the kernels of today had been measured."""
+    kernels.discover()
+    wanted = {problem_of(numel) for numel in SIZES}
+    found = [r for r in read_recording(RECORDING) if r.problem in wanted]
+    return tuple(replace(r, source_hash=source_hash_of("all_reduce", r.variant) or "") for r in found)
+
+
+def here() -> Environment:
+    return recorded()[0].environment
+
+
+def known(path: Path, **selected: Any) -> dict[Problem, Stored]:
+    snapshot = load_snapshot(here(), 4, layers=[Layer("user", str(path))], strict=True)
+    return stored_winners(snapshot, limits_for(here(), 4), source_hash_of, **selected)
+
+
+@functools.cache
+def tuned() -> tuple[bytes, dict[int, Candidate]]:
+    """A database of what was recorded, and the winner of every size in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tuned.db"
+        with Database.open(path, create=True) as database:
+            database.record(recorded())
+        winners = {problem.shape[0]: stored.winners[0].candidate for problem, stored in known(path).items()}
+        return path.read_bytes(), winners
+
+
+def tuned_copy(folder: Path) -> Path:
+    copy = folder / "tuned.db"
+    copy.write_bytes(tuned()[0])
+    return copy
+
+
+def run(
+    path: Path, tmp_path: Path, changes: Mapping[tuple[int, Candidate], Change] | None = None, **options: Any
+) -> VerifyOutcome:
+    """Verify against a machine that answers as recorded but for `changes`; `store=False` keeps nothing.
+
+    `extra` are all answers for their variants.
+    """
+    planted = changes or {}
+    extra: list[TrialRecord] = options.pop("extra", [])
+    kept = [r for r in recorded() if r.variant not in {e.variant for e in extra}]
+    answers = [planted.get((r.problem.shape[0], r.candidate), lambda record: record)(r) for r in kept] + extra
+    recording = tmp_path / "machine.jsonl"
+    environment = options.pop("environment", here())
+    write_recording(recording, [replace(r, environment=environment) for r in answers])
+    values: dict[str, Any] = {"layers": (Layer("user", str(path)),), "replay": str(recording), "command": "pytest"}
+    store, progress = options.pop("store", True), options.pop("progress", None)
+    spec = VerifySpec(**{**values, **options})
+    if not store:
+        return verify(spec, None, progress)
+    with Database.open(path) as database:
+        return verify(spec, database, progress)
+
+
+def at_ratio(ratio: float) -> Change:
+    """So long against the library, whatever it was."""
+
+    def change(record: TrialRecord) -> TrialRecord:
+        assert record.baseline_p50_us is not None
+        us = record.baseline_p50_us * ratio
+        return replace(record, latency_p10_us=us, latency_p50_us=us, latency_p90_us=us)
+
+    return change
+
+
+def at(candidate: Candidate, size: int) -> dict[str, Any]:
+    """Fields of a trial of `candidate` that nothing beats."""
+    return {
+        "problem": problem_of(size),
+        "variant": candidate.variant,
+        "config": candidate.config_dict,
+        "numerics": "ordered",
+        "source_hash": source_hash_of("all_reduce", candidate.variant),
+        "reason": "",
+        "latency_p10_us": 1.0,
+        "latency_p50_us": 1.0,
+        "latency_p90_us": 1.0,
+        "samples": 20,
+        "baseline_p50_us": 20.0,
+    }
