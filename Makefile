@@ -16,16 +16,19 @@ CPU_PACKAGES := "torch==2.13.0" "triton>=3.9"
 # Compile checks run under this one too; the same as the lower bound in pyproject.toml.
 OLDEST_TRITON := 3.6.0
 OLDEST := .venv-oldest-triton
+CLEAN := .venv-wheel
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint build clean oldest-triton
+.PHONY: help demo test lint docs build wheel-check clean oldest-triton
 
 help:
 	@echo "make demo   install, tune all_reduce on this machine, explain the choice, run it and check the sum"
 	@echo "make test   run the tests (PYTEST_ARGS='-k name' for some of them)"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
 	@echo "make oldest-triton  the Triton that 'make test' compiles with besides the installed one, in $(OLDEST)"
+	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make build  wheel and source distribution in dist/"
+	@echo "make wheel-check  install that wheel alone into a fresh environment, and try it there"
 	@echo "make clean  remove .venv, caches and what the demo wrote"
 
 $(VENV)/.installed: pyproject.toml
@@ -33,11 +36,11 @@ $(VENV)/.installed: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "cannot make a virtual environment; install python3-venv or run make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(if $(CPU_ONLY),$(PIP) install --quiet $(CPU_PACKAGES))
-	$(PIP) install --quiet --editable ".[test]"
+	$(PIP) install --quiet --editable ".[test,report,dashboard]"
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
-	$(PIP) install --quiet --editable ".[test,lint]"
+	$(PIP) install --quiet --editable ".[test,report,dashboard,lint]"
 	@touch $@
 
 $(OLDEST)/.installed-$(OLDEST_TRITON): | $(VENV)/.installed
@@ -61,9 +64,26 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/lint-imports
 	$(BIN)/codespell .
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) install --quiet --editable ".[test,report,dashboard,docs]"
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 build: $(VENV)/.installed-lint
+	rm -rf dist
 	$(BIN)/python -m build
 
+# Nothing of the source tree and nothing of the tests' packages: what a user gets who installs the wheel.
+wheel-check: build
+	rm -rf $(CLEAN)
+	$(PYTHON) -m venv $(CLEAN)
+	$(if $(CPU_ONLY),$(CLEAN)/bin/python -m pip --disable-pip-version-check install --quiet $(CPU_PACKAGES))
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check install --quiet dist/*.whl
+	cd $(CLEAN) && env -u PYTHONPATH bin/python $(CURDIR)/tests/try_wheel.py
+	rm -rf $(CLEAN)
+
 clean:
-	rm -rf $(VENV) $(OLDEST) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(DEMO_DB)*
+	rm -rf $(VENV) $(OLDEST) $(CLEAN) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis $(DEMO_DB)*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
