@@ -1,0 +1,123 @@
+"""What a plan binds is what `compile_requests` named, and is compiled ahead: nothing is compiled at first use."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import zlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import compile_corners
+import pytest
+import torch
+
+from tunedcomm.space import Config
+from tunedcomm.spec import Problem, Variant, get_op, ops
+from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout
+from tunedcomm.symm.panels import Panels
+from tunedcomm.symm.workspace import Lane
+
+NUM_CONFIGS = 6
+
+
+def workspace(problem: Problem) -> Any:
+    """What `bind` reads of a workspace."""
+    lane = Lane(local=0, peers=(0,) * (MAX_WORLD_SIZE - 1), multicast=0)
+    return SimpleNamespace(
+        lanes={problem.mode: lane},
+        layout=LaneLayout.for_messages(64 << 20),
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=problem.world_size,
+        timeout_ns=1,
+        status_argument=lambda problem: 1,
+        peers_of=lambda x: (0,) * (MAX_WORLD_SIZE - 1),
+    )
+
+
+def spanning(problem: Problem) -> Any:
+    """What `bind` reads of a workspace, where the group spans nodes too."""
+    found = workspace(problem)
+    room = torch.empty(found.layout.total_bytes, dtype=torch.uint8, device="meta")
+    found.buffers = {problem.mode: SimpleNamespace(local=room)}
+    found.nodes = SimpleNamespace(workspace=found, across=None)
+    return found
+
+
+def feasible_configs(variant: Variant, problem: Problem) -> Iterator[Config]:
+    """The config to try first, and others from all over the space, always the same ones."""
+    first = variant.default(problem, compile_corners.LIMITS)
+    every, seed = list(itertools.islice(variant.space.enumerate(), 100_000)), zlib.crc32(variant.name.encode())
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed)).tolist()
+    candidates = itertools.chain([first], (every[at] for at in order))
+    feasible = (c for c in candidates if variant.infeasible(problem, c, compile_corners.LIMITS) is None)
+    yield from itertools.islice(feasible, NUM_CONFIGS)
+
+
+def products_of(variant: Variant) -> Iterator[tuple[Problem, Config]]:
+    """Fused GEMMs and their configs."""
+    reduction = get_op(variant.op).reductions[0]
+    for (dtype, layout, scaling), shape in itertools.product(
+        compile_corners.GEMM_EXTRAS, ((16, 8192, 2048), (4096, 8192, 3584))
+    ):
+        problem = Problem(variant.op, shape, dtype, 4, reduction=reduction, layout=layout, scaling=scaling)
+        for config in feasible_configs(variant, problem):
+            yield problem, config
+
+
+def messages_of(variant: Variant) -> Iterator[tuple[Problem, Config]]:
+    """Collectives and their configs."""
+    total, mean = ("sum", "avg") if ops()[variant.op].reductions else ("", "")
+    for like, tail in (
+        (Problem(variant.op, (1,), "bfloat16", 4, reduction=total), False),
+        (Problem(variant.op, (1,), "float32", 3, reduction=mean, input_kind="symmetric"), True),
+        (Problem(variant.op, (1,), "float16", 8, reduction=total, input_kind="symmetric", in_place=True), False),
+    ):
+        for config in compile_corners.end_points(variant):
+            problem = compile_corners.feasible_problem(variant, config, like, tail=tail)
+            if problem is not None:
+                yield problem, config
+
+
+def panels_without_memory(workspace: Any, mode: str, nbytes: int) -> Panels:
+    """Panels that no kernel may touch."""
+    room = torch.empty(compile_corners.LIMITS.panel_bytes, dtype=torch.uint8, device="meta")
+    buffer: Any = SimpleNamespace(local=room, nbytes=nbytes)
+    return Panels(0, (0,) * (MAX_WORLD_SIZE - 1), 16, buffer)
+
+
+@pytest.mark.parametrize(("rank", "cases"), [(0, messages_of), (3, products_of)])
+def test_bind_uses_the_binaries_that_were_compiled_ahead(
+    rank: int, cases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = compile_corners.variants_with_kernels()
+    from tunedcomm.kernels._launch import BoundKernel
+
+    bound: list[Any] = []
+
+    def spy(request: Any, grid: int, device: torch.device) -> BoundKernel:
+        assert grid >= 1
+        bound.append(request)
+        return BoundKernel(lambda *arguments: lambda *varying: None, 0, 0)
+
+    replaced = {"bind_kernel": spy, "panels_of": panels_without_memory}
+    for name, module in list(sys.modules.items()):
+        for attribute, stand_in in replaced.items():
+            if name.startswith("tunedcomm.kernels.") and hasattr(module, attribute):
+                monkeypatch.setattr(module, attribute, stand_in)
+    compared: dict[str, int] = {}
+    for variant in every:
+        if (get_op(variant.op).rank_of_shape == 3) != (rank == 3):
+            continue
+        for problem, config in cases(variant):
+            bound.clear()
+            variant.bind(problem, config, spanning(problem))
+            asked = list(variant.compile_requests(problem, config))
+            assert set(bound) == set(asked), (variant.name, str(problem), config)
+            assert len(asked) == len(set(asked)) > 0
+            name = f"{variant.op}.{variant.name}"
+            compared[name] = compared.get(name, 0) + 1
+    assert len(compared) >= 15
+    assert min(compared.values()) >= 2, compared
