@@ -9,13 +9,15 @@
     def test_sum() -> None:
         assert run_ranks(3, body, 1024) == [3.0, 3.0, 3.0]
 
-The function may also be named, as `"module:function"`. Arguments and results are pickled. Every rank is a fresh
-interpreter in its own session; whatever happens, none is left behind when `run_ranks` returns.
+The function may also be named, as `"module:function"`. Arguments and results are pickled. Every rank is a process in
+its own session, forked from one that has only imported what all need, or a fresh interpreter where that will not do;
+whatever happens, none is left behind when `run_ranks` returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import pickle
@@ -28,7 +30,9 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from nursery import Request, nursery
 
 __all__ = ["RankError", "run_ranks"]
 
@@ -48,6 +52,7 @@ def run_ranks(
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
     killed: Collection[int] = (),
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on `world_size` processes and return their results in rank order.
 
@@ -58,6 +63,7 @@ def run_ranks(
         timeout: seconds after which every rank is killed.
         env: additions to the environment; kernels are interpreted (`TRITON_INTERPRET=1`) unless it says otherwise.
         killed: ranks that the function is to kill by SIGKILL; their result is None.
+        fresh: start new interpreters, for what depends on how modules are imported.
 
     Raises:
         RankError: with the traceback, exit code or stderr of every rank that failed.
@@ -67,7 +73,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         payload = Path(folder, "payload")
         payload.write_bytes(pickle.dumps((function_path, args, timeout)))
-        processes = [_spawn(Path(folder), rank, world_size, env or {}) for rank in range(world_size)]
+        spawn = _spawn if fresh or "TRITON_INTERPRET" in (env or {}) or _has_gpu() else _fork
+        processes = [spawn(Path(folder), rank, world_size, env or {}) for rank in range(world_size)]
         try:
             timed_out = _wait([p for rank, p in enumerate(processes) if rank not in killed], timeout)
         finally:
@@ -78,18 +85,44 @@ def run_ranks(
         return _collect(Path(folder), processes, function_path, timed_out=timed_out, timeout=timeout)
 
 
-def _spawn(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+class _Process(Protocol):
+    """A rank's process."""
+
+    pid: int
+    returncode: Any
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return Path("/dev/nvidia0").exists()
+
+
+def _environment(rank: int, world_size: int, env: dict[str, str]) -> dict[str, str]:
     full = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env}
     # Before the payload is unpickled: its arguments may be of classes that live in a test module.
     full["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     full.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    return full
+
+
+def _spawn(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> _Process:
+    full = _environment(rank, world_size, env)
     with (folder / f"stderr{rank}").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, __file__, str(folder)], env=full, stdout=log, stderr=log, start_new_session=True
         )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
+def _fork(folder: Path, rank: int, world_size: int, env: dict[str, str]) -> _Process:
+    paths = (str(Path(__file__).parent), *(path for path in sys.path if path))
+    full = _environment(rank, world_size, env)
+    return nursery().fork(Request(str(folder), str(folder / f"stderr{rank}"), full, paths))
+
+
+def _wait(processes: Sequence[_Process], timeout: float) -> bool:
     """Until all have ended, one has failed and the grace is over, or the time is up; True in the last case."""
     deadline = time.monotonic() + timeout
     shortened = False
@@ -102,16 +135,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
     return False
 
 
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[_Process]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _collect(
-    folder: Path, processes: Sequence[subprocess.Popen[bytes]], name: str, *, timed_out: bool, timeout: float
-) -> list[Any]:
+def _collect(folder: Path, processes: Sequence[_Process], name: str, *, timed_out: bool, timeout: float) -> list[Any]:
     results, failures = [], []
     for rank, process in enumerate(processes):
         outcome = folder / f"result{rank}"
@@ -137,7 +168,7 @@ def _linger(folder: Path, world_size: int) -> None:
         time.sleep(0.01)
 
 
-def _main(folder: Path) -> int:
+def main(folder: Path) -> int:
     """Body of one rank's process."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name, args, timeout = pickle.loads((folder / "payload").read_bytes())
@@ -168,4 +199,4 @@ def _main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

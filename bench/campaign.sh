@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Measure on GPUs what tuning_db/ and bench/results/ hold, in stages that each end in minutes.
+#
+#   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
+#
+# Stages: hot_path large norms probe_OP bodies_OP tune_OP bench_OP with OP one of ag_gemm, gemm_rs, gemm_ar; bodies
+# bench_all intercept llama. N is the number of GPUs (4). A stage that fails or runs over its time is said and the next
+# one begins. NVLink multicast stays off: creating a multicast object has taken shared hosts out of service.
+set -uo pipefail
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 TUNEDCOMM_MISS_LOG=0 TUNEDCOMM_PEER_TIMEOUT_S=${TUNEDCOMM_PEER_TIMEOUT_S:-5}
+cd "$(dirname "$0")/.." || exit
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+N=${N:-4}
+DIR=$(mkdir -p "$1" && cd "$1" && pwd) || exit
+shift
+
+# Large products of the measured peers, Llama-3 70B at tensor parallelism 4, and decode.
+RS=4096x8192x3584,8192x8192x3584,8192x8192x8192,2048x7168x8192,2048x8192x7168,4096x8192x7168,8192x8192x7168,16384x8192x7168,2048x8192x2048,4096x8192x2048,8192x8192x2048,16384x8192x2048
+AG=4096x7168x8192,8192x7168x8192,8192x8192x8192,2048x8192x7168,2048x14336x8192,4096x14336x8192,8192x14336x8192,16384x14336x8192,2048x2560x8192,4096x2560x8192,8192x2560x8192,16384x2560x8192
+AR=2048x8192x7168,4096x8192x7168,8192x8192x7168,2048x8192x2048,4096x8192x2048,8192x8192x2048
+RS_DECODE=4x8192x2048,16x8192x2048,64x8192x2048,256x8192x2048,16x8192x7168,64x8192x7168,256x8192x7168
+AG_DECODE=4x2560x8192,16x2560x8192,64x2560x8192,256x2560x8192,16x14336x8192,64x14336x8192
+AR_DECODE=1x8192x2048,8x8192x2048,16x8192x2048,64x8192x2048,128x8192x2048,256x8192x2048,1x8192x7168,8x8192x7168,64x8192x7168,256x8192x7168
+
+say() { echo "== $(date +%T) $*"; }
+limited() { # SECONDS LOG COMMAND...: the end of the log is shown where it fails
+  local seconds=$1 log=$DIR/$2.log; shift 2
+  timeout -k 5 "$seconds" "$@" >>"$log" 2>&1
+  local rc=$?
+  if ((rc)); then say "rc $rc: $*"; tail -n 25 "$log"; fi
+  return $rc
+}
+ranks() { # SECONDS LOG SCRIPT...
+  local seconds=$1 log=$2; shift 2
+  limited "$seconds" "$log" torchrun --standalone --nproc-per-node "$N" "$@"
+}
+tunedcomm() { limited "$1" "$2" python3 -m tunedcomm.cli.main "${@:3}"; }
+tune() { tunedcomm "$1" "$2" tune "${@:3}" --db "$DIR/tuned.db"; }
+bench() { TUNEDCOMM_DB=$DIR/tuned.db tunedcomm "$1" "$2" bench "${@:3}" --csv "$DIR/bench.csv"; }
+bodies() { # SECONDS MODULE NAMES
+  ranks "$1" "$2" tests/gpu/run_bodies.py "$2" "$3"
+  grep -h '^OK' "$DIR/$2.log"
+}
+
+hot_path() { for _ in 1 2; do ranks 60 hot_path bench/eager_cost.py --csv "$DIR/eager.csv"; done; }
+large() {
+  tune 60 large --op all_reduce --shape 33554432,67108864,134217728 --variants two_shot,two_shot_split --budget 40s
+  bench 60 large --op all_reduce --shape 16777216,33554432,67108864,134217728
+}
+norms() {
+  tune 60 norms --op all_reduce_rms_norm --shape 512x8192,1024x8192,2048x8192,4096x8192 --budget 45s
+  bench 60 norms --op all_reduce_rms_norm --shape 1x8192,8x8192,64x8192,128x8192,512x8192,1024x8192,2048x8192,4096x8192
+}
+
+# The least likely to hang first, a variant a process.
+VARIANTS_gemm_rs="library_tuned torch_fused chunked push_reduce reduce_add copy_engine"
+VARIANTS_ag_gemm="library_tuned torch_fused chunked sm_persistent copy_engine_persistent"
+VARIANTS_gemm_ar="library_tuned chunked one_shot two_shot"
+probe() { # OP SHAPES OF VARIANTS...
+  local op=$1 list=VARIANTS_$1 variant shape
+  for shape in 512x1024x1024 4096x8192x3584; do
+    for variant in ${!list}; do
+      ranks 45 "probe_$op" bench/probe_gemm.py --op "$op" --shape $shape --variant "$variant"
+    done
+  done
+  ((${#op})) && [[ $op == gemm_ar ]] && ranks 45 "probe_$op" bench/probe_gemm.py --op gemm_ar --shape 16x8192x2048 --variant lamport
+  grep -h 'us .*cublas\|: ' "$DIR/probe_$op.log" | grep -v '  library$\|Warning' | cut -c1-220
+}
+gemm_bodies() { GEMM_OP=$1 bodies 280 gemm_bodies "${2:-calls,variants,chain,stress}"; }
+tune_gemm() { # OP LARGE DECODE
+  tune 300 "tune_$1" --op "$1" --shape "$2" --budget 200s
+  tune 160 "tune_$1" --op "$1" --shape "$3" --budget 80s
+  tune 120 "tune_$1" --op "$1" --dtype float8_e4m3fn --shape 4096x8192x3584,8192x8192x8192 --budget 60s
+}
+bench_gemm() { # OP LARGE DECODE
+  local peers=tuned,library,torch_fused,cublas
+  bench 200 "bench_$1" --op "$1" --shape "$2" --contender $peers
+  bench 100 "bench_$1" --op "$1" --shape "$3" --contender $peers
+  bench 60 "bench_$1" --op "$1" --dtype float8_e4m3fn --shape 4096x8192x3584,8192x8192x8192 --contender $peers
+}
+bodies_of_all() {
+  bodies 200 bodies variants,chain,streams,symmetric
+  TUNEDCOMM_NODE_OF_RANK=0,0,1,1 bodies 60 call_bodies nodes,dispatch,current_device
+}
+bench_all() {
+  local op
+  for op in all_reduce all_gather reduce_scatter all_to_all all_reduce_bias all_reduce_rms_norm; do bench 90 bench_all --op $op; done
+}
+
+for stage in "$@"; do
+  say "$stage"
+  case $stage in
+    probe_* | bodies_*gemm* | tune_* | bench_*gemm*)
+      op=${stage#*_}
+      case $op in gemm_rs) shapes=("$RS" "$RS_DECODE") ;; ag_gemm) shapes=("$AG" "$AG_DECODE") ;; gemm_ar) shapes=("$AR" "$AR_DECODE") ;;
+        *) say "no such op: $op"; exit 2 ;; esac
+      case $stage in probe_*) probe "$op" ;; bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; bench_*) bench_gemm "$op" "${shapes[@]}" ;; esac ;;
+    bodies) bodies_of_all ;;
+    intercept) ranks 120 intercept bench/intercept_cost.py --csv "$DIR/intercept.csv" ;;
+    llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
+    hot_path | large | norms | bench_all) $stage ;;
+    *) say "no such stage: $stage"; exit 2 ;;
+  esac
+done
+say end

@@ -1,0 +1,56 @@
+"""Run many bodies of one module in one group of ranks; what tests start one by one costs ten seconds each.
+
+    torchrun --standalone --nproc-per-node 4 tests/gpu/run_bodies.py reduce_scatter_bodies variants,chain,stress
+
+Prints one line a body. The first that fails ends all, since the ranks may be out of step then. `lost_peer`, after which
+they always are, goes last.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm import kernels
+
+
+def say(text: str) -> None:
+    """Print it on rank 0."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def main(module: str, names: list[str]) -> None:
+    """Run `NAME_body` for each of the names."""
+    faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "280")))
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    kernels.discover()
+    bodies = importlib.import_module(module)
+    for name in names:
+        begin = time.monotonic()
+        try:
+            result = getattr(bodies, f"{name}_body")()
+            torch.cuda.synchronize()
+        except BaseException:  # noqa: BLE001 - the other ranks would wait for this one
+            sys.stderr.write(f"{module} {name} FAILED on rank {dist.get_rank()}\n{traceback.format_exc()}")
+            sys.stderr.flush()
+            os._exit(1)
+        say(f"OK {module} {name} {time.monotonic() - begin:.1f} s {result}")
+        if name == "lost_peer":
+            os._exit(0)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2].split(","))

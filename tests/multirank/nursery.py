@@ -1,0 +1,145 @@
+"""Forks ranks from a process that has imported everything: milliseconds where a new interpreter takes 2 s.
+
+The nursery is a program of its own, started once by each process of pytest. It imports torch, Triton and tunedcomm, and
+from then on only forks: a child has its own session, environment, paths and output, and nothing of other children. It
+starts no threads and touches no GPU; where there are GPUs the harness does without it, for CUDA does not survive forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["Forked", "Request", "nursery"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rank to fork."""
+
+    folder: str
+    log: str
+    environment: dict[str, str]
+    paths: tuple[str, ...]
+
+
+class Forked:
+    """A forked rank, as much of `subprocess.Popen` as the harness uses."""
+
+    def __init__(self, home: _Nursery, pid: int) -> None:
+        self._home, self.pid, self.returncode = home, pid, None
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the rank runs."""
+        if self.returncode is None:
+            self.returncode = self._home.ask(("poll", self.pid))
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit code, once there is one."""
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+
+class _Nursery:
+    def __init__(self) -> None:
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._turn = threading.Lock()
+
+    def ask(self, question: tuple[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._turn:
+            pickle.dump(question, self._process.stdin)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+
+    def fork(self, request: Request) -> Forked:
+        """Start a rank."""
+        return Forked(self, self.ask(("fork", request)))
+
+
+@functools.cache
+def nursery() -> _Nursery:
+    """This process's nursery, which ends with it."""
+    return _Nursery()
+
+
+def _become(request: Request) -> None:
+    """In the child: what a new interpreter would have been given; does not return."""
+    os.setsid()
+    with Path(os.devnull).open("rb") as nothing, Path(request.log).open("wb") as log:
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source.fileno(), target)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.path[:] = request.paths
+    import harness
+
+    sys.argv[:] = [harness.__file__, request.folder]
+    harness.main(Path(request.folder))
+
+
+def _fork(request: Request, pipes: tuple[BinaryIO, BinaryIO]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        for pipe in pipes:
+            os.close(pipe.fileno())
+        try:
+            _become(request)
+        finally:
+            os._exit(1)
+    while os.getsid(pid) != pid:  # before that it could not be killed as a session
+        time.sleep(0.0005)
+    return pid
+
+
+def _poll(pid: int) -> int | None:
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    # Children write to files of their own; what this process prints must not get into its answers.
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    import harness  # noqa: F401 - for the children
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
+
+    from tunedcomm import kernels
+    from tunedcomm.spec import ops, variants
+
+    kernels.discover()
+    for op in ops():  # the hashes are kept for the life of a process
+        for variant in variants(op).values():
+            kernels.source_hash(variant)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads do not survive a fork"
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            kind, what = pickle.load(questions)
+            answer = _fork(what, (questions, answers)) if kind == "fork" else _poll(what)
+            pickle.dump(answer, answers)
+            answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
