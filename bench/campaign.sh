@@ -53,19 +53,19 @@ norms() {
   bench 60 norms --op all_reduce_rms_norm --shape 1x8192,8x8192,64x8192,128x8192,512x8192,1024x8192,2048x8192,4096x8192
 }
 
-# The least likely to hang first, a variant a process.
-VARIANTS_gemm_rs="library_tuned torch_fused chunked push_reduce reduce_add copy_engine"
-VARIANTS_ag_gemm="library_tuned torch_fused chunked sm_persistent copy_engine_persistent"
-VARIANTS_gemm_ar="library_tuned chunked one_shot two_shot"
-probe() { # OP SHAPES OF VARIANTS...
-  local op=$1 list=VARIANTS_$1 variant shape
-  for shape in 512x1024x1024 4096x8192x3584; do
-    for variant in ${!list}; do
-      ranks 45 "probe_$op" bench/probe_gemm.py --op "$op" --shape $shape --variant "$variant"
-    done
-  done
-  ((${#op})) && [[ $op == gemm_ar ]] && ranks 45 "probe_$op" bench/probe_gemm.py --op gemm_ar --shape 16x8192x2048 --variant lamport
-  grep -h 'us .*cublas\|: ' "$DIR/probe_$op.log" | grep -v '  library$\|Warning' | cut -c1-220
+# In one group of ranks what waits with a bound; then, each by itself, what has the copy engine wait, which has none.
+BOUNDED_gemm_rs="library_tuned torch_fused chunked push_reduce reduce_add" UNBOUNDED_gemm_rs=copy_engine
+BOUNDED_ag_gemm="library_tuned torch_fused chunked sm_persistent" UNBOUNDED_ag_gemm=copy_engine_persistent
+BOUNDED_gemm_ar="library_tuned chunked one_shot two_shot" UNBOUNDED_gemm_ar=lamport
+probe() { # OP
+  local bounded=BOUNDED_$1 unbounded=UNBOUNDED_$1 variant large=4096x8192x3584 log=probe_$1
+  local one=(bench/probe_gemm.py --op "$1")
+  [[ $1 == gemm_ar ]] && large=64x8192x2048
+  # shellcheck disable=SC2086
+  ranks 150 "$log" "${one[@]}" --shape 512x1024x1024 4096x8192x3584 $(printf -- '--variant %s ' ${!bounded}) ||
+    for variant in ${!bounded}; do ranks 45 "$log" "${one[@]}" --shape 512x1024x1024 4096x8192x3584 --variant "$variant"; done
+  for variant in ${!unbounded}; do ranks 60 "$log" "${one[@]}" --shape 16x1024x1024 $large --variant "$variant"; done
+  grep -hE ' us .*cublas|^[a-z_]+\(?.*: ' "$DIR/$log.log" | cut -c1-220
 }
 gemm_bodies() { GEMM_OP=$1 bodies 280 gemm_bodies "${2:-calls,variants,chain,stress}"; }
 tune_gemm() { # OP LARGE DECODE

@@ -61,7 +61,7 @@ def test_the_catalogue_is_wide() -> None:
     assert len(catalog()) >= 10
     assert {"llama3-8b", "llama3-70b", "llama3-405b", "gpt-oss-120b", "deepseek-v3"} <= set(catalog())
     assert any(name.startswith("qwen3") for name in catalog())
-    assert list(DEFAULT_TOKENS) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    assert list(DEFAULT_TOKENS) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 
 
 def test_llama3_70b_on_4_ranks() -> None:

@@ -70,7 +70,7 @@ def tune(
     tp: Annotated[
         int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
     ] = None,
-    tokens: Annotated[list[str] | None, typer.Option(help="Tokens a step of --model; by default 1 to 8192.")] = None,
+    tokens: Annotated[list[str] | None, typer.Option(help="Tokens a step of --model; by default 1 to 16384.")] = None,
     models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
     from_misses: Annotated[
         bool, typer.Option("--from-misses", help="Tune what was called here without having been tuned.")

@@ -37,7 +37,7 @@ __all__ = [
 
 Shape: TypeAlias = tuple[int, ...]
 
-DEFAULT_TOKENS: tuple[int, ...] = tuple(1 << power for power in range(14))
+DEFAULT_TOKENS: tuple[int, ...] = tuple(1 << power for power in range(15))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
