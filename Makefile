@@ -19,13 +19,14 @@ OLDEST := .venv-oldest-triton
 CLEAN := .venv-wheel
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test lint docs build wheel-check clean oldest-triton
+.PHONY: help demo test test-all lint docs build wheel-check clean oldest-triton
 
 help:
 	@echo "make demo   install, tune all_reduce on this machine, explain the choice, run it and check the sum"
-	@echo "make test   run the tests (PYTEST_ARGS='-k name' for some of them)"
+	@echo "make test   run the tests but the slow ones (PYTEST_ARGS='-k name' for some of them)"
+	@echo "make test-all  run all tests, as CI does"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
-	@echo "make oldest-triton  the Triton that 'make test' compiles with besides the installed one, in $(OLDEST)"
+	@echo "make oldest-triton  the Triton that 'make test-all' compiles with besides the installed one, in $(OLDEST)"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make build  wheel and source distribution in dist/"
 	@echo "make wheel-check  install that wheel alone into a fresh environment, and try it there"
@@ -53,9 +54,12 @@ oldest-triton: $(OLDEST)/.installed-$(OLDEST_TRITON)
 demo: $(VENV)/.installed
 	$(BIN)/tunedcomm demo --db $(DEMO_DB)
 
-test: $(VENV)/.installed oldest-triton
-	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 $(BIN)/python -m pytest tests/unit -n $(JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/multirank tests/gpu $(PYTEST_ARGS)
+# By file: tests of one file share what their ranks have found out.
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed oldest-triton
+	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

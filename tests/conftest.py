@@ -23,8 +23,28 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+# Of a test that is made for several numbers of ranks `make test` runs this one: not a power of two, and few.
+_EVERYDAY_RANKS = 3
+
+
+def _num_ranks(item: pytest.Item) -> int | None:
+    """What the test's parameter `world_size` is, if it has one."""
+    return item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
+
+
+def _mark_other_ranks(items: list[pytest.Item]) -> None:
+    """Mark as slow what repeats a test at other numbers of ranks."""
+    functions = {item: item.nodeid.partition("[")[0] for item in items}
+    everyday = {functions[item] for item in items if _num_ranks(item) == _EVERYDAY_RANKS}
+    for item in items:
+        if functions[item] in everyday and _num_ranks(item) != _EVERYDAY_RANKS:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that select by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu(n)` where fewer than n GPUs are found."""
+    """Skip what is marked `gpu(n)` where fewer than n GPUs are found, and mark what is slow."""
+    _mark_other_ranks(items)
     for item in items:
         marker = item.get_closest_marker("gpu")
         if marker is None:

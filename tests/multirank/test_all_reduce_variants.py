@@ -162,5 +162,6 @@ def eight_body(rank, world_size):
     return True
 
 
+@pytest.mark.slow
 def test_eight_ranks():
     assert run_ranks(8, eight_body, timeout=240) == [True] * 8

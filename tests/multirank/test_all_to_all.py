@@ -153,6 +153,7 @@ def eight_body(rank: int, world_size: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_eight_ranks() -> None:
     assert run_ranks(8, eight_body, timeout=240) == [True] * 8
 
