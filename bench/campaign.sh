@@ -3,7 +3,7 @@
 #
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
-# Stages: hot_path large norms probe_OP bodies_OP tune_OP bench_OP with OP one of ag_gemm, gemm_rs, gemm_ar; bodies
+# Stages: hot_path large norms probe_OP bodies_OP tune_OP models_OP bench_OP with OP one of ag_gemm, gemm_rs, gemm_ar; bodies
 # bench_all intercept llama. N is the number of GPUs (4). A stage that fails or runs over its time is said and the next
 # one begins. NVLink multicast stays off: creating a multicast object has taken shared hosts out of service.
 set -uo pipefail
@@ -65,13 +65,17 @@ probe() { # OP
   ranks 150 "$log" "${one[@]}" --shape 512x1024x1024 4096x8192x3584 $(printf -- '--variant %s ' ${!bounded}) ||
     for variant in ${!bounded}; do ranks 45 "$log" "${one[@]}" --shape 512x1024x1024 4096x8192x3584 --variant "$variant"; done
   for variant in ${!unbounded}; do ranks 60 "$log" "${one[@]}" --shape 16x1024x1024 $large --variant "$variant"; done
-  grep -hE ' us .*cublas|^[a-z_]+\(?.*: ' "$DIR/$log.log" | cut -c1-220
+  grep -h -e ' us .*cublas' -e '^[a-z_]*(.*: ' "$DIR/$log.log" | cut -c1-220
 }
 gemm_bodies() { GEMM_OP=$1 bodies 280 gemm_bodies "${2:-calls,variants,chain,stress}"; }
 tune_gemm() { # OP LARGE DECODE
   tune 300 "tune_$1" --op "$1" --shape "$2" --budget 200s
   tune 160 "tune_$1" --op "$1" --shape "$3" --budget 80s
   tune 120 "tune_$1" --op "$1" --dtype float8_e4m3fn --shape 4096x8192x3584,8192x8192x8192 --budget 60s
+}
+MODELS=llama3-8b,llama3-70b,llama3-405b,qwen3-32b,gpt-oss-120b,deepseek-v3
+models() { # OP: one after the other until the time is over; the same call goes on where it stopped
+  tune 580 "models_$1" --op "$1" --model $MODELS --tp "$N" --tokens "${TOKENS:-4,16,64,256,1024,4096,16384}" --budget "${BUDGET:-300s}"
 }
 bench_gemm() { # OP LARGE DECODE
   local peers=tuned,library,torch_fused,cublas
@@ -91,11 +95,11 @@ bench_all() {
 for stage in "$@"; do
   say "$stage"
   case $stage in
-    probe_* | bodies_*gemm* | tune_* | bench_*gemm*)
+    probe_* | bodies_*gemm* | tune_* | models_* | bench_*gemm*)
       op=${stage#*_}
       case $op in gemm_rs) shapes=("$RS" "$RS_DECODE") ;; ag_gemm) shapes=("$AG" "$AG_DECODE") ;; gemm_ar) shapes=("$AR" "$AR_DECODE") ;;
         *) say "no such op: $op"; exit 2 ;; esac
-      case $stage in probe_*) probe "$op" ;; bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; bench_*) bench_gemm "$op" "${shapes[@]}" ;; esac ;;
+      case $stage in probe_*) probe "$op" ;; bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; models_*) models "$op" ;; bench_*) bench_gemm "$op" "${shapes[@]}" ;; esac ;;
     bodies) bodies_of_all ;;
     intercept) ranks 120 intercept bench/intercept_cost.py --csv "$DIR/intercept.csv" ;;
     llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
