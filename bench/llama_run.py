@@ -281,7 +281,6 @@ class Runner:
         }
 
     def _row(self, workload: Workload, name: str, *, status: str, reason: str, **figures: Any) -> Row:
-        of = self.environment
         row: Row = dict.fromkeys(COLUMNS, "")
         row |= {each: getattr(self.environment, each) for each in _ENVIRONMENT}
         row |= {each: getattr(workload, each) for each in ("batch", "tokens", "context")}
