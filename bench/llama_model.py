@@ -49,6 +49,10 @@ _THETA, _EPS = 500_000.0, 1e-5
 class Cache(nn.Module):
     """Keys and values of a context whose last place the newest token takes; a rank holds those of its heads."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+    place: torch.Tensor
+
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("keys", keys)
@@ -109,6 +113,9 @@ class Layer(nn.Module):
 
 class Stack(nn.Module):
     """Decoder layers and the norm behind the last one; `cos` and `sin` are of the positions that it is called with."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(self, sizes: Sizes, num_layers: int) -> None:
         super().__init__()
