@@ -56,16 +56,27 @@ _NAMESPACES = ("_c10d_functional", "symm_mem", "tunedcomm")
 
 
 class Counting(CustomGraphPass):
-    """A pass over a graph that Inductor is about to lower: counts what moves data between ranks in it."""
+    """A pass over a graph that Inductor is about to lower: counts what moves data between ranks in it.
 
-    def __init__(self) -> None:
+    Attributes:
+        inner: a pass that comes before.
+    """
+
+    def __init__(self, inner: Callable[[torch.fx.Graph], None] | None) -> None:
+        self.inner = inner
         self.found: Counter[str] = Counter()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.inner is not None:
+            self.inner(graph)
         for node in graph.nodes:
             namespace, _, name = str(node.target).partition(".")
             if node.op == "call_function" and namespace in _NAMESPACES and not name.startswith("wait_tensor"):
                 self.found[name.partition(".")[0]] += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
+        """Inductor copies its settings; a pass that knows a process group cannot be copied, and is not changed."""
+        return self
 
     def uuid(self) -> None:
         """Not from a cache, for then nothing would be counted."""
@@ -82,12 +93,14 @@ class Setup:
         group: of the model's tensor parallelism.
         device: of this rank.
         backend: `torch.compile`'s.
+        fuse: the fusion pass's `when`.
         forced: op to variant, for a machine whose databases hold nothing.
     """
 
     group: dist.ProcessGroup
     device: torch.device
     backend: str
+    fuse: str
     forced: dict[str, str]
     _counting: dict[str, Counting] = field(default_factory=dict)
 
@@ -106,22 +119,38 @@ class Setup:
                 return "this tunedcomm has no fusion pass"
         return ""
 
-    def compile(self, configuration: Configuration, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The model as this configuration calls it; what is compiled alike is compiled once."""
+    def compile(
+        self, configuration: Configuration, model: nn.Module, *, graph: bool
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The model as this configuration calls it, in CUDA graphs or not; what is compiled alike is compiled once."""
         if not configuration.compiled:
             return model
         if self.backend != "inductor":
             return torch.compile(model, backend=self.backend, dynamic=False)
-        counting = self._counting.setdefault(configuration.extra, Counting())
+        counting = self._counting.get(configuration.extra)
+        if counting is None:
+            counting = Counting(self._fusion(graph=graph) if configuration.extra == "fusion" else None)
+            self._counting[configuration.extra] = counting
         options: dict[str, Any] = {"post_grad_custom_post_pass": counting}
         if configuration.extra == "async_tp":
             options["_micro_pipeline_tp"] = True
             _enable_symmetric_memory(self.group)
         return torch.compile(model, dynamic=False, options=options)
 
+    def _fusion(self, *, graph: bool) -> Callable[[torch.fx.Graph], None]:
+        fusion_pass = importlib.import_module(_FUSION).fusion_pass
+        mode = "graph" if graph and self.device.type == "cuda" else "eager"
+        made: Callable[[torch.fx.Graph], None] = fusion_pass(self.group, when=self.fuse, mode=mode)
+        return made
+
     def collectives(self, configuration: Configuration) -> str:
         """What moves data in the compiled graphs; "" where that is not known."""
         return str(self._counting.get(configuration.extra, "")) if configuration.compiled else ""
+
+    def told(self, configuration: Configuration) -> str:
+        """What the fusion pass has to say of the graphs; "" for other configurations."""
+        counting = self._counting.get(configuration.extra) if configuration.compiled else None
+        return "" if counting is None or counting.inner is None else str(counting.inner)
 
     def forget(self) -> None:
         """Of what was compiled for a model that is gone."""

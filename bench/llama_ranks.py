@@ -31,9 +31,12 @@ class Ranks:
     Args:
         stall_s: how long a stage may take before this process is ended.
         on_stall: what to do first, on rank 0, given the stage.
+        tracebacks: print those of what fails.
     """
 
-    def __init__(self, device: torch.device, stall_s: float, on_stall: Callable[[str], None]) -> None:
+    def __init__(
+        self, device: torch.device, stall_s: float, on_stall: Callable[[str], None], *, tracebacks: bool
+    ) -> None:
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         limit = timedelta(seconds=stall_s + 2 * _GRACE_S)
@@ -41,7 +44,7 @@ class Ranks:
         self._meeting = dist.new_group()  # not the group that is intercepted
         self._token = torch.zeros(1, device=device)
         self._begin = time.monotonic()
-        self._stall_s, self._on_stall = stall_s, on_stall
+        self._stall_s, self._on_stall, self._tracebacks = stall_s, on_stall, tracebacks
 
     @property
     def host_s(self) -> float:
@@ -71,7 +74,7 @@ class Ranks:
                 self.synchronize()
             except Exception as caught:  # noqa: BLE001 - whatever it is becomes a row with the reason
                 error = f"{type(caught).__name__}: {caught}".strip()
-                if os.environ.get("LLAMA_TP_TRACEBACKS"):
+                if self._tracebacks:
                     traceback.print_exc()
             return self.failure(error)
 
@@ -81,10 +84,12 @@ class Ranks:
 
         def give_up() -> None:
             print(f"rank {self.rank}: {stage} took over {self._stall_s:g} s; giving up", file=sys.stderr, flush=True)
-            if self.rank == 0:
-                self._on_stall(stage)
-            sys.stdout.flush()
-            os._exit(GAVE_UP)
+            try:
+                if self.rank == 0:
+                    self._on_stall(stage)
+                sys.stdout.flush()
+            finally:
+                os._exit(GAVE_UP)
 
         timer = threading.Timer(self._stall_s + (_GRACE_S if self.rank else 0.0), give_up)
         timer.daemon = True
@@ -172,4 +177,4 @@ def _timed(ranks: Ranks, run: Callable[[], object], steps: int) -> float:
         run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / steps
+    return float(begin.elapsed_time(end)) * 1e3 / steps

@@ -133,9 +133,11 @@ class Runner:
 
     def __post_init__(self) -> None:
         tiny = self.arguments.tiny
-        self.ranks = Ranks(self.device, self.arguments.stall_s, self._stalled)
+        of = self.arguments
+        self.ranks = Ranks(self.device, of.stall_s, self._stalled, tracebacks=of.tracebacks)
         backend = self.arguments.backend or ("aot_eager" if tiny else "inductor")
-        self.setup = Setup(self.mesh.get_group(), self.device, backend, _FORCED if tiny else {})
+        fuse = of.fuse or ("always" if tiny else "pays")
+        self.setup = Setup(self.mesh.get_group(), self.device, backend, fuse, _FORCED if tiny else {})
 
     def run(self) -> list[Row]:
         """Rows of every workload and configuration that was asked for; on rank 0 they are in the CSV, too."""
@@ -183,6 +185,8 @@ class Runner:
                 if not reason:
                     ready.append(prepared)
                 self._log(f"{workload.name}: {name} was made ready in {self.ranks.elapsed_s - begin:.1f} s")
+                for told in self.setup.told(CONFIGURATIONS[name]).splitlines():
+                    self._log(f"{workload.name}: {told}")
             if reason:
                 self._keep([self._row(workload, name, status=status, reason=reason)])
         self._doing = (workload, [each.configuration.name for each in ready])
@@ -229,7 +233,7 @@ class Runner:
         made: list[Prepared] = []
 
         def make() -> None:
-            forward = self.setup.compile(configuration, model)
+            forward = self.setup.compile(configuration, model, graph=workload.graph)
             step = Step(forward, model, x, train=workload.train)
             made.append(Prepared(configuration, step, lambda: self.setup.within(configuration)))
             made[0].first_calls()

@@ -146,7 +146,7 @@ from llama_configurations import Setup
 kept = Setup.compile
 
 
-def compile(self, configuration, model):
+def compile(self, configuration, model, **options):
     def forward(x):
         if {before} and dist.get_rank() == 1:
             raise RuntimeError("planted on one rank")
@@ -155,7 +155,7 @@ def compile(self, configuration, model):
             raise RuntimeError("planted on one rank")
         return y
 
-    return forward if configuration.compiled else kept(self, configuration, model)
+    return forward if configuration.compiled else kept(self, configuration, model, **options)
 
 
 Setup.compile = compile
