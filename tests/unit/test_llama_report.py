@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import math
@@ -138,6 +139,23 @@ def test_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     error, same = difference([x, x * 1.5], [x, x])
     assert (error, same) == (pytest.approx(0.5), False)
     assert difference([x * math.nan], [x]) == (math.inf, False)
+
+
+def test_what_moves_data_in_a_graph_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the fusion pass, which knows process groups: Inductor's copy of its settings must not copy it."""
+    counting = bench("llama_configurations", monkeypatch).Counting
+    functional = torch.ops._c10d_functional
+    graph, seen = torch.fx.Graph(), []
+    x = graph.placeholder("x")
+    for _ in range(2):
+        x = graph.call_function(functional.all_reduce.default, (x, "sum", "0"))
+        x = graph.call_function(functional.wait_tensor.default, (x,))
+    graph.output(graph.call_function(torch.ops.aten.relu.default, (x,)))
+    found = counting(seen.append)
+    assert copy.deepcopy(found) is found
+    found(graph)
+    assert str(found) == "2 all_reduce"
+    assert seen == [graph]
 
 
 def test_no_multicast_and_torch_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
