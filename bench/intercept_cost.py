@@ -1,10 +1,11 @@
 """What interception adds to a call on the host, µs: calls that are served, passed on, of other groups, and not routed.
 
-    torchrun --nproc-per-node 2 bench/intercept_cost.py --csv intercept_cost.csv
+    torchrun --nproc-per-node 2 bench/intercept_cost.py --csv intercept_cost.csv --check
 
-Each kind of call is timed in blocks, outside of interception and inside in turn, and the median of the differences is
-what is added. `step` is a model's step of matrix products, a norm and a broadcast, none of which is routed: what is
-added there must be at most 1 % of it. On CPUs the collectives' times are gloo's; what is added is Python's either way.
+Each kind of call is timed in blocks, outside of interception and inside in turn, each block as long as on its slowest
+rank, and the median of the differences is what is added. `step` is a model's step of matrix products, a norm and a
+broadcast, none of which is routed: what is added there must be at most 1 % of it (`--check`). On CPUs the collectives'
+times are gloo's; what is added is Python's either way.
 """
 
 from __future__ import annotations
@@ -12,17 +13,26 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import secrets
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
 from pathlib import Path
+
+# Nothing may make multicast objects; torch reads these when it is imported.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import torch
 import torch.distributed as dist
 
 import tunedcomm
 
-COLUMNS = ("call", "outside_us", "inside_us", "added_us", "added_percent", "torch", "device", "world_size")
+ENVIRONMENT = ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")
+COLUMNS = ("call", "outside_us", "inside_us", "added_us", "added_percent", "blocks", "calls", "world_size")
+MOST_PERCENT = 1.0  # of a step that is not served
 
 
 def block_us(call: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -39,17 +49,19 @@ def block_us(call: Callable[[], object], calls: int, device: torch.device) -> fl
 
 def compare(call: Callable[[], object], calls: int, blocks: int, device: torch.device) -> tuple[float, float, float]:
     """Medians outside and inside, and of the differences of neighbours; the order changes from pair to pair."""
-    outside, inside = [], []
+    times: dict[bool, list[float]] = {False: [], True: []}
     for number in range(blocks + 2):
         for within in (False, True) if number % 2 else (True, False):
             if within:
                 with tunedcomm.intercept():
                     call()  # the choice is made at the first call
-                    inside.append(block_us(call, calls, device))
+                    times[within].append(block_us(call, calls, device))
             else:
                 call()
-                outside.append(block_us(call, calls, device))
-    outside, inside = outside[2:], inside[2:]
+                times[within].append(block_us(call, calls, device))
+    slowest = torch.tensor([times[False][2:], times[True][2:]], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    outside, inside = slowest.tolist()
     added = statistics.median(b - a for a, b in zip(outside, inside, strict=True))
     return statistics.median(outside), statistics.median(inside), added
 
@@ -76,33 +88,58 @@ def calls_of(device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--blocks", type=int, default=15)
+def is_cheap(rows: Iterable[dict[str, object]]) -> bool:
+    """True if a step that is not served costs no more than it may."""
+    return all(float(str(row["added_percent"])) <= MOST_PERCENT for row in rows if row["call"] == "step")
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    environment = tunedcomm.get_communicator().environment
+    of_the_run = {
+        **{name: getattr(environment, name) for name in ENVIRONMENT},
+        "command": " ".join(["bench/intercept_cost.py", *(Path(each).name for each in sys.argv[1:])]),
+        "run_id": secrets.token_hex(6),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *of_the_run))
+        if fresh:
+            writer.writeheader()
+        writer.writerows({**row, **of_the_run} for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, help="rows are appended to it")
+    parser.add_argument("--calls", type=int, default=200, help="in a block")
+    parser.add_argument("--blocks", type=int, default=31)
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 if step costs over {MOST_PERCENT:g} %% more")
     arguments = parser.parse_args()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    rows = []
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    rows: list[dict[str, object]] = []
     for name, call in calls_of(device).items():
         outside, inside, added = compare(call, arguments.calls, arguments.blocks, device)
-        figures = (f"{outside:.2f}", f"{inside:.2f}", f"{added:.2f}", f"{100 * added / outside:.2f}")
-        rows.append((name, *figures, torch.__version__, device.type, dist.get_world_size()))
+        figures = (name, *(round(each, 3) for each in (outside, inside, added, 100 * added / outside)))
+        sizes = (arguments.blocks, arguments.calls, dist.get_world_size())
+        rows.append(dict(zip(COLUMNS, (*figures, *sizes), strict=True)))
     if dist.get_rank() == 0:
         for row in rows:
-            print(f"{row[0]:28} {row[1]:>10} -> {row[2]:>10} us, {row[3]:>8} us added, {row[4]:>7} %")
+            times = f"{row['outside_us']:>11} -> {row['inside_us']:>11} us"
+            print(f"{row['call']:28} {times}, {row['added_us']:>9} us added, {row['added_percent']:>8} %")
         if arguments.csv:
-            with arguments.csv.open("w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(COLUMNS)
-                writer.writerows(rows)
+            write(arguments.csv, rows)
     tunedcomm.release_communicators()
     dist.destroy_process_group()
+    return int(arguments.check and not is_cheap(rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

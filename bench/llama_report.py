@@ -1,0 +1,179 @@
+"""The rows of `bench/llama_tp.py`: the CSV, its plot, and whether they clear the bars.
+
+    python bench/llama_report.py bench/results/model/llama_tp_h200.csv --check --plot speed_up.png
+
+A row is a configuration of a workload: percentiles over rounds, of the slowest rank, of a step's time in µs, and its
+results' distance from those of `library_eager` (‖out − ref‖ / ‖ref‖, of the worst tensor on the worst rank). Where a
+file holds several runs, each workload's last one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BARS", "COLUMNS", "Row", "Verdict", "append", "draw", "last_runs", "line", "verdicts"]
+
+Row = dict[str, Any]
+
+COLUMNS = (
+    "workload,configuration,status,mode,layers,batch,tokens,context,dtype,world_size,latency_p10_us,latency_p50_us,"
+    "latency_p90_us,us_per_layer,tokens_per_s,error,bit_equal,num_served,num_passed_on,served_by,collectives,reason,"
+    "gpu,fabric,torch,triton,nccl,driver,tunedcomm,command,run_id,date"
+).split(",")
+PYTORCH = ("library_eager", "library_compiled", "async_tp_compiled")
+# Ours, and the same model without us.
+RIVALS = {
+    "intercept_eager": "library_eager",
+    "intercept_compiled": "library_compiled",
+    "fusion_compiled": "library_compiled",
+}
+# Least time of the best of PyTorch's own over the best of ours.
+BARS = {"prefill": 1.10, "decode_1": 1.2, "decode_8": 1.2, "decode_64": 1.2, "train": 1.0}
+NOISE = 0.01  # by how much medians of the same thing differ
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One bar."""
+
+    passed: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'cleared' if self.passed else 'MISSED '}  {self.text}"
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows to a CSV, which is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        if fresh:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def line(row: Row) -> str:
+    """A row for the terminal."""
+    head = f"{row['workload']:10} {row['configuration']:19}"
+    if row["status"] not in ("ok", "wrong"):
+        return f"{head} {row['status']}: {row['reason']}"
+    text = f"{head} {float(row['us_per_layer']):10.2f} us a layer  {float(row['tokens_per_s']):12.1f} tokens/s"
+    text += f"  {row['mode']:5}  error {float(row['error']):.1e}"
+    for what in ("served_by", "collectives", "reason"):
+        text += f"  [{row[what]}]" if row[what] else ""
+    return text
+
+
+def last_runs(rows: Sequence[Row]) -> list[Row]:
+    """Of each workload the rows of the last run that has it."""
+    last = {row["workload"]: row["run_id"] for row in rows}
+    return [row for row in rows if row["run_id"] == last[row["workload"]]]
+
+
+def _times(rows: Iterable[Row], workload: str) -> dict[str, float]:
+    return {
+        row["configuration"]: float(row["latency_p50_us"])
+        for row in rows
+        if row["workload"] == workload and row["status"] == "ok"
+    }
+
+
+def verdicts(rows: Sequence[Row], wanted: Collection[str] = tuple(BARS)) -> list[Verdict]:
+    """Every bar of the workloads that are wanted; one without figures is missed."""
+    found = []
+    for workload in wanted:
+        times = _times(rows, workload)
+        theirs = {name: times[name] for name in PYTORCH if name in times}
+        ours = {name: times[name] for name in RIVALS if name in times}
+        if theirs and ours:
+            best, peer = min(ours, key=ours.__getitem__), min(theirs, key=theirs.__getitem__)
+            ratio, bar = theirs[peer] / ours[best], BARS.get(workload, 1.0)
+            wanted = "more than 1" if bar == 1 else f"at least {bar:.2f}"
+            text = f"{workload}: {best} is {ratio:.3f} times as fast as {peer}; wanted is {wanted}"
+            found.append(Verdict(ratio > bar if bar == 1 else ratio >= bar, text))
+        else:
+            found.append(Verdict(passed=False, text=f"{workload}: not measured on both sides"))
+        for name, rival in RIVALS.items():
+            if name in ours and rival in times:
+                ratio = times[rival] / ours[name]
+                text = f"{workload}: {name} is {ratio:.3f} times as fast as {rival}; wanted is no slower"
+                found.append(Verdict(ratio >= 1 - NOISE, text))
+        found += [
+            Verdict(passed=False, text=f"{workload}: {row['configuration']} {row['status']}: {row['reason']}")
+            for row in rows
+            if row["workload"] == workload and row["status"] in ("wrong", "failed", "stalled")
+        ]
+    return found
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Bars of each configuration's speed-up over the best of PyTorch's own, as a PNG.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        ValueError: no workload has figures of PyTorch's own.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = [*PYTORCH, *RIVALS]
+    by_workload = {workload: _times(rows, workload) for workload in dict.fromkeys(row["workload"] for row in rows)}
+    drawn = {workload: times for workload, times in by_workload.items() if any(name in times for name in PYTORCH)}
+    if not drawn:
+        raise ValueError("nothing to draw: no workload has a time of PyTorch's own")
+    figure = Figure(figsize=(1.5 + 2.2 * len(drawn), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        places, heights = [], []
+        for number, times in enumerate(drawn.values()):
+            if name in times:
+                places.append(number + (index - (len(names) - 1) / 2) * width)
+                heights.append(min(times[each] for each in PYTORCH if each in times) / times[name])
+        if places:
+            axes.bar(places, heights, width * 0.92, label=name, color=_COLORS[index])
+    for number, workload in enumerate(drawn):
+        if BARS.get(workload, 1) > 1:
+            axes.hlines(BARS[workload], number - 0.42, number + 0.42, colors="black", linestyles="dotted")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(drawn)), [workload.replace("_", ", batch ") for workload in drawn])
+    axes.set_ylabel("speed-up over the best of PyTorch's own")
+    row = rows[-1]
+    axes.set_title(f"Llama 3 70B layers, {row['world_size']} x {row['gpu']}; dotted: what is aimed at", fontsize=10)
+    axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+_COLORS = ("#9e9e9e", "#616161", "#b08968", "#8ecae6", "#219ebc", "#fb8500")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    parser.add_argument("--plot", type=Path, help="write a PNG")
+    arguments = parser.parse_args()
+    with arguments.csv.open(newline="", encoding="utf-8") as file:
+        rows = last_runs(list(csv.DictReader(file)))
+    for row in rows:
+        print(line(row))
+    if arguments.plot:
+        draw(rows, arguments.plot)
+    found = verdicts(rows)
+    for verdict in found:
+        print(verdict)
+    return int(arguments.check and not all(verdict.passed for verdict in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
