@@ -19,7 +19,7 @@ GRIDS = ((24, 32, 8192), (64, 16, 4096))
 LARGEST_BYTES = 32 << 20  # all_reduce beyond this is behind NCCL and only takes time
 LARGEST_ONE_SHOT_BYTES = 16 << 20
 TILE, BIAS_BLOCK, MAX_BIAS_BLOCKS = 64, 4096, 24
-SHARD_MULTIPLE = 128
+SHARD_MULTIPLE, GROUP = 128, 4  # rows of a tile of all_gather_matmul, and how many it groups
 
 
 def _up(dividend: int, divisor: int) -> int:
@@ -107,14 +107,16 @@ def _ag_gemm(kraken: Any, problem: Problem, device: torch.device) -> Iterator[Pe
     (m, _, k), nk = problem.shape, plain_gemm(problem)
     if m // problem.world_size % SHARD_MULTIPLE:
         raise LeftOut(f"a rank's {m // problem.world_size} rows are no multiple of {SHARD_MULTIPLE}")
+    group = GROUP if m // problem.world_size % (SHARD_MULTIPLE * GROUP) == 0 else 1
     gathered = torch.empty((m, k), dtype=getattr(torch, problem.dtype), device=device)
     progress = torch.zeros(problem.world_size, dtype=torch.uint32, device=device)
 
     def run(inputs: Tensors) -> Tensors:
         a, b = inputs
-        return (kraken.fused.all_gather_matmul(a, b.t() if nk else b, a_out=gathered, progress=progress)[1],)
+        kept = {"a_out": gathered, "progress": progress, "group_size_m": group}
+        return (kraken.fused.all_gather_matmul(a, b.t() if nk else b, **kept)[1],)
 
-    yield Peer("all_gather_matmul", _operands(problem, device, shared=True), run)
+    yield Peer(f"all_gather_matmul group_size_m={group}", _operands(problem, device, shared=True), run)
 
 
 def _tiles(problem: Problem) -> int:

@@ -75,7 +75,7 @@ def _low_contention(problem: Problem, device: torch.device) -> Iterator[Peer]:
         return (torch.ops._c10d_functional.wait_tensor(found),)
 
     # The operators' stream joins the caller's by a record of pending work, which waiting looks up.
-    yield Peer("", lambda: (symmetric((rows,), problem.dtype, device),), run, num_sms=0 if gathers else None)
+    yield Peer("", lambda: (symmetric((rows,), problem.dtype, device),), run)
 
 
 def _compiled_norm(problem: Problem, device: torch.device) -> Iterator[Peer]:

@@ -15,8 +15,9 @@ two_shot_all_reduce_bias = one_shot_all_reduce_bias
 
 
 def all_gather_matmul(
-    a_shared: torch.Tensor, b: torch.Tensor, a_out: torch.Tensor, progress: torch.Tensor
+    a_shared: torch.Tensor, b: torch.Tensor, a_out: torch.Tensor, progress: torch.Tensor, group_size_m: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert a_shared.shape[0] % (128 * group_size_m) == 0
     a_out.copy_(gathered(a_shared))
     return a_out, (a_out.float() @ b.float()).to(a_out.dtype)
 
