@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import measured  # noqa: E402
 import measured_figures  # noqa: E402
 import measured_plot  # noqa: E402
 import measured_rows  # noqa: E402
+import measured_tables  # noqa: E402
 from measured_figures import FIGURES  # noqa: E402
 from measured_tables import TABLES  # noqa: E402
 
@@ -124,21 +126,45 @@ def test_tables_are_written_where_they_stand() -> None:
     assert measured.written(written, TABLES) == written
 
 
-def test_a_changed_result_changes_what_the_pages_must_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = measured_rows.RESULTS / "bound_cost_h200.csv"
-    (tmp_path / source.name).write_text(source.read_text().replace("2.1251", "2.2251"), encoding="utf-8")
-    before = FIGURES["bound of lamport"](), TABLES["bound cost"]()
+def forget() -> None:
+    measured_rows.rows.cache_clear()
+    measured_rows.runs.cache_clear()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in the place of bench/results and of the repository."""
     monkeypatch.setattr(measured_rows, "RESULTS", tmp_path)
-    measured_rows.rows.cache_clear()
+    for module in (measured_figures, measured_tables):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    forget()
+    yield tmp_path
+    forget()
+
+
+@pytest.mark.parametrize("name", [*TABLES, *FIGURES])
+@pytest.mark.usefixtures("elsewhere")
+def test_there_is_no_number_without_a_file(name: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        {**TABLES, **FIGURES}[name]()
+
+
+def test_a_changed_result_changes_what_the_pages_must_say(elsewhere: Path) -> None:
+    source = ROOT / "bench" / "results" / "bound_cost_h200.csv"
+    copy = elsewhere / source.name
+    copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    before = FIGURES["bound of lamport"](), TABLES["bound cost"]()
+    copy.write_text(source.read_text(encoding="utf-8").replace("2.1251", "2.2251"), encoding="utf-8")
+    forget()
     after = FIGURES["bound of lamport"](), TABLES["bound cost"]()
-    measured_rows.rows.cache_clear()
     assert before[0] == ["0.03 µs"]
     assert after[0] == ["0.13 µs"]
     assert before[1] != after[1]
 
 
-def test_the_floor_is_the_one_of_reports() -> None:
-    assert {measured_figures.LINK_GB_S} == set(ceiling._MEASURED.values())
+def test_the_ceiling_of_bench_and_reports_is_the_largest_bandwidth_of_the_results() -> None:
+    link = ceiling.known_link_gb_s("NVIDIA H200", "nvswitch-18")
+    assert link == pytest.approx(measured_figures.largest_busbw(), rel=2e-3), "correct tunedcomm/report/ceiling.py"
 
 
 def test_columns_that_pages_read_are_those_of_bench() -> None:

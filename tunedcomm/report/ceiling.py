@@ -7,9 +7,9 @@ from tunedcomm.report.measured import Group
 
 __all__ = ["floor_us", "known_link_gb_s", "link_gb_s"]
 
-# GPU and fabric to the most that one GPU has been seen to send to its peers, in 1e9 bytes/s: plain stores of every SM.
-# docs/performance.md has the figure that follows from it: 574 µs for an all_reduce of 128 MiB on 4 GPUs.
-_MEASURED = {("NVIDIA H200", "nvswitch-18"): 351.0}
+# GPU and fabric to the most that one GPU has been seen to send to its peers, in 1e9 bytes/s: the largest bus bandwidth
+# of bench/results, of all_gather's `push` of 128 MiB on 4 GPUs. A test holds it to that.
+_MEASURED = {("NVIDIA H200", "nvswitch-18"): 353.9}
 
 
 def known_link_gb_s(gpu: str, fabric: str) -> float | None:
