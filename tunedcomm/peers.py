@@ -23,7 +23,7 @@ from tunedcomm.spec import Problem
 __all__ = ["LeftOut", "Peer", "Tensors", "default_group", "need_signals", "plain_gemm", "symmetric"]
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
-_SIGNAL_BYTES = 4
+_SIGNAL_BYTES, _USUAL_PAD_BYTES = 4, 9216
 
 
 class LeftOut(Exception):  # noqa: N818 - not an error: a reason that is printed
@@ -75,9 +75,10 @@ def need_signals(num_blocks: int, world_size: int) -> None:
     Raises:
         LeftOut: it has.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
+    import torch.distributed._symmetric_memory as symm_mem
 
-    slots = int(_SymmetricMemory.signal_pad_size) // (_SIGNAL_BYTES * world_size)
+    pad = getattr(symm_mem, "get_signal_pad_size", lambda: _USUAL_PAD_BYTES)()  # torch 2.9 has no such function
+    slots = pad // (_SIGNAL_BYTES * world_size)
     if num_blocks > slots:
         raise LeftOut(f"its grid of {num_blocks} blocks is more than the {slots} that the signal pad has slots for")
 

@@ -1,7 +1,8 @@
 """Kraken (github.com/meta-pytorch/kraken) as a contender: `tunedcomm bench --op all_reduce --peers bench/peers`.
 
-Needs Kraken's checkout on PYTHONPATH. Inputs of its reads lie in symmetric memory, so it makes no copy that it could
-do without. Its fused norms give no sum beside the norm, which is part of all_reduce_rms_norm here.
+Needs Kraken's checkout on PYTHONPATH, and the package cuda-bindings. What peers read lies in symmetric memory from the
+start, so it makes no copy that it could do without. Its fused norms give no sum beside the norm, which is part of
+all_reduce_rms_norm here.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ def test_symmetric_memory_of_the_host_is_ordinary() -> None:
 
 
 def test_grids_beyond_the_signal_pad_are_refused() -> None:
-    from torch._C._distributed_c10d import _SymmetricMemory
+    import torch.distributed._symmetric_memory as symm_mem
 
-    slots = _SymmetricMemory.signal_pad_size // 16
+    slots = symm_mem.get_signal_pad_size() // 16
     need_signals(slots, 4)
     with pytest.raises(LeftOut, match=f"{slots + 1} blocks is more than the {slots}"):
         need_signals(slots + 1, 4)

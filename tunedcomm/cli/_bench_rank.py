@@ -287,7 +287,7 @@ def main(job_file: str, result_file: str) -> int:
     else:
         dist.init_process_group("gloo")
     kernels.discover()
-    if job["peers"] and on_gpu:
+    if job["peers"] and on_gpu and hasattr(symm_mem, "set_signal_pad_size"):  # torch 2.9 has no such function
         symm_mem.set_signal_pad_size(max(_PEERS_SIGNAL_BYTES, symm_mem.get_signal_pad_size()))
     communicator = get_communicator(None, device)
     bencher = Bencher(communicator, job)
