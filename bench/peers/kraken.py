@@ -7,6 +7,7 @@ all_reduce_rms_norm here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,8 +127,11 @@ def _tiles(problem: Problem) -> int:
 
 def _gemm_rs(kraken: Any, problem: Problem, device: torch.device) -> Iterator[Peer]:
     nk, allocate = plain_gemm(problem), _operands(problem, device, shared=False)
-    need_signals(_tiles(problem), problem.world_size)
-    for function in (kraken.fused.gemm_reduce_scatter, kraken.fused.gemm_reduce_scatter_ce_persistent):
+    functions = [kraken.fused.gemm_reduce_scatter_ce_persistent]
+    with contextlib.suppress(LeftOut):  # the other one does not signal for every tile
+        need_signals(_tiles(problem), problem.world_size)
+        functions.append(kraken.fused.gemm_reduce_scatter)
+    for function in functions:
 
         def run(inputs: Tensors, function: Callable[..., torch.Tensor] = function) -> Tensors:
             a, b = inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,24 @@ def test_grids_beyond_the_signal_pad_are_refused() -> None:
     need_signals(slots, 4)
     with pytest.raises(LeftOut, match=f"{slots + 1} blocks is more than the {slots}"):
         need_signals(slots + 1, 4)
+
+
+def test_kraken_without_slots_for_every_tile_goes_by_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gemm_reduce_scatter(a: object, b: object) -> None: ...
+    def gemm_reduce_scatter_ce_persistent(a: object, b: object) -> None: ...
+
+    functions = (gemm_reduce_scatter, gemm_reduce_scatter_ce_persistent)
+    fused = SimpleNamespace(**{function.__name__: function for function in functions})
+    monkeypatch.setitem(sys.modules, "kraken", SimpleNamespace(fused=fused))
+    peers = runpy.run_path(str(PEERS / "kraken.py"))["peers"]
+
+    def configs(problem: Problem) -> set[str]:
+        return {peer.config for peer in peers(problem, CPU)}
+
+    assert configs(replace(GEMM, shape=(512, 512, 64))) == {function.__name__ for function in functions}
+    assert configs(GEMM) == {"gemm_reduce_scatter_ce_persistent"}
+    with pytest.raises(LeftOut, match="8192 blocks is more than"):
+        configs(replace(GEMM, op="gemm_ar"))
 
 
 def test_gemms_with_more_to_them_are_refused() -> None:
