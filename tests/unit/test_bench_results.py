@@ -249,3 +249,19 @@ def test_the_table_of_rules_is_what_the_recording_gives(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     committed = RESULTS / "replay" / "regret_rules_h200.csv"
     assert (tmp_path / "rules.csv").read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")
+
+
+def test_the_figures_of_winners_measured_again_are_what_the_recordings_give(tmp_path: Path) -> None:
+    out = tmp_path / "again.csv"
+    done = subprocess.run(
+        [sys.executable, "bench/verify_again.py", "--csv", str(out)],
+        cwd=RESULTS.parents[1],
+        env={**os.environ, "PYTHONPATH": str(RESULTS.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    committed = RESULTS / "replay" / "verify_again_h200.csv"
+    assert out.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")

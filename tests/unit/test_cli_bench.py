@@ -28,6 +28,9 @@ def row(contender: str, latency_us: float) -> dict[str, Any]:
         "latency_p90_us": latency_us * 1.2,
         "algbw_gb_s": 49.152,
         "busbw_gb_s": None,
+        "num_sms": 8 if contender == "tuned" else None,
+        "ceiling_share": 0.4321 if contender == "tuned" else None,
+        "reduction": "sum",
         "error": 1.2e-3,
         "gpu": "host-x86_64",
         "fabric": "host",
@@ -44,6 +47,7 @@ class Gang:
         self.rows, self.code = rows, code
         self.job: dict[str, Any] = {}
         self.world_size = 0
+        self.left_out: list[dict[str, str]] = []
 
     def __call__(
         self, module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
@@ -51,7 +55,7 @@ class Gang:
         assert module == "tunedcomm.cli._bench_rank"
         self.job, self.world_size = json.loads(Path(arguments[0]).read_text()), world_size
         if self.rows is not None:
-            Path(arguments[1]).write_text(json.dumps({"rows": self.rows}))
+            Path(arguments[1]).write_text(json.dumps({"rows": self.rows, "left_out": self.left_out}))
         return self.code
 
 
@@ -66,9 +70,92 @@ def test_table_compares_with_the_library(monkeypatch: pytest.MonkeyPatch) -> Non
     shown = start(Gang([row("library", 14.0), row("tuned", 4.0)]), monkeypatch, "--shape", "98304")
     assert shown.exit_code == 0, shown.output
     line = next(line for line in shown.stdout.splitlines() if "tuned = lamport(num_blocks=8)" in line)
-    for part in ("192 KiB", "98304", "bfloat16", "3.60", "4.00", "4.80", "49.15", "3.50x", "1.2e-03"):
-        assert part in line
-    assert "2 x host-x86_64 (host), torch 2.13.0, triton 3.9.0;" in shown.stdout
+    found = " ".join(line.split())
+    assert found == (
+        "196608 98304 bfloat16 sum eager 3.60 4.00 4.80 49.15 - 43.2% 3.50x 8 1.2e-03 tuned = lamport(num_blocks=8)"
+    )
+    lines = shown.stdout.splitlines()
+    assert lines[0] == "# all_reduce on 2 x host-x86_64 (host), torch 2.13.0, triton 3.9.0"
+    heads = [line for line in lines if line.startswith("#")]
+    assert heads[-2].split()[1:] == (
+        "size shape type redop mode p10 p50 p90 algbw busbw ceiling library SMs error contender".split()
+    )
+    assert lines.index(heads[-1]) < lines.index(line)
+    assert len({len(line) for line in lines if line.endswith(("library", "contender"))}) == 2  # one grid
+
+
+def test_who_was_left_out_is_said_once_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Gang([row("library", 14.0)])
+    gang.left_out = [
+        {"shape": shape, "dtype": "bfloat16", "mode": "graph", "peer": "kraken", "why": why}
+        for shape, why in (("512", "not here"), ("1024", "not here"), ("2048", "too large"))
+    ]
+    shown = start(gang, monkeypatch, "--shape", "512")
+    assert shown.exit_code == 0
+    said = [line for line in shown.stderr.splitlines() if line.startswith("left out")]
+    assert said == [
+        "left out: kraken at 512 bfloat16 graph and 1 more: not here",
+        "left out: kraken at 2048 bfloat16 graph: too large",
+    ]
+    assert "left out" not in shown.stdout
+
+
+def test_adapters_are_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("b.py", "a.py", "_shared.py", "notes.md"):
+        (tmp_path / name).write_text("")
+    other = tmp_path / "more" / "c.py"
+    other.parent.mkdir()
+    other.write_text("")
+    gang = Gang([])
+    assert (
+        start(gang, monkeypatch, "--peers", str(tmp_path), "--peers", str(other), "--link-gb-s", "400").exit_code == 0
+    )
+    assert gang.job["peers"] == [str(tmp_path / "a.py"), str(tmp_path / "b.py"), str(other)]
+    assert gang.job["link_gb_s"] == 400
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for wrong in (tmp_path / "notes.md", tmp_path / "none.py", empty):
+        shown = start(gang, monkeypatch, "--peers", str(wrong))
+        assert shown.exit_code == 2
+        assert "no directory of some" in " ".join(shown.output.split())
+    again = start(gang, monkeypatch, "--peers", str(tmp_path), "--peers", str(tmp_path / "a.py"))
+    assert again.exit_code == 2
+    assert "two adapters are named a" in " ".join(again.output.split())
+
+
+def test_shapes_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = Gang([])
+    shown = start(gang, monkeypatch, "--model", "llama3-70b", "--tp", "2", "--tokens", "1,8", gpus=4)
+    assert shown.exit_code == 0, shown.output
+    assert gang.world_size == 2
+    assert gang.job["shapes"] == ["8192", "65536"]
+    assert gang.job["dtypes"] == ["bfloat16"]
+    assert start(gang, monkeypatch, "--model", "llama3-70b", "--shape", "512").exit_code == 2
+
+
+def test_share_of_the_ceiling() -> None:
+    from tunedcomm.cli._ceiling import add_ceiling_shares
+    from tunedcomm.spec import Problem
+
+    h200 = {"gpu": "NVIDIA H200", "fabric": "nvswitch-18"}
+
+    def shares(problem: Problem, size: int, given: float | None = None, **times: float) -> dict[str, float | None]:
+        rows = [{"contender": n, "message_bytes": size, "latency_p50_us": us, **h200} for n, us in times.items()]
+        add_ceiling_shares(problem, rows, given)
+        return {row["contender"]: row["ceiling_share"] for row in rows}  # type: ignore[misc]
+
+    large = Problem("all_reduce", (64 << 20,), "bfloat16", 4)
+    assert shares(large, 128 << 20, library=610.0, tuned=568.9) == {"library": 0.9326, "tuned": 1.0}
+    assert shares(large, 128 << 20, given=351.0, tuned=573.6) == {"tuned": 1.0}
+    gathered = Problem("all_gather", (64 << 20,), "bfloat16", 4)
+    assert shares(gathered, 128 << 20, tuned=1137.8) == {"tuned": 1.0}
+    gemm = Problem("gemm_rs", (4096, 8192, 3584), "bfloat16", 4, layout="nk", reduction="sum")
+    assert shares(gemm, 48 << 20, cublas=325.0, tuned=400.0) == {"cublas": 1.0, "tuned": 0.8125}
+    assert shares(gemm, 353_900_000, cublas=325.0, tuned=2000.0)["tuned"] == 0.5
+    assert shares(gemm, 48 << 20, tuned=400.0) == {"tuned": None}
+    elsewhere = [{"contender": "tuned", "message_bytes": 4096, "latency_p50_us": 2.0, "gpu": "x", "fabric": "pcie"}]
+    add_ceiling_shares(large, elsewhere, None)
+    assert elsewhere[0]["ceiling_share"] is None  # type: ignore[comparison-overlap]
 
 
 def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -89,6 +176,8 @@ def test_job_says_what_was_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "layout": "",
         "scalings": {"float16": ""},
         "contenders": ["tuned", "library"],
+        "peers": [],
+        "link_gb_s": None,
         "csv": str(csv),
         "seed": 7,
     }

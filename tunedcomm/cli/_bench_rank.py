@@ -17,24 +17,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 from tunedcomm import kernels
-from tunedcomm.cli._entrants import Entrant, Tensors, entrants_of
+from tunedcomm.cli._ceiling import add_ceiling_shares
+from tunedcomm.cli._entrants import Entrant, Field, Tensors, agreed, entrants_of
+from tunedcomm.cli._peer_files import load_adapter
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
-from tunedcomm.shapes import parse_shape
+from tunedcomm.shapes import format_shape, parse_shape
 from tunedcomm.spec import Problem, get_op
 from tunedcomm.tuner.measure import Contender, calls_for, contend, summarise, take_rounds
 
-__all__ = ["COLUMNS", "main"]
+__all__ = ["COLUMNS", "Bencher", "main", "problems_of"]
 
 COLUMNS = (
     "op,shape,message_bytes,dtype,world_size,mode,contender,config,latency_p10_us,latency_p50_us,latency_p90_us,"
     "algbw_gb_s,busbw_gb_s,num_sms,error,gpu,fabric,torch,triton,nccl,driver,tunedcomm,command,run_id,date,"
-    "input_kind,in_place,reduction,layout,scaling"
+    "input_kind,in_place,reduction,layout,scaling,ceiling_share"
 ).split(",")
-_FIRST_ROUNDS, _ROUNDS = 3, 25
+_ROUNDS = 25
+# Fused GEMMs of other projects signal for every tile.
+_PEERS_SIGNAL_BYTES = 1 << 20
 
 
 class _Ranks:
@@ -48,22 +53,28 @@ class _Ranks:
         dist.all_reduce(self._token)
 
 
-def _error(results: Tensors, references: Tensors) -> float:
-    """‖out − ref‖ / ‖ref‖ of the worst output on the worst rank."""
-    worst = torch.zeros(1, dtype=torch.float64, device=results[0].device)
+def _error(results: Tensors, references: Tensors) -> torch.Tensor:
+    """‖out − ref‖ / ‖ref‖ of the worst output on this rank; a NaN counts as infinite."""
+    worst = torch.zeros(1, dtype=torch.float64, device=references[0].device)
     for result, reference in zip(results, references, strict=True):
         difference = (result.reshape(-1).double() - reference.reshape(-1)).norm()
         worst = torch.maximum(worst, difference / reference.norm().clamp_min(1e-30))
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return float(worst.item())
+    return worst.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-class _Bencher:
+def _of_worst_rank(error: torch.Tensor) -> float:
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    return float(error.item())
+
+
+class Bencher:
     """Runs the problems of a job on one rank."""
 
     def __init__(self, communicator: Communicator, job: dict[str, Any]) -> None:
         self._communicator = communicator
         self._job = job
+        self.left_out: list[dict[str, str]] = []
+        self._adapters = [load_adapter(Path(path)) for path in job["peers"]]
         self._ranks = _Ranks(communicator.device)
         on_gpu = communicator.device.type == "cuda"
         self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -90,17 +101,12 @@ class _Bencher:
             held = symmetric_empty(values[0].shape, dtype=values[0].dtype, device=device)
             inputs = (held, *inputs[1:])
         names = self._job["contenders"]
-        entrants = entrants_of(self._communicator, problem, inputs, lambda name: names is None or name in names)
-        errors = []
-        for entrant in entrants:
-            entrant.load(values)
-            entrant.run(entrant.turns[0])  # eager first: binds plans of both modes, compiles what compiles late
-            if problem.mode == "graph" and entrant.name == "tuned":
-                entrant.load(values)
-                entrant.run(entrant.turns[0])
-            due = reference if entrant.reference is None else entrant.reference()
-            errors.append(_error(entrant.result(), due))
+        field = entrants_of(
+            self._communicator, problem, inputs, lambda name: names is None or name in names, self._adapters
+        )
+        errors = self._check(problem, field, values, reference)
         del reference
+        entrants = field.entrants
         calls = self._calls(problem, entrants[0])
         contenders = [self._contend(problem, entrant, calls) for entrant in entrants]
         latencies = self._time(entrants, contenders, values)
@@ -108,10 +114,62 @@ class _Bencher:
             self._row(problem, entrant, latency, error)
             for entrant, latency, error in zip(entrants, latencies, errors, strict=True)
         ]
+        place = {"shape": format_shape(problem.shape), "dtype": problem.dtype, "mode": problem.mode}
+        self.left_out += [{**place, "peer": name, "why": why} for name, why in field.left_out]
         best: dict[str, dict[str, Any]] = {}
         for row in sorted(rows, key=lambda row: row["latency_p50_us"]):
             best.setdefault(row["contender"], row)
+        add_ceiling_shares(problem, list(best.values()), self._job["link_gb_s"])
         return list(best.values())
+
+    def _check(self, problem: Problem, field: Field, values: Tensors, reference: Tensors) -> list[float]:
+        """Everyone's error; peers that fail or are wrong leave the field."""
+        kept: list[Entrant] = []
+        errors: list[float] = []
+        for entrant in list(field.entrants):
+            due = reference if entrant.reference is None else entrant.reference()
+            if entrant.is_peer:
+                error = self._try(problem, entrant, field, values, due)
+                if error is None:
+                    continue
+            else:
+                entrant.load(values)
+                entrant.run(entrant.turns[0])  # eager first: binds plans of both modes, compiles what compiles late
+                if problem.mode == "graph" and entrant.name == "tuned":
+                    entrant.load(values)
+                    entrant.run(entrant.turns[0])
+                error = _of_worst_rank(_error(entrant.result(), due))
+            kept.append(entrant)
+            errors.append(error)
+        field.entrants[:] = kept
+        return errors
+
+    def _try(self, problem: Problem, entrant: Entrant, field: Field, values: Tensors, due: Tensors) -> float | None:
+        """The error of a peer's launches, eager and replayed; None, and why in the field, where it cannot take part."""
+        most = get_op(problem.op).tolerance.get(problem.scaling or problem.dtype, 0.0)
+        worst = 0.0
+        for graph in (False, True) if problem.mode == "graph" and self._stream is not None else (False,):
+            reason: str | None = None
+            error = torch.zeros(1, dtype=torch.float64, device=self._communicator.device)
+            try:
+                one = self._contend(problem, entrant, 1, graph=graph)
+                entrant.load(values)
+                one.run()
+                if self._stream is not None:
+                    self._stream.synchronize()
+                error = _error(entrant.result(), due)
+            except Exception as raised:  # noqa: BLE001 - other people's code; what it raises is the reason
+                told = (str(raised).splitlines() or [""])[0]
+                reason = f"{'captured in a graph' if graph else 'run'}, it raised {type(raised).__name__}: {told}"
+            reason = agreed(reason)
+            if reason is None and (worst := max(worst, _of_worst_rank(error))) > most:
+                how = "replayed from a graph" if graph else "launched"
+                reason = f"wrong when {how}: its error is {worst:.1e}, at most {most:.1e} is right"
+            if reason is not None:
+                setting = f" ({entrant.config})" if entrant.config else ""
+                field.left_out.append((entrant.name, f"{reason}{setting}"))
+                return None
+        return worst
 
     def _calls(self, problem: Problem, entrant: Entrant) -> int:
         if self._stream is None:
@@ -123,12 +181,12 @@ class _Bencher:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return calls_for(float(slowest.item()))
 
-    def _contend(self, problem: Problem, entrant: Entrant, calls: int) -> Contender:
+    def _contend(self, problem: Problem, entrant: Entrant, calls: int, *, graph: bool = True) -> Contender:
         def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
             entrant.run(inputs)
 
         first, *further = entrant.turns
-        graph = problem.mode == "graph"
+        graph = graph and problem.mode == "graph"
         return contend(launch, first, (), calls=calls, graph=graph, stream=self._stream, further=further)
 
     def _time(self, entrants: list[Entrant], contenders: list[Contender], values: Tensors) -> list[Any]:
@@ -180,10 +238,11 @@ class _Bencher:
             "reduction": problem.reduction,
             "layout": problem.layout,
             "scaling": problem.scaling,
+            "ceiling_share": None,
         }
 
 
-def _problems(job: dict[str, Any], world_size: int) -> list[Problem]:
+def problems_of(job: dict[str, Any], world_size: int) -> list[Problem]:
     return [
         Problem(
             op=job["op"],
@@ -228,10 +287,12 @@ def main(job_file: str, result_file: str) -> int:
     else:
         dist.init_process_group("gloo")
     kernels.discover()
+    if job["peers"] and on_gpu and hasattr(symm_mem, "set_signal_pad_size"):  # torch 2.9 has no such function
+        symm_mem.set_signal_pad_size(max(_PEERS_SIGNAL_BYTES, symm_mem.get_signal_pad_size()))
     communicator = get_communicator(None, device)
-    bencher = _Bencher(communicator, job)
+    bencher = Bencher(communicator, job)
     rows: list[dict[str, Any]] = []
-    for problem in _problems(job, communicator.world_size):
+    for problem in problems_of(job, communicator.world_size):
         rows += bencher.rows(problem)
         communicator.check_peers()
         if communicator.rank == 0:
@@ -240,7 +301,7 @@ def main(job_file: str, result_file: str) -> int:
     if communicator.rank == 0:
         if job["csv"]:
             _append_csv(Path(job["csv"]), rows)
-        Path(result_file).write_text(json.dumps({"rows": rows}), encoding="utf-8")
+        Path(result_file).write_text(json.dumps({"rows": rows, "left_out": bencher.left_out}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
     return 0

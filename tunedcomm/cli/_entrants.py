@@ -5,22 +5,23 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tunedcomm import kernels
 from tunedcomm.cli import _gemm_alone as gemm_alone
-from tunedcomm.cli._peers import Peer, peers_of
+from tunedcomm.cli._peer_files import Adapter
+from tunedcomm.cli._peers import TORCH_PEERS
 from tunedcomm.communicator import Communicator
 from tunedcomm.dispatcher import decide
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.peers import LeftOut, Peer, Tensors
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
-from tunedcomm.tuner.measure import further_turns
+from tunedcomm.tuner.measure import further_turns, num_turns
 
-__all__ = ["Entrant", "Tensors", "entrants_of"]
-
-Tensors: TypeAlias = tuple[torch.Tensor, ...]
+__all__ = ["Entrant", "Field", "Tensors", "agreed", "entrants_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,7 @@ class Entrant:
         run: one launch with one of them on the current stream.
         result: where its results are.
         reference: what its results should be, where that is not what the op's should.
+        is_peer: somebody else's, which is left out where it fails.
     """
 
     name: str
@@ -45,6 +47,22 @@ class Entrant:
     run: Callable[[Tensors], None]
     result: Callable[[], Tensors]
     reference: Callable[[], Tensors] | None = None
+    is_peer: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Field:
+    """Who takes part, and (contender, why not) of the peers who do not."""
+
+    entrants: list[Entrant]
+    left_out: list[tuple[str, str]]
+
+
+def agreed(reason: str | None) -> str | None:
+    """What is wrong with a peer on some rank, the same on every rank; None where nothing is."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((found for found in reasons if found is not None), None)
 
 
 def _loader(turns: Sequence[Tensors]) -> Callable[[Tensors], None]:
@@ -131,12 +149,38 @@ def _named(communicator: Communicator, problem: Problem, name: str, turns: tuple
     return Entrant(name, str(candidate), sms, turns, _loader(turns), run, lambda: outputs)
 
 
-def _of_peer(peer: Peer) -> Entrant:
-    def run(inputs: Tensors) -> None:
-        del inputs
-        peer.run()
+def _of_peer(name: str, peer: Peer, count: int) -> Entrant:
+    turns = tuple(peer.allocate() for _ in range(count))
+    results: list[Tensors] = [()]
 
-    return Entrant(peer.name, peer.config, None, ((),), peer.load, run, peer.result)
+    def run(inputs: Tensors) -> None:
+        results[0] = peer.run(inputs)
+
+    return Entrant(name, peer.config, peer.num_sms, turns, _loader(turns), run, lambda: results[0], is_peer=True)
+
+
+def _add_peers(field: Field, adapter: Adapter, problem: Problem, device: torch.device, count: int) -> None:
+    """Its settings for the problem, if all ranks have the same, else why not."""
+    made: list[Entrant] = []
+    reason: str | None = None
+    try:
+        made = [_of_peer(adapter.name, peer, count) for peer in adapter.peers(problem, device)]
+    except LeftOut as why:
+        reason = str(why)
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} cannot be imported here"
+    except Exception as error:  # noqa: BLE001 - other people's code; what it raises is the reason
+        reason = f"it raised {type(error).__name__}: {error}"
+    reason = agreed(reason)
+    if reason is not None:
+        field.left_out.append((adapter.name, reason))
+        return
+    settings: list[Any] = [None] * problem.world_size
+    dist.all_gather_object(settings, [entrant.config for entrant in made])
+    if any(other != settings[0] for other in settings):
+        field.left_out.append((adapter.name, f"its settings differ from rank to rank: {settings}"))
+        return
+    field.entrants.extend(made)
 
 
 def _cublas(problem: Problem, turns: tuple[Tensors, ...]) -> Entrant:
@@ -159,8 +203,12 @@ def _cublas(problem: Problem, turns: tuple[Tensors, ...]) -> Entrant:
 
 
 def entrants_of(
-    communicator: Communicator, problem: Problem, inputs: Tensors, wanted: Callable[[str], bool]
-) -> list[Entrant]:
+    communicator: Communicator,
+    problem: Problem,
+    inputs: Tensors,
+    wanted: Callable[[str], bool],
+    adapters: Sequence[Adapter] = (),
+) -> Field:
     """All that can run `problem` and are wanted, the library first; several of one name are its settings."""
     turns = _turns(problem, inputs)
     found = [_library(communicator, problem, turns)]
@@ -172,5 +220,9 @@ def entrants_of(
             found += [entrant] if entrant is not None else []
     if gemm_alone.suits(problem) and wanted(gemm_alone.NAME):
         found.append(_cublas(problem, turns))
-    found += [_of_peer(peer) for peer in peers_of(problem, communicator.device, wanted)]
-    return found
+    field = Field(found, [])
+    count = num_turns(inputs, cold=get_op(problem.op).cold)
+    for adapter in (*TORCH_PEERS, *adapters):
+        if wanted(adapter.name):
+            _add_peers(field, adapter, problem, communicator.device, count)
+    return field

@@ -20,7 +20,7 @@ import torch
 from tunedcomm.tuner.check import Launch, Tensors
 from tunedcomm.tuner.commands import Latency
 
-__all__ = ["Contender", "calls_for", "contend", "further_turns", "summarise", "take_rounds"]
+__all__ = ["Contender", "calls_for", "contend", "further_turns", "num_turns", "summarise", "take_rounds"]
 
 # A replay is long against the skew with which ranks leave the barrier (a few µs) and what an event costs.
 _REPLAY_US = 1000.0
@@ -67,13 +67,17 @@ def calls_for(latency_us: float) -> int:
     return max(_MIN_CALLS, min(_MAX_CALLS, round(_REPLAY_US / max(latency_us, 0.1))))
 
 
-def further_turns(inputs: Tensors, *, cold: bool) -> tuple[Tensors, ...]:
-    """Copies of `inputs` for launches to take in turn with them; none where the cache may hold them."""
+def num_turns(inputs: Tensors, *, cold: bool) -> int:
+    """How many inputs like these launches take in turn; one where the cache may hold them."""
     if not cold or not inputs[0].is_cuda:
-        return ()
+        return 1
     nbytes = max(1, sum(tensor.nbytes for tensor in inputs))
-    count = min(_MAX_TURNS, 1 + -(-_COLD_BYTES // nbytes))
-    return tuple(tuple(tensor.clone() for tensor in inputs) for _ in range(count - 1))
+    return min(_MAX_TURNS, 1 + -(-_COLD_BYTES // nbytes))
+
+
+def further_turns(inputs: Tensors, *, cold: bool) -> tuple[Tensors, ...]:
+    """Copies of `inputs` for launches to take in turn with them."""
+    return tuple(tuple(tensor.clone() for tensor in inputs) for _ in range(num_turns(inputs, cold=cold) - 1))
 
 
 def contend(

@@ -1,0 +1,136 @@
+"""FlashInfer (github.com/flashinfer-ai/flashinfer) as a contender: its port of TensorRT-LLM's fused all_reduce.
+
+Needs the package flashinfer-python. Only the backend `trtllm` is used, which makes its workspace without multicast;
+`mnnvl` and `auto` may make multicast objects. Results go to given tensors, inputs are ordinary ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tunedcomm.peers import LeftOut, Peer, Tensors, default_group
+from tunedcomm.spec import ITEMSIZE, Problem
+
+LARGEST_HIDDEN = 8192
+PACKET_BYTES = 16
+LARGEST_BYTES = 64 << 20  # its workspace is several times as large
+LARGEST_ONE_SHOT_BYTES = 8 << 20
+WORLD_SIZES = (2, 4, 8)
+
+# (tokens, hidden, dtype) to a workspace: they are made by all ranks together, and kept.
+_workspaces: dict[tuple[int, int, str], Any] = {}
+
+
+def _workspace(comm: Any, problem: Problem, tokens: int, hidden: int) -> Any:
+    key = (tokens, hidden, problem.dtype)
+    if key not in _workspaces:
+        group = default_group()
+        _workspaces[key] = comm.create_allreduce_fusion_workspace(
+            backend="trtllm",
+            world_size=problem.world_size,
+            rank=group.rank(),
+            max_token_num=tokens,
+            hidden_dim=hidden,
+            dtype=getattr(torch, problem.dtype),
+        )
+    return _workspaces[key]
+
+
+def rows_of(problem: Problem) -> tuple[int, int]:
+    """Tokens and hidden size of a message; of a flat one, rows as long as it can be cut into.
+
+    Raises:
+        LeftOut: no row is whole packets.
+    """
+    hidden = problem.shape[-1]
+    if len(problem.shape) == 1:
+        hidden = min(LARGEST_HIDDEN, problem.numel & -problem.numel)
+    if hidden == 0 or hidden * ITEMSIZE[problem.dtype] % PACKET_BYTES:
+        raise LeftOut(f"rows of {hidden} elements are no multiple of {PACKET_BYTES} bytes")
+    return problem.numel // hidden, hidden
+
+
+def _settings(problem: Problem, tokens: int) -> Iterator[tuple[str, bool, bool]]:
+    """(text, one-shot, early launch)."""
+    if problem.nbytes <= LARGEST_ONE_SHOT_BYTES:
+        yield "trtllm one-shot, early launch", True, True
+        yield "trtllm one-shot", True, False
+    if tokens > problem.world_size:
+        yield "trtllm two-shot, early launch", False, True
+
+
+def _all_reduce(comm: Any, problem: Problem, device: torch.device) -> Iterator[Peer]:
+    tokens, hidden = rows_of(problem)
+    workspace = _workspace(comm, problem, tokens, hidden)
+    out = torch.empty((tokens, hidden), dtype=getattr(torch, problem.dtype), device=device)
+    for text, one_shot, early in _settings(problem, tokens):
+
+        def run(inputs: Tensors, one_shot: bool = one_shot, early: bool = early) -> Tensors:
+            comm.allreduce_fusion(
+                input=inputs[0].view(tokens, hidden),
+                workspace=workspace,
+                pattern=comm.AllReduceFusionPattern.kAllReduce,
+                launch_with_pdl=early,
+                output=out,
+                use_oneshot=one_shot,
+                fp32_acc=True,
+            )
+            return (out,)
+
+        yield Peer(text, lambda: (torch.empty(problem.shape, dtype=out.dtype, device=device),), run)
+
+
+def _norm(comm: Any, problem: Problem, device: torch.device) -> Iterator[Peer]:
+    if problem.layout != "residual" or problem.scaling:
+        raise LeftOut("it adds a residual before the norm and nothing else: layout residual")
+    from tunedcomm.kernels.all_reduce_rms_norm.op import EPS
+
+    tokens, hidden = rows_of(problem)
+    workspace = _workspace(comm, problem, tokens, hidden)
+    dtype = getattr(torch, problem.dtype)
+    y, h = (torch.empty(problem.shape, dtype=dtype, device=device) for _ in range(2))
+
+    def allocate() -> Tensors:
+        return torch.empty_like(y), torch.empty((hidden,), dtype=dtype, device=device), torch.empty_like(y)
+
+    for text, one_shot, early in _settings(problem, tokens):
+
+        def run(inputs: Tensors, one_shot: bool = one_shot, early: bool = early) -> Tensors:
+            x, weight, residual = inputs
+            comm.allreduce_fusion(
+                input=x,
+                workspace=workspace,
+                pattern=comm.AllReduceFusionPattern.kARResidualRMSNorm,
+                launch_with_pdl=early,
+                residual_in=residual,
+                residual_out=h,
+                norm_out=y,
+                rms_gamma=weight,
+                rms_eps=EPS,
+                use_oneshot=one_shot,
+                fp32_acc=True,
+            )
+            return y, h
+
+        yield Peer(text, allocate, run)
+
+
+_OPS = {"all_reduce": _all_reduce, "all_reduce_rms_norm": _norm}
+
+
+def peers(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """Its one-shot without flags, with and without early launch, and its two-shot."""
+    from flashinfer import comm
+
+    if problem.op not in _OPS:
+        raise LeftOut(f"no adapter for FlashInfer's {problem.op}")
+    if not hasattr(comm, "create_allreduce_fusion_workspace"):
+        raise LeftOut("this FlashInfer is older than create_allreduce_fusion_workspace")
+    if problem.reduction != "sum" or problem.world_size not in WORLD_SIZES:
+        raise LeftOut(f"it sums over 2, 4 or 8 ranks; this is {problem.reduction} over {problem.world_size}")
+    if problem.dtype not in ("bfloat16", "float16", "float32") or problem.nbytes > LARGEST_BYTES:
+        raise LeftOut(f"it is run for floating point numbers up to {LARGEST_BYTES >> 20} MiB")
+    yield from _OPS[problem.op](comm, problem, device)

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from . import comm, fused
+
+__all__ = ["comm", "fused"]

@@ -1,0 +1,165 @@
+"""`tunedcomm bench --peers`: other projects' kernels beside ours, through stand-ins in tests/data/fake_peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_ranks
+
+ROOT = Path(__file__).parents[2]
+FAKES = ROOT / "tests" / "data" / "fake_peers"
+ALL = ("flashinfer", "helion", "kraken", "triton_distributed")
+# Op and shape to the peers that have an adapter for it.
+CASES = {
+    ("all_reduce", "4096"): set(ALL),
+    ("all_gather", "1024"): {"kraken"},
+    ("all_reduce_bias", "4x256"): {"kraken"},
+    ("all_reduce_rms_norm", "4x256"): {"flashinfer"},
+    ("ag_gemm", "256x64x32"): {"helion", "kraken", "triton_distributed"},
+    ("gemm_rs", "128x64x32"): {"helion", "kraken", "triton_distributed"},
+    ("gemm_ar", "16x64x32"): {"kraken"},
+}
+Found = tuple[list[dict[str, Any]], list[dict[str, str]]]
+
+
+def measure(rank: int, world_size: int, mode: str) -> dict[tuple[str, str], Found]:
+    """Rows and who was left out, by op and shape, as a rank of the benchmark has them."""
+    sys.path.insert(0, str(FAKES))
+    import torch
+
+    from tunedcomm import kernels
+    from tunedcomm.cli._bench_rank import Bencher, problems_of
+    from tunedcomm.cli._peer_files import adapter_files
+    from tunedcomm.communicator import get_communicator
+    from tunedcomm.spec import get_op
+
+    kernels.discover()
+    communicator = get_communicator(None, torch.device("cpu"))
+    paths = [str(path) for path in adapter_files([str(ROOT / "bench" / "peers")])]
+    found = {}
+    for op, shape in CASES:
+        job = {
+            "op": op, "shapes": [shape], "dtypes": ["bfloat16"], "modes": [mode], "input_kinds": ["plain"],
+            "layout": get_op(op).layouts[0], "scalings": {"bfloat16": ""}, "contenders": ["library", *ALL],
+            "peers": paths, "link_gb_s": 100.0, "seed": 0, "run_id": "1", "command": "bench",
+        }  # fmt: skip
+        bencher = Bencher(communicator, job)
+        (problem,) = problems_of(job, world_size)
+        found[op, shape] = bencher.rows(problem), bencher.left_out
+    return found
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_peers_run_beside_the_library(mode: str) -> None:
+    mine, other = run_ranks(2, measure, mode, timeout=300, env={"NVSHMEM_DISABLE_NVLS": "1"})
+    assert mine.keys() == other.keys() == CASES.keys()
+    for (op, shape), eager in CASES.items():
+        expected = eager - {"triton_distributed"} if mode == "graph" and "gemm" in op else eager
+        rows, left_out = mine[op, shape]
+        assert {row["contender"] for row in rows} == {"library", *expected}, (op, left_out)
+        for row in rows:
+            assert 0 < row["latency_p10_us"] <= row["latency_p50_us"] <= row["latency_p90_us"]
+            assert row["error"] <= 8e-3
+            assert row["config"] or row["contender"] == "library"
+            assert ("gemm" in op) == (row["ceiling_share"] is None)  # of a GEMM only beside the GEMM alone
+        assert {one["peer"] for one in left_out} == set(ALL) - expected
+        assert left_out == other[op, shape][1]
+
+
+def bench(*arguments: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
+    """Rows and what stderr said of 2 ranks on the host."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tunedcomm.cli.main", "bench", "--world-size", "2", "--json", *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+ADAPTER = """
+import torch, torch.distributed as dist
+from tunedcomm.peers import LeftOut, Peer
+
+def peers(problem, device):
+    def run(inputs):
+        {run}
+    if {condition}:
+        yield Peer({config}, lambda: (torch.empty(problem.numel, dtype=torch.bfloat16),), run)
+"""
+RIGHT = "found = inputs[0].float(); dist.all_reduce(found); return (found.bfloat16(),)"
+ODD = "dist.get_rank() == 1"
+PLANTED = {
+    "right": (RIGHT, "True", "''"),
+    "wrong": ("return inputs", "True", "'the input'"),
+    "nan": ("return (inputs[0] * float('nan'),)", "True", "''"),
+    "short": ("return ()", "True", "''"),
+    "raises": ("raise OSError('no such wire')", "True", "''"),
+    "wrong_on_one": (
+        f"{RIGHT.removesuffix('return (found.bfloat16(),)')}return (found * (1 + ({ODD})),)",
+        "True",
+        "''",
+    ),
+    "raises_on_one": (f"if {ODD}: raise OSError('only here')\n        return inputs", "True", "''"),
+    "differs": (RIGHT, "True", "str(dist.get_rank())"),
+    "refuses": (RIGHT, "(_ for _ in ()).throw(LeftOut('not on a Sunday'))", "''"),
+    "not_made_for_it": (RIGHT, "False", "''"),
+}
+WHY = {
+    "wrong": "wrong when launched: its error is",
+    "nan": "wrong when launched: its error is inf",
+    "short": "it raised ValueError",
+    "raises": "run, it raised OSError: no such wire",
+    "wrong_on_one": "wrong when launched",
+    "raises_on_one": "run, it raised OSError: only here",
+    "differs": "its settings differ from rank to rank: [['0'], ['1']]",
+    "refuses": "not on a Sunday",
+    "broken": "cannot be loaded: SyntaxError",
+    "empty": "cannot be loaded: AttributeError",
+    "absent": "no_such_project cannot be imported here",
+}
+
+
+def test_a_peer_that_fails_or_is_wrong_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    for name, (run, condition, config) in PLANTED.items():
+        text = ADAPTER.format(run=run, condition=condition, config=config)
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("def peers(:", encoding="utf-8")
+    (tmp_path / "empty.py").write_text("", encoding="utf-8")
+    (tmp_path / "absent.py").write_text("def peers(problem, device):\n    import no_such_project\n", encoding="utf-8")
+    (tmp_path / "_helper.py").write_text("raise OSError", encoding="utf-8")
+    contenders = ",".join(("library", *PLANTED, "broken", "empty", "absent"))
+    rows, said = bench(
+        "--op", "all_reduce", "--shape", "512,1024", "--contender", contenders, "--peers", str(tmp_path)
+    )  # fmt: skip
+    assert {(row["shape"], row["contender"]) for row in rows} == {
+        (shape, name) for shape in ("512", "1024") for name in ("library", "right")
+    }
+    for name, why in WHY.items():
+        line = next(line for line in said.splitlines() if line.startswith(f"left out: {name} at 512 bfloat16 eager"))
+        assert why in line
+    assert "not_made_for_it" not in said
+    assert "and 1 more: not on a Sunday" in said
+
+
+def test_what_may_make_multicast_objects_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from tunedcomm.cli._peer_files import load_adapter
+    from tunedcomm.peers import LeftOut
+    from tunedcomm.spec import Problem
+
+    monkeypatch.syspath_prepend(str(FAKES))
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "0")
+    adapter = load_adapter(ROOT / "bench" / "peers" / "triton_distributed.py")
+    with pytest.raises(LeftOut, match="set NVSHMEM_DISABLE_NVLS=1"):
+        list(adapter.peers(Problem("all_reduce", (512,), "bfloat16", 2), torch.device("cpu")))

@@ -1,0 +1,141 @@
+"""What adapters are helped with, and PyTorch's own operators as contenders, as far as that needs no GPU."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tunedcomm.cli import _peers
+from tunedcomm.cli._peers import TORCH_PEERS
+from tunedcomm.peers import LeftOut, Peer, need_signals, plain_gemm, symmetric
+from tunedcomm.spec import Problem
+
+PEERS = Path(__file__).parents[2] / "bench" / "peers"
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+REDUCED = Problem("all_reduce", (4096,), "bfloat16", 4, reduction="sum")
+GATHERED = Problem("all_gather", (4096,), "bfloat16", 4)
+GEMM = Problem("gemm_rs", (4096, 8192, 3584), "bfloat16", 4, layout="nk", reduction="sum")
+BY_NAME = {adapter.name: adapter for adapter in TORCH_PEERS}
+
+
+def made(name: str, problem: Problem, device: torch.device = CUDA) -> list[Peer]:
+    return list(BY_NAME[name].peers(problem, device))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_torch_has_nothing_to_say_of_other_ops_and_of_the_host(name: str) -> None:
+    assert made(name, GEMM) == []
+    assert made(name, REDUCED, CPU) == []
+    assert made(name, replace(REDUCED, reduction="max")) == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (replace(REDUCED, world_size=3), "2, 4 or 8 ranks, not 3"),
+        (replace(REDUCED, dtype="float16"), "not float16"),
+        (replace(REDUCED, shape=(4095,)), "8190 bytes are no multiple of 16 for each of 4 ranks"),
+        (replace(REDUCED, shape=(0,)), "0 bytes"),
+        (replace(REDUCED, shape=(1 << 26,)), "a one-shot of more than 32 MiB"),
+    ],
+)
+def test_torch_one_shot_says_why_not(problem: Problem, why: str) -> None:
+    with pytest.raises(LeftOut, match=why):
+        made("torch_one_shot_symmetric", problem)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_low_contention_operators_are_called_on_symmetric_inputs_and_waited_for(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def operator(*arguments: object) -> str:
+        calls.append(arguments)
+        return "pending"
+
+    operators = SimpleNamespace(**{f"_low_contention_{op}": operator})
+    monkeypatch.setattr(_peers, "torch", SimpleNamespace(
+        ops=SimpleNamespace(symm_mem=operators, _c10d_functional=SimpleNamespace(wait_tensor=lambda x: f"{x}, done"))
+    ))  # fmt: skip
+    monkeypatch.setattr(_peers, "default_group", lambda: SimpleNamespace(group_name="0"))
+    monkeypatch.setattr(_peers, "symmetric", lambda shape, dtype, device: (tuple(shape), dtype))
+    reduction = "sum" if op == "reduce_scatter" else ""
+    (peer,) = made("torch_low_contention", replace(GATHERED, op=op, reduction=reduction))
+    inputs = peer.allocate()
+    assert inputs == ((((4096 if op == "all_gather" else 16384),), "bfloat16"),)
+    assert peer.run(inputs) == ("pending, done",)
+    assert calls == [(inputs[0], "0") if op == "all_gather" else (inputs[0], "sum", "0")]
+
+
+def test_symmetric_memory_of_the_host_is_ordinary() -> None:
+    found = symmetric((2, 3), "bfloat16", CPU)
+    assert (found.shape, found.dtype) == ((2, 3), torch.bfloat16)
+
+
+def test_grids_beyond_the_signal_pad_are_refused() -> None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    slots = symm_mem.get_signal_pad_size() // 16
+    need_signals(slots, 4)
+    with pytest.raises(LeftOut, match=f"{slots + 1} blocks is more than the {slots}"):
+        need_signals(slots + 1, 4)
+
+
+def test_kraken_without_slots_for_every_tile_goes_by_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gemm_reduce_scatter(a: object, b: object) -> None: ...
+    def gemm_reduce_scatter_ce_persistent(a: object, b: object) -> None: ...
+
+    functions = (gemm_reduce_scatter, gemm_reduce_scatter_ce_persistent)
+    fused = SimpleNamespace(**{function.__name__: function for function in functions})
+    monkeypatch.setitem(sys.modules, "kraken", SimpleNamespace(fused=fused))
+    peers = runpy.run_path(str(PEERS / "kraken.py"))["peers"]
+
+    def configs(problem: Problem) -> set[str]:
+        return {peer.config for peer in peers(problem, CPU)}
+
+    assert configs(replace(GEMM, shape=(512, 512, 64))) == {function.__name__ for function in functions}
+    assert configs(GEMM) == {"gemm_reduce_scatter_ce_persistent"}
+    with pytest.raises(LeftOut, match="8192 blocks is more than"):
+        configs(replace(GEMM, op="gemm_ar"))
+
+
+def test_gemms_with_more_to_them_are_refused() -> None:
+    assert plain_gemm(GEMM)
+    assert not plain_gemm(replace(GEMM, layout="kn"))
+    for other in (
+        replace(GEMM, layout="nk+bias"),
+        replace(GEMM, dtype="float8_e4m3fn", scaling="rowwise"),
+        replace(GEMM, dtype="float32"),
+    ):
+        with pytest.raises(LeftOut, match="layouts nk and kn"):
+            plain_gemm(other)
+    with pytest.raises(LeftOut, match="4095 is no multiple of 4"):
+        plain_gemm(replace(GEMM, shape=(4095, 64, 64)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((512,), (1, 512)), ((98304,), (12, 8192)), ((24,), (3, 8)), ((64, 5120), (64, 5120))]
+)
+def test_flashinfer_is_given_rows(shape: tuple[int, ...], rows: tuple[int, int]) -> None:
+    rows_of = runpy.run_path(str(PEERS / "flashinfer.py"))["rows_of"]
+    assert rows_of(replace(REDUCED, shape=shape)) == rows
+
+
+def test_flashinfer_is_given_whole_packets() -> None:
+    rows_of = runpy.run_path(str(PEERS / "flashinfer.py"))["rows_of"]
+    with pytest.raises(LeftOut, match="no multiple of 16 bytes"):
+        rows_of(replace(REDUCED, shape=(4092,)))
+
+
+@pytest.mark.parametrize("path", sorted(PEERS.glob("*.py")), ids=lambda path: path.stem)
+def test_adapters_name_the_package_that_is_missing(path: Path) -> None:
+    peers = runpy.run_path(str(path))["peers"]
+    with pytest.raises(ModuleNotFoundError):
+        list(peers(REDUCED, CPU))
