@@ -128,13 +128,13 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
         )
         opened.execute("UPDATE trial SET baseline_p50_us = 1000")
     assert "all_reduce" in shown[1]
-    found = run_ranks(2, body, str(site), (0, 1), str(database), timeout=90)
+    found = run_ranks(2, body, str(site), (0, 1), str(database), timeout=90, fresh=True)
     assert found == [("gather_sum", "exact")] * 2
 
 
 def test_ranks_with_different_packages_do_not_run(site: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"AgreementError: .*source hash of all_reduce\.gather_sum"):
-        run_ranks(2, body, str(site), (1,), str(tmp_path / "none.db"), timeout=60)
+        run_ranks(2, body, str(site), (1,), str(tmp_path / "none.db"), timeout=60, fresh=True)
 
 
 BROKEN = {
