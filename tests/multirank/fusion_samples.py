@@ -23,8 +23,6 @@ def compiled(
     function: Callable[..., Any],
     fusion: tunedcomm.FusionPass,
     graphs: list[fx.Graph] | None = None,
-    *,
-    dynamic: bool | None = None,
 ) -> Callable[..., Any]:
     """The function by the graphs that Inductor would make code of; they go into `graphs`."""
 
@@ -48,14 +46,15 @@ def compiled(
         partition_fn=min_cut_rematerialization_partition,
     )
     torch._dynamo.reset()
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    return torch.compile(function, backend=backend, fullgraph=True)
 
 
 def calls_of(*graphs: fx.Graph) -> list[str]:
-    """Names of the communicating operators, in order."""
+    """Names of the communicating operators, in order, in place or not."""
     spaces = ("tunedcomm.", "_c10d_functional.")
     targets = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    return [target.split(".")[1] for target in targets if target.startswith(spaces) and "wait_tensor" not in target]
+    names = [target.split(".")[1] for target in targets if target.startswith(spaces)]
+    return [name.removesuffix("_") for name in names if name != "wait_tensor"]  # some are in place
 
 
 def fused_ops(fusion: tunedcomm.FusionPass) -> list[str]:

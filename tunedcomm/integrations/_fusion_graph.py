@@ -42,6 +42,7 @@ _RESHAPES = (
     _aten.unsqueeze.default,
     _aten.alias.default,
 )
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 _MAX_HOISTED = 8
 
@@ -82,8 +83,12 @@ def _dim(node: Node, index: int, rank: int) -> int:
     return int(given) % rank  # type: ignore[arg-type]
 
 
-def _is_whole_copy(node: Node) -> bool:
-    return is_call(node, _aten.clone.default) and val(node).is_contiguous()
+def _is_flat(node: Node) -> bool:
+    """True for reshapes, contiguous copies, and waiting once more."""
+    if is_call(node, _WAIT):
+        begun = getattr(node.args[0], "target", None)
+        return begun is _WAIT or getattr(begun, "namespace", "") == "aten"
+    return is_call(node, *_RESHAPES) or (is_call(node, _aten.clone.default) and val(node).is_contiguous())
 
 
 def _joined(split: Node) -> Node | None:
@@ -107,7 +112,7 @@ def _joined(split: Node) -> Node | None:
 def _flat_input(node: Node) -> tuple[Node | None, list[Node]]:
     """What a flat node rearranges, and the nodes between, itself last; (None, []) for other nodes."""
     source = node.args[0] if node.args else None
-    if (is_call(node, *_RESHAPES) or _is_whole_copy(node)) and isinstance(source, fx.Node):
+    if _is_flat(node) and isinstance(source, fx.Node):
         return source, [node]
     if is_call(node, _aten.cat.default) and isinstance(source, (list, tuple)) and is_call(source[0], operator.getitem):
         split = source[0].args[0]
@@ -135,7 +140,7 @@ def flat_users(node: Node) -> list[Node]:
             if cat is not None:
                 found += [user, *user.users, cat]
                 waiting.append(cat)
-            elif is_call(user, *_RESHAPES) or _is_whole_copy(user):
+            elif _is_flat(user):
                 found.append(user)
                 waiting.append(user)
     return found

@@ -11,7 +11,7 @@ from torch import fx
 
 from tunedcomm.integrations._fusion_graph import Node, flat_source, is_call, val
 
-__all__ = ["Norm", "find_norms"]
+__all__ = ["Norm", "find_norms", "norm_of"]
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -38,13 +38,10 @@ class Norm:
     added: tuple[Node, ...]
 
 
-def find_norms(graph: fx.Graph) -> Iterator[Norm]:
-    """Every norm of a sum over ranks."""
-    for node in graph.nodes:
-        if is_call(node, _aten.rsqrt.default):
-            norm = _norm_of(node)
-            if norm is not None:
-                yield norm
+def find_norms(graph: fx.Graph) -> dict[Node, Node]:
+    """The waited sums over ranks that norms are taken of, to the norms' square roots, by which `norm_of` finds them."""
+    roots = [node for node in graph.nodes if is_call(node, _aten.rsqrt.default)]
+    return {norm.wait: root for root in roots if (norm := norm_of(root)) is not None}
 
 
 def _uncast(node: Any) -> Any:
@@ -85,7 +82,8 @@ def _with_casts(node: Node) -> Iterator[Node]:
     yield from (user for user in node.users if _uncast(user) is not user)
 
 
-def _norm_of(rsqrt: Node) -> Norm | None:
+def norm_of(rsqrt: Node) -> Norm | None:
+    """The norm with this square root, if it is one of a sum over ranks."""
     found = _squared(rsqrt)
     if found is None:
         return None

@@ -15,8 +15,9 @@ from torch import fx
 from tunedcomm.communicator import Communicator
 from tunedcomm.dispatcher import explain
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
-from tunedcomm.integrations._fusion_graph import LeftError, static
+from tunedcomm.integrations._fusion_graph import LeftError, Node, static
 from tunedcomm.ops import _operators
+from tunedcomm.ops._path import paths
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
 __all__ = ["WHEN", "Policy", "Verdict", "When"]
@@ -86,6 +87,20 @@ class Policy:
         known = decision.latency_us is not None and decision.library_us is not None
         saved = decision.library_us - decision.latency_us if known else 0.0  # type: ignore[operator]
         return Verdict(True, decision.why, said, saved)
+
+    def with_bias(self, verdict: Verdict, bias: Node, reduction: str) -> Verdict:
+        """The verdict where a bias, in which ranks may differ, is summed over them by a call of its own."""
+        if not verdict.fuse or self.when != "pays":
+            return verdict
+        asked = paths["all_reduce"].form.problem(bias.meta["val"], reduction, self.communicator.world_size)
+        decision = explain(
+            self.communicator, replace(asked, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
+        )
+        if decision.latency_us is not None and decision.latency_us < verdict.saved_us:
+            return replace(verdict, saved_us=verdict.saved_us - decision.latency_us)
+        takes = "nobody knows how long" if decision.latency_us is None else f"{decision.latency_us:.2f} µs"
+        why = f"its bias would have to be summed, too, which takes {takes} where {verdict.saved_us:.2f} µs are saved"
+        return replace(verdict, fuse=False, why=why)
 
     def _problem(self, operator: str, fakes: tuple[Any, ...], option: Any) -> Problem | None:
         """What the dispatcher would be asked; None where that depends on symbolic sizes.

@@ -24,14 +24,15 @@ from tunedcomm.integrations._fusion_graph import (
     reshaped,
     val,
 )
-from tunedcomm.integrations._fusion_norm import Norm
+from tunedcomm.integrations._fusion_norm import Norm, norm_of
 from tunedcomm.integrations._fusion_policy import Policy, Verdict
 
-__all__ = ["Gather", "NormOfSum", "Reduce", "gathered_by", "norm_of_sum", "reduced_by"]
+__all__ = ["Gather", "NormOfSum", "Reduce", "gathered_by", "norm_of_sum", "reduced_by", "scattered_by"]
 
 _ops: Any = torch.ops.tunedcomm
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_REORDERING = (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.permute.default)
 
 
 def _waited(collective: Node) -> Node:
@@ -141,6 +142,9 @@ def gathered_by(collective: Node) -> Gather:
                 continue
             products.append((user, b, bias))
     if not products:
+        users = {user for node in flat for user in node.users} - seen
+        if not reason and any(is_call(user, *_REORDERING) for user in users):
+            reason = "its rows are put in another order before any product, as those of several sequences are"
         raise LeftError(reason or "no product of the gathered rows follows")
     products.sort(key=lambda found: order[found[0]])
     if len({val(b).dtype for _, b, _ in products}) > 1:
@@ -180,8 +184,10 @@ class Reduce:
     def judge(self, policy: Policy) -> Verdict:
         a, b, bias = self._operands()
         if self.scatters:
-            return policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction))
-        return policy.judge("gemm_ar", (a, b, bias, None, None), (None,))
+            verdict = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction))
+        else:
+            verdict = policy.judge("gemm_ar", (a, b, bias, None, None), (None,))
+        return verdict if bias is None else policy.with_bias(verdict, bias, self.reduction)
 
     def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
         """Put the fused op where the collective was; ranks may have different biases, so those are summed, too."""
@@ -199,8 +205,17 @@ class Reduce:
         erase_unused(graph, [self.product, *self.between, self.collective, self.wait])
 
 
-def reduced_by(collective: Node, *, scatters: bool) -> Reduce:
-    """The pattern that ends at a reducing collective.
+def scattered_by(collective: Node) -> Reduce:
+    """The pattern that ends at a reduce_scatter.
+
+    Raises:
+        LeftError: there is none.
+    """
+    return reduced_by(collective, scatters=True)
+
+
+def reduced_by(collective: Node, *, scatters: bool = False) -> Reduce:
+    """The pattern that ends at a reducing collective, an all_reduce unless it scatters.
 
     Raises:
         LeftError: there is none.
@@ -211,6 +226,8 @@ def reduced_by(collective: Node, *, scatters: bool) -> Reduce:
         raise LeftError(f"it reduces by {reduction}")
     given: Any = collective.args[0]
     product, between = flat_source(given)
+    if is_call(product, _aten.cat.default):
+        raise LeftError("its rows are put in another order behind any product, as those of several sequences are")
     _, _, bias = product_operands(product)
     if bias is not None and val(bias).dim() != 1:
         raise LeftError(f"what {product.name} adds is no row")
@@ -265,15 +282,15 @@ class NormOfSum:
         erase_unused(graph, [self.collective, *chain])
 
 
-def norm_of_sum(collective: Node, norms: dict[Node, Norm]) -> NormOfSum:
+def norm_of_sum(collective: Node, roots: dict[Node, Node]) -> NormOfSum:
     """The pattern that begins at an all_reduce.
 
     Raises:
         LeftError: there is none.
     """
     wait = _waited(collective)
-    norm = norms.get(wait)
-    if norm is None:
+    norm = norm_of(roots[wait]) if wait in roots else None
+    if norm is None or norm.wait is not wait:
         raise LeftError("no RMS norm of the sum follows")
     if str(collective.args[1]).lower() != "sum":
         raise LeftError(f"it reduces by {collective.args[1]}")

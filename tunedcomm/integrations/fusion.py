@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,9 +39,17 @@ from tunedcomm.communicator import get_communicator
 from tunedcomm.dispatcher import check_max_sms, check_policy, forced_here
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations._fusion_graph import LeftError, Node
-from tunedcomm.integrations._fusion_norm import Norm, find_norms
+from tunedcomm.integrations._fusion_norm import find_norms
 from tunedcomm.integrations._fusion_policy import WHEN, Policy, Verdict, When
-from tunedcomm.integrations._fusion_rewrite import Gather, NormOfSum, Reduce, gathered_by, norm_of_sum, reduced_by
+from tunedcomm.integrations._fusion_rewrite import (
+    Gather,
+    NormOfSum,
+    Reduce,
+    gathered_by,
+    norm_of_sum,
+    reduced_by,
+    scattered_by,
+)
 from tunedcomm.integrations.torch_version import check_torch
 from tunedcomm.spec import Mode, NumericsPolicy
 from tunedcomm.version import VERSION
@@ -127,12 +135,14 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         policies = self._policies()
         fused = False
         for node in [node for node in graph.nodes if node.target is _GATHER]:
-            fused |= self._settle(graph, node, policies, lambda node: [gathered_by(node)])
+            fused |= self._settle(graph, node, policies, [gathered_by])
         for node in [node for node in graph.nodes if node.target is _SCATTER]:
-            fused |= self._settle(graph, node, policies, lambda node: [reduced_by(node, scatters=True)])
-        norms = {norm.wait: norm for norm in find_norms(graph)}
+            fused |= self._settle(graph, node, policies, [scattered_by])
+        roots = find_norms(graph)
+        normed_by = functools.partial(norm_of_sum, roots=roots)
         for node in [node for node in graph.nodes if node.target is _REDUCE]:
-            fused |= self._settle(graph, node, policies, functools.partial(_reducing, norms=norms))
+            followed = any(user in roots for user in node.users)
+            fused |= self._settle(graph, node, policies, [normed_by, reduced_by] if followed else [reduced_by])
         if fused:
             graph.eliminate_dead_code()
             graph.lint()
@@ -175,18 +185,19 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         mode: Mode = self._mode or ("graph" if config.triton.cudagraphs else "eager")
         return {group.group_name: Policy(get_communicator(group), *self._asked, mode) for group in self._groups}
 
-    def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Any) -> bool:
+    def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Sequence[Any]) -> bool:
         """Fuse the best of the patterns that a collective is part of; True if there was one."""
         name, group = node.name, _group_name(node)
         policy = policies.get(group)
         if policy is None:
             self._record(FusionRecord(name, "", "", False, f"group {group!r} is not among the pass's"))
             return False
-        try:
-            found: list[Gather | Reduce | NormOfSum] = find(node)
-        except LeftError as left:
-            self._record(FusionRecord(name, "", "", False, str(left)))
-            return False
+        found: list[Gather | Reduce | NormOfSum] = []
+        for each in find:
+            try:
+                found.append(each(node))
+            except LeftError as left:
+                self._record(FusionRecord(name, "", "", False, str(left)))
         judged = sorted(((pattern.judge(policy), pattern) for pattern in found), key=_merit)
         done = ""
         for verdict, pattern in judged:
@@ -205,28 +216,6 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
 
 def _merit(judged: tuple[Verdict, Any]) -> tuple[bool, float]:
     return not judged[0].fuse, -judged[0].saved_us
-
-
-def _reducing(node: Node, norms: dict[Node, Norm]) -> list[NormOfSum | Reduce]:
-    """The patterns of an all_reduce: with what follows it, and with what comes before it.
-
-    Raises:
-        LeftError: there is neither.
-    """
-    found: list[NormOfSum | Reduce] = []
-    reasons = []
-    finders: tuple[Callable[[], NormOfSum | Reduce], ...] = (
-        lambda: norm_of_sum(node, norms),
-        lambda: reduced_by(node, scatters=False),
-    )
-    for find in finders:
-        try:
-            found.append(find())
-        except LeftError as left:
-            reasons.append(str(left))
-    if not found:
-        raise LeftError("; ".join(dict.fromkeys(reasons)))
-    return found
 
 
 def fusion_pass(
