@@ -262,5 +262,5 @@ def fusion_pass(
             )
     check_policy(numerics)
     check_max_sms(max_sms)
-    resolved = tuple(get_communicator(group).group for group in dict.fromkeys(groups or (None,)))
+    resolved = tuple(dict.fromkeys(get_communicator(group).group for group in groups or (None,)))
     return FusionPass(resolved, when, numerics, max_sms, mode)
