@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,6 +233,17 @@ def outcomes() -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_policy(outcomes: list[dict[str, str]], name: str) -> None:
     report(outcomes, name)
+
+
+def test_torch_logs() -> None:
+    """As the page says: the log is switched on by the module's name, which is found without importing much."""
+    code = "import torch, logging; logging.getLogger('tunedcomm.integrations.fusion').info('heard')"
+    env = {**os.environ, "TORCH_LOGS": "tunedcomm.integrations.fusion"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "heard" in done.stderr
+    del env["TORCH_LOGS"]
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "heard" not in done.stderr
 
 
 def inductor_body(rank: int, world_size: int) -> list[str]:
