@@ -75,6 +75,11 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
     "gather, product with [K, N]": (lambda x, w: gather(x) @ w, [(M, K), (K, N)], ["ag_gemm"]),
     "gather of three dimensions": (lambda x, w: gather(x) @ w, [(M, 3, K), (K, N)], ["ag_gemm"]),
     "gather along the sequence": (lambda x, w: gather(x, 1) @ w.t(), [(1, M, K), (N, K)], ["ag_gemm"]),
+    "gather, parts joined along the sequence": (
+        lambda x, w: torch.cat(torch.chunk(gather(x), WORLD_SIZE), dim=1) @ w.t(),
+        [(1, M, K), (N, K)],
+        ["ag_gemm"],
+    ),
     "gather, linear with bias": (
         lambda x, w, b: torch.relu(torch.nn.functional.linear(gather(x, 1), w, b)),
         [(1, M, K), (N, K), (N,)],
