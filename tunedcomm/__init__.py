@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
         WorkspaceError,
     )
+    from tunedcomm.integrations.fusion import FusionPass, fusion_pass
     from tunedcomm.integrations.intercept import install, intercept, uninstall
     from tunedcomm.integrations.serving import ServingAllReduce
     from tunedcomm.ops.ag_gemm import ag_gemm
@@ -64,6 +65,7 @@ __all__ = [
     "DatabaseError",
     "DatabaseFullError",
     "DatabaseVersionError",
+    "FusionPass",
     "GatherProgress",
     "GroupError",
     "InfeasibleError",
@@ -92,6 +94,7 @@ __all__ = [
     "check_agreement",
     "explain",
     "force",
+    "fusion_pass",
     "gemm_ar",
     "gemm_rs",
     "get_communicator",
@@ -107,6 +110,7 @@ __all__ = [
 _HOME = {
     "Agreement": "agreement",
     "Communicator": "communicator",
+    "FusionPass": "integrations.fusion",
     "GatherProgress": "ops.progress",
     "Problem": "spec",
     "ag_gemm": "ops.ag_gemm",
@@ -122,6 +126,7 @@ _HOME = {
     "check_agreement": "agreement",
     "explain": "dispatcher",
     "force": "dispatcher",
+    "fusion_pass": "integrations.fusion",
     "gemm_ar": "ops.gemm_ar",
     "gemm_rs": "ops.gemm_rs",
     "get_communicator": "communicator",

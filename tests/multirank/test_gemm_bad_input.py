@@ -131,13 +131,14 @@ def options(rank: int) -> None:
 
 
 def requires_grad(rank: int) -> None:
-    for name in ("a", "b"):
-        shape = (M, K) if name == "a" else (K, N)
-        refuse({name: torch.ones(shape, requires_grad=True)}, "not differentiable; call it under torch.no_grad()")
-    weight = torch.ones(N, K, requires_grad=True)
-    refuse({"b": weight.t()}, "not differentiable")
-    refuse({"b": [weight.t(), torch.ones(K, N)]}, "not differentiable", "ag_gemm")
+    weight, one = torch.ones(N, K, requires_grad=True), torch.ones(1)
+    refuse({"a": torch.ones(M, K, requires_grad=True), "out": torch.ones(M, N)}, "into a given tensor is not diff")
+    refuse({"b": [weight.t()], "out": [torch.ones(2 * M, N)]}, "into a given tensor is not diff", "ag_gemm")
     refuse({"out": torch.ones(M, N, requires_grad=True)}, "not differentiable", "gemm_ar")
+    eight = {"a": torch.ones(M, K).to(FP8), "scale_a": one}
+    b = weight.detach().to(FP8).t().requires_grad_()
+    refuse({**eight, "b": b, "scale_b": one}, r"of torch\.float8_e4m3fn is not differentiable; call it under")
+    refuse({**eight, "b": [b], "scale_b": [one]}, r"of torch\.float8_e4m3fn is not differentiable", "ag_gemm")
     with torch.no_grad():
         assert not tunedcomm.gemm_ar(torch.ones(M, K), weight.t()).requires_grad
         assert not tunedcomm.ag_gemm(torch.ones(M, K), [weight.t()])[0].requires_grad

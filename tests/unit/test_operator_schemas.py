@@ -15,7 +15,7 @@ from torch.library import opcheck
 import tunedcomm
 import tunedcomm.integrations.operators
 from tunedcomm.integrations import gradients
-from tunedcomm.ops._operators import paths
+from tunedcomm.ops._operators import lists, paths
 
 OPS = torch.ops.tunedcomm
 NOBODY = (4, "a group that is not here")
@@ -31,9 +31,11 @@ def fakes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list
 def test_every_op_is_an_operator() -> None:
     collectives = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
     assert {*collectives, "all_reduce_bias", "all_reduce_rms_norm"} <= set(SERVED)
-    assert sorted(gradients.formulas()) == SERVED
+    assert {"ag_gemm", "ag_gemm_gathered", "gemm_ar", "gemm_rs"} <= set(SERVED)
+    assert sorted(gradients.formulas()) == sorted([*SERVED, *lists])
+    assert OPS.ag_gemm_list.overloads() == ["default"]
     for op in SERVED:
-        assert hasattr(tunedcomm, op)
+        assert hasattr(tunedcomm, op.removesuffix("_gathered"))
         assert sorted(getattr(OPS, op).overloads()) == ["default", "out"]
 
 
@@ -90,6 +92,23 @@ def test_shapes() -> None:
     assert [t.dtype for t in quantised] == [torch.float8_e4m3fn, torch.bfloat16]
 
 
+def test_shapes_of_fused_products() -> None:
+    a, weight = fakes((8, 3, 6), (5, 6))
+    (wide,) = fakes((5,), dtype=torch.float32)
+    plain, products = (None, None, None), []
+    products.append(results("ag_gemm", [a, weight.t(), *plain]))
+    products += results("ag_gemm_gathered", [a, weight.t(), *plain])
+    products += OPS.ag_gemm_list(a, [weight.t(), weight[:2].t()], None, [], None, *NOBODY, "any", 8)
+    products.append(results("gemm_rs", [a, weight.t(), *plain], "avg"))
+    products.append(results("gemm_ar", [a[0, 0], weight.t(), wide, None, None], torch.float32))
+    shapes = [(32, 3, 5), (32, 3, 5), (32, 3, 6), (32, 3, 5), (32, 3, 2), (32, 3, 6), (2, 3, 5), (5,)]
+    assert [tuple(t.shape) for t in products] == shapes
+    assert [t.dtype for t in products] == [torch.bfloat16] * 7 + [torch.float32]
+    eight, other = (t.to(torch.float8_e4m3fn) for t in (a, weight.t()))
+    one = wide[:1]
+    assert results("gemm_rs", [eight, other, one, one, torch.float16], "sum").dtype == torch.float16
+
+
 def test_strides_are_those_of_new_tensors() -> None:
     (x,) = fakes((12, 8))
     assert results("all_reduce", [x.t()], "sum").is_contiguous()
@@ -110,6 +129,20 @@ def test_strides_are_those_of_new_tensors() -> None:
             x, x[0], None, None, None, 1e-6, None, *NOBODY, out=x * 1, residual_out=x[0]
         )),
         ("bias of all_reduce_bias has shape", lambda x: OPS.all_reduce_bias_(x, x[:, 0], *NOBODY)),
+        ("b has 8 rows .* pass b.t", lambda x: OPS.gemm_rs(x, x, None, None, None, "sum", *NOBODY)),
+        ("must be a multiple of 4", lambda x: OPS.gemm_rs(x[1:], x.t(), None, None, None, "sum", *NOBODY)),
+        ("op='max' is no reduction", lambda x: OPS.gemm_rs(x, x.t(), None, None, None, "max", *NOBODY)),
+        ("bias of gemm_ar has shape", lambda x: OPS.gemm_ar(x, x.t(), x[0], None, None, None, *NOBODY)),
+        ("wants scale_a and scale_b", lambda x: OPS.ag_gemm(
+            x.to(torch.float8_e4m3fn), x.t().to(torch.float8_e4m3fn), None, None, None, *NOBODY
+        )),
+        ("is an empty list", lambda x: OPS.ag_gemm_list(x, [], None, [], None, *NOBODY, "any", 8)),
+        ("scale_b of ag_gemm has 1 elements", lambda x: OPS.ag_gemm_list(
+            x, [x.t()] * 2, x, [x], None, *NOBODY, "any", None
+        )),
+        ("gathered has shape", lambda x: OPS.ag_gemm_gathered.out(
+            x, x.t(), None, None, None, *NOBODY, out=x.new_empty(32, 8), gathered=x
+        )),
         ("not differentiable", lambda x: OPS.all_reduce_(x.requires_grad_() * 1, "sum", *NOBODY)),
     ],
 )  # fmt: skip

@@ -10,21 +10,16 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.integrations import _gemm_gradients
+from tunedcomm.integrations._gemm_gradients import Formula, refuse, rows_of
 
 __all__ = ["Formula", "formulas"]
 
-# (setup_context, backward), as torch.library.register_autograd has them.
-Formula: TypeAlias = tuple[Callable[..., None], Callable[..., Any]]
 _ops: Any = torch.ops.tunedcomm
-
-
-def _refuse(what: str) -> None:
-    raise UnsupportedInputError(f"{what} is not differentiable; call it under torch.no_grad() or pass x.detach()")
 
 
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -35,7 +30,7 @@ def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _keep_linear(op: str) -> Callable[..., None]:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if inputs[1] not in ("sum", "avg"):
-            _refuse(f"{op} with op={inputs[1]!r}")
+            refuse(f"{op} with op={inputs[1]!r}")
         _keep_settings(ctx, inputs, output)
 
     return setup
@@ -59,7 +54,7 @@ def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x = inputs[0]
     if not (x.is_complex() or x.dtype.itemsize > 1):
-        _refuse(f"all_gather of {x.dtype}")
+        refuse(f"all_gather of {x.dtype}")
     ctx.shape = x.shape  # a tensor without dimensions comes back as one
     _keep_settings(ctx, inputs, output)
 
@@ -84,21 +79,16 @@ def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.settings = inputs[2:]
 
 
-def _rows(grad: torch.Tensor) -> torch.Tensor:
-    """The sum over all dimensions but the last."""
-    return grad.sum(dim=tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-
-
 def _all_reduce_bias(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_x, wants_bias, *_ = ctx.needs_input_grad
     x = _ops.all_reduce(grad, "sum", *ctx.settings) if wants_x else None
-    return x, _rows(grad) if wants_bias else None, *(None,) * len(ctx.settings)
+    return x, rows_of(grad) if wants_bias else None, *(None,) * len(ctx.settings)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, weight, _, _, _, eps, out_dtype, *settings = inputs
     if out_dtype is not None:
-        _refuse(f"all_reduce_rms_norm with out_dtype={out_dtype}")
+        refuse(f"all_reduce_rms_norm with out_dtype={out_dtype}")
     ctx.eps, ctx.settings = eps, settings
     ctx.save_for_backward(weight, output[1])
 
@@ -118,8 +108,8 @@ def _all_reduce_rms_norm(ctx: Any, grad_y: torch.Tensor, grad_h: torch.Tensor) -
     dh = (grad_h.to(wide) + inner).to(summed.dtype)
     return (
         _ops.all_reduce(dh, "sum", *ctx.settings) if wants_x else None,
-        _rows(dy * normal).to(weight.dtype) if wants_weight else None,
-        _rows(dh) if wants_bias else None,
+        rows_of(dy * normal).to(weight.dtype) if wants_weight else None,
+        rows_of(dh) if wants_bias else None,
         dh if wants_residual else None,
         *(None,) * (3 + len(ctx.settings)),
     )
@@ -134,4 +124,5 @@ def formulas() -> dict[str, Formula]:
         "all_to_all": (_keep_settings, _all_to_all),
         "all_reduce_bias": (_keep_bias, _all_reduce_bias),
         "all_reduce_rms_norm": (_keep_norm, _all_reduce_rms_norm),
+        **_gemm_gradients.formulas(),
     }

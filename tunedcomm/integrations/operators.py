@@ -6,6 +6,8 @@ For an op with the results r, r2, …:
     <op>.out(the same, *, Tensor(a!) r, Tensor(b!) r2, …) -> ()                                 into given tensors
     <op>_(Tensor(a!) x, the same) -> ()                                   in place, where a result may be the input
 
+`ag_gemm_gathered` also returns the gathered a; `ag_gemm_list` takes several b and returns [products…, gathered a].
+
 `group` is a process group's name in `torch.distributed` (`ProcessGroup.group_name`), resolved at every call. Its size
 is an argument because results' shapes depend on it: what a compiler stores on disk is found again by the arguments.
 
@@ -26,16 +28,20 @@ from tunedcomm.dispatcher import check_max_sms, check_policy
 from tunedcomm.errors import GroupError
 from tunedcomm.integrations import gradients
 from tunedcomm.ops import (  # noqa: F401 - each enters its path
+    ag_gemm,
     all_gather,
     all_reduce,
     all_reduce_bias,
     all_reduce_rms_norm,
     all_to_all,
+    gemm_ar,
+    gemm_rs,
     reduce_scatter,
 )
 from tunedcomm.ops._checks import check_differentiable, check_fits, check_input
+from tunedcomm.ops._gemm_several import Several
 from tunedcomm.ops._many import ManyPath
-from tunedcomm.ops._operators import paths
+from tunedcomm.ops._operators import lists, paths
 from tunedcomm.ops._path import CallPath
 
 __all__ = ["NAMESPACE", "Asked", "Operator", "define"]
@@ -211,7 +217,7 @@ class _Many(Operator):
 
     def __init__(self, path: ManyPath) -> None:
         form = path.form
-        self._path, self.name, self.options = path, form.op, form.arguments
+        self._path, self.name, self.options = path, form.operator, form.arguments
         self.inputs, self.optional, self.outputs = form.inputs, form.optional, form.outputs
         self.in_place = form.may_be_input
 
@@ -227,6 +233,42 @@ class _Many(Operator):
         form, option = self._path.form, asked.options or None
         form.check(tuple(inputs), option, asked.group_size)
         return form.results(tuple(inputs), option, asked.group_size)
+
+
+class _List(Operator):
+    """An op with a list of b: (products…, gathered a) as one list; only the functional form."""
+
+    inputs, outputs = ("a", "b", "scale_a", "scale_b"), ("products",)
+    optional, options = ("scale_a",), ("ScalarType? out_dtype",)
+    reduces, in_place = True, False
+
+    def __init__(self, name: str, several: Several) -> None:
+        self.name, self._several = name, several
+
+    def declaration(self, *, mutated: bool) -> str:
+        # No defaults: PyTorch leaves such arguments out, and with lists then counts too many gradients.
+        plain = super().declaration(mutated=mutated).replace('="default"', "").replace("=None", "")
+        return plain.replace("Tensor b", "Tensor[] b").replace("Tensor scale_b", "Tensor[] scale_b")
+
+    def run(self, *arguments: Any) -> list[torch.Tensor]:
+        (a, several, scale_a, scales), asked = self.split(arguments)
+        return [*self.serve((_plain(a), [_plain(b) for b in several], scale_a, scales), (), asked)]
+
+    def fake(self, *arguments: Any) -> list[torch.Tensor]:
+        inputs, asked = self.split(arguments)
+        check_policy(asked.numerics)
+        check_max_sms(asked.max_sms)
+        return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self.results(inputs, asked)]
+
+    def serve(self, inputs: Tensors, outputs: Tensors, asked: Asked) -> Tensors:
+        a, several, scale_a, scales = inputs
+        rest, group = (scale_a, list(scales) or None, None), _resolve(asked)
+        made, gathered = self._several.serve(a, several, rest, asked.options[0], group, asked.numerics, asked.max_sms)
+        return [*made, gathered]
+
+    def results(self, inputs: Tensors, asked: Asked) -> Results:
+        a, several, scale_a, scales = inputs
+        return self._several.results((a, several, scale_a, scales), asked.options[0], asked.group_size)
 
 
 def define(operator: Operator) -> None:
@@ -251,6 +293,9 @@ def _define(name: str, signature: str, run: Any, fake: Any) -> None:
 def _define_all() -> None:
     for path in paths.values():
         define(_One(path) if isinstance(path, CallPath) else _Many(path))
+    for name, several in lists.items():
+        listed = _List(name, several)
+        _define(name, f"({listed.declaration(mutated=False)}) -> Tensor[]", listed.run, listed.fake)
     for name, (setup, backward) in gradients.formulas().items():
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
 

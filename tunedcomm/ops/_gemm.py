@@ -51,13 +51,15 @@ def _names(dtypes: Any) -> str:
 
 
 class GemmForm(ManyForm):
-    """The option is (dtype of the result or None for the usual one, reduction)."""
+    """The option is (dtype of the result, None for the usual one), and the reduction behind it if there is a choice."""
 
     inputs: tuple[str, ...] = ("a", "b", "scale_a", "scale_b")
     outputs: tuple[str, ...] = ("out",)
     aliases: dict[str, str] = {}  # noqa: RUF012 - never changed
     least_dims = 2
-    has_operator = False
+    optional: tuple[str, ...] = ("scale_a", "scale_b")
+    arguments: tuple[str, ...] = ("ScalarType? out_dtype",)
+    reduction = ""
 
     def leading(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         """The result's dimensions before N."""
@@ -142,7 +144,11 @@ class GemmForm(ManyForm):
         wanted = Wanted(is_nk(b), given.get("bias") is not None, "gathered" in self.outputs, out)
         scaling = self.scaling(a, b, given["scale_a"], given["scale_b"])
         layout = layout_of(wanted, dtype)
-        return Problem(self.op, shape, dtype, world_size, option[1], layout=layout, scaling=scaling, mode="eager")
+        reduction = option[1] if len(option) > 1 else self.reduction
+        return Problem(self.op, shape, dtype, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
+
+    def refusal(self, inputs: Tensors, option: Any) -> str:
+        return f"{self.op} of {_FP8}" if inputs[0].dtype == _FP8 else ""
 
     def problem_rows(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         """Dimensions whose product is M."""

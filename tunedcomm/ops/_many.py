@@ -47,16 +47,19 @@ class ManyForm(ABC):
         aliases: output to the input whose place it may take.
         optional: inputs that may be None.
         arguments: the options as the operator's schema has them: none for None, several for its items.
-        has_operator: calls can be traced and differentiated, through `torch.ops.tunedcomm`.
+        operator: the operator's name in `torch.ops.tunedcomm`; the op's, unless an op has several.
     """
 
     op: str
     optional: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    has_operator = True
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     aliases: dict[str, str]
+
+    @property
+    def operator(self) -> str:
+        return self.op
 
     @property
     def may_be_input(self) -> bool:
@@ -125,8 +128,7 @@ class ManyPath:
         self.form = form
         self.last: dict[dist.ProcessGroup | None, ManyFastCall] = {}
         self._communicators: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
-        if form.has_operator:
-            _operators.paths[form.op] = self
+        _operators.paths[form.operator] = self
         on_release(self._communicators.clear)
         on_release(self.last.clear)
         on_forget(self.last.clear)
@@ -148,9 +150,6 @@ class ManyPath:
             numerics, max_sms: as the caller gave them.
         """
         if isinstance(group, dist.ProcessGroup) and _operators.goes_by_operator(tensors):
-            if not self.form.has_operator:
-                check_differentiable(self.form.op, tensors)
-                raise UnsupportedInputError(f"{self.form.op} cannot be traced yet; call it outside of what is compiled")
             return self.operate(tensors, option, group, numerics, max_sms)
         return self.serve(tensors, option, group, numerics, max_sms)
 
@@ -168,7 +167,7 @@ class ManyPath:
         group_size, group_name = _operators.group_arguments(group)
         settings = (*(option or ()), group_size, group_name, numerics, max_sms)
         if all(output is None for output in outputs):
-            made = _operators.call(form.op, inputs, settings, form.refusal(inputs, option))
+            made = _operators.call(form.operator, inputs, settings, form.refusal(inputs, option))
             return made if isinstance(made, tuple) else (made,)
         given = {
             name: inputs[0].new_empty(shape, dtype=dtype) if output is None else output
@@ -176,7 +175,8 @@ class ManyPath:
                 form.outputs, outputs, form.results(inputs, option, group_size), strict=True
             )
         }
-        _operators.call_into(form.op, inputs, given, settings, in_place=form.may_be_input and outputs[0] is inputs[0])
+        in_place = form.may_be_input and outputs[0] is inputs[0]
+        _operators.call_into(form.operator, inputs, given, settings, in_place=in_place)
         return tuple(given.values())
 
     def serve(

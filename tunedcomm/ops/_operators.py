@@ -21,10 +21,12 @@ from torch.compiler import is_dynamo_compiling
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.ops._checks import check_differentiable
 
-__all__ = ["call", "call_into", "goes_by_operator", "group_arguments", "is_dynamo_compiling", "paths"]
+__all__ = ["call", "call_into", "goes_by_operator", "group_arguments", "is_dynamo_compiling", "lists", "paths"]
 
 # Op to the `CallPath` or `ManyPath` that serves it.
 paths: dict[str, Any] = {}
+# Operator that takes a list of tensors to the `Several` that serves it.
+lists: dict[str, Any] = {}
 
 # C functions of torch that say whether a dispatch mode or a `torch.func` transform is active. Where a torch has none of
 # that name, the calls concerned are served as plain ones.

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.kernels._matmul import operands_of, wanted_of
+from tunedcomm.ops import _operators
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._gemm_several import Several
 from tunedcomm.ops._many import ManyPath
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -36,6 +38,10 @@ class _AgGemm(GemmForm):
 class _AgGemmGathered(_AgGemm):
     outputs = ("out", "gathered")
 
+    @property
+    def operator(self) -> str:
+        return "ag_gemm_gathered"
+
     def words(self, option: Any) -> tuple[int, ...]:
         return ()
 
@@ -50,7 +56,7 @@ def _call(
     """One b; tensors are a, b, the scales and out, and a None behind them where the gathered a is wanted."""
     gathered = len(tensors) > 5
     fast = (_gathered_last if gathered else _last).get(group)
-    option = (out_dtype, "")
+    option = (out_dtype,)
     if fast is not None:
         results = fast(tensors, option, numerics, max_sms)
         if results is not None:
@@ -58,7 +64,7 @@ def _call(
     return (_gathered_path if gathered else _path).call(tensors, option, group, numerics, max_sms)
 
 
-_several = Several(_AgGemm(), _call)
+_operators.lists["ag_gemm_list"] = _several = Several(_AgGemm(), _call)
 
 
 def ag_gemm(
@@ -109,13 +115,18 @@ def ag_gemm(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if group is None:
+    compiling = is_dynamo_compiling()
+    if group is None and not compiling:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
     if isinstance(b, (list, tuple)):
         found, gathered = _several.call(a_shard, b, (scale_a, scale_b, out), out_dtype, group, numerics, max_sms)
         return (found, gathered) if return_gathered else found
     tensors = (a_shard, b, scale_a, scale_b, out, None) if return_gathered else (a_shard, b, scale_a, scale_b, out)
-    results = _call(tensors, out_dtype, group, numerics, max_sms)
+    if compiling:
+        path = _gathered_path if return_gathered else _path
+        results = path.operate(tensors, (out_dtype,), group, numerics, max_sms)
+    else:
+        results = _call(tensors, out_dtype, group, numerics, max_sms)
     return results if return_gathered else results[0]  # type: ignore[return-value]
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tunedcomm.kernels._matmul import operands_of, wanted_of
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -17,6 +18,8 @@ __all__ = ["gemm_ar", "run_problem"]
 class _GemmAr(GemmForm):
     op = "gemm_ar"
     inputs = ("a", "b", "bias", "scale_a", "scale_b")
+    optional = ("bias", "scale_a", "scale_b")
+    reduction = "sum"
     least_dims = 1
 
 
@@ -67,9 +70,11 @@ def gemm_ar(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
+    tensors, option = (a, b, bias, scale_a, scale_b, out), (out_dtype,)
+    if is_dynamo_compiling():
+        return _path.operate(tensors, option, group, numerics, max_sms)[0]
     if group is None:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    tensors, option = (a, b, bias, scale_a, scale_b, out), (out_dtype, "sum")
     fast = _last.get(group)
     if fast is not None:
         results = fast(tensors, option, numerics, max_sms)

@@ -12,6 +12,7 @@ from tunedcomm.kernels._matmul import operands_of, wanted_of
 from tunedcomm.ops._checks import check_reduction
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath, Tensors
+from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -22,6 +23,7 @@ _REDUCTIONS = ("sum", "avg")
 
 class _GemmRs(GemmForm):
     op = "gemm_rs"
+    arguments = ("ScalarType? out_dtype", "str op")
 
     def leading(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         return (a.shape[0] // world_size, *a.shape[1:-1])
@@ -84,9 +86,11 @@ def gemm_rs(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
+    tensors, option = (a, b, scale_a, scale_b, out), (out_dtype, op)
+    if is_dynamo_compiling():
+        return _path.operate(tensors, option, group, numerics, max_sms)[0]
     if group is None:
         group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    tensors, option = (a, b, scale_a, scale_b, out), (out_dtype, op)
     fast = _last.get(group)
     if fast is not None:
         results = fast(tensors, option, numerics, max_sms)

@@ -1,0 +1,128 @@
+"""The fusion pass on DTensor's plans, with no line of the model changed: results and gradients as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import report, run_cases
+from fusion_samples import calls_of, compiled, fused_ops
+from harness import run_ranks
+from test_intercept_models import TOKENS, WIDTH, Mlp, close, local, sequence_parallel_block, x_of
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tunedcomm
+
+WORLD_SIZE = 2
+
+
+class Layers(nn.Module):
+    """Two layers in the order of a decoder's: product, sum over ranks, residual, RMS norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mlp(), Mlp()
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + self.first(x)
+        return h + self.second(self.norm(h))
+
+
+def tensor_parallel_layers(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(1)
+    plan: dict[str, Any] = {}
+    for name in ("first", "second"):
+        plan |= {f"{name}.up": ColwiseParallel(), f"{name}.down": RowwiseParallel()}
+    return parallelize_module(Layers(), mesh, plan)
+
+
+def step(model: nn.Module, run: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+    """Output, the input's gradient and every parameter's."""
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    found = [local(y).detach(), x.grad]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        found.append(local(parameter.grad).clone())
+        parameter.grad = None
+    return found
+
+
+def sequence_parallel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model = sequence_parallel_block(mesh)
+    x = x_of(rank, 1, TOKENS // WORLD_SIZE, WIDTH, same=False)
+    expected = step(model, model, x)
+    fusion, graphs = tunedcomm.fusion_pass(mesh.get_group(), when="always"), []  # type: ignore[var-annotated]
+    close(step(model, compiled(model, fusion, graphs), x), expected)
+    forward, backward = map(calls_of, graphs)
+    # DTensor splits a replicated bias over the ranks, which is why it is summed on its own.
+    assert forward == ["ag_gemm_list", "gemm_rs", "ag_gemm_gathered", "all_reduce", "gemm_rs"], str(fusion)
+    assert backward.count("ag_gemm_gathered") == 2, str(fusion)
+    assert backward.count("gemm_rs") == 1, str(fusion)
+    # What reached q, k and v is one sum of three products, which no op has.
+    assert backward.count("reduce_scatter_tensor") == 1, str(fusion)
+    assert len(fusion.records) == len(fused_ops(fusion)) + 1
+
+
+def sequence_parallel_in_a_batch(rank: int) -> None:
+    """Sequences side by side: what is gathered along them is no matrix of rows, and all stays as it was."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model = sequence_parallel_block(mesh)
+    x = x_of(rank, 3, TOKENS // WORLD_SIZE, WIDTH, same=False)
+    expected = step(model, model, x)
+    fusion = tunedcomm.fusion_pass(mesh.get_group(), when="always")
+    close(step(model, compiled(model, fusion), x), expected)
+    assert len(fusion.records) == 8
+    assert all(not record.fused and "those of several sequences are" in record.why for record in fusion.records)
+
+
+def tensor_parallel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model, x = tensor_parallel_layers(mesh), x_of(rank, TOKENS, WIDTH, same=True)
+    expected = step(model, model, x)
+    fusion, graphs = tunedcomm.fusion_pass(mesh.get_group(), when="always"), []  # type: ignore[var-annotated]
+    close(step(model, compiled(model, fusion, graphs), x), expected)
+    assert fused_ops(fusion).count("gemm_ar") >= 3, str(fusion)
+    # What the ranks' sum is without the residual is kept for the backward pass, and the fused norm does not give it.
+    assert "the sum without what is added to it is used elsewhere, too" in str(fusion)
+
+
+def inference(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model, x = tensor_parallel_layers(mesh), x_of(rank, TOKENS, WIDTH, same=True)
+    graphs: list[fx.Graph] = []
+    with torch.no_grad():
+        expected = local(model(x)) + 0
+        fusion = tunedcomm.fusion_pass(mesh.get_group(), when="always")
+        close([local(compiled(model, fusion, graphs)(x)) + 0], [expected])
+    assert calls_of(*graphs) == ["all_reduce_rms_norm", "all_reduce", "gemm_ar"], str(fusion)
+
+
+CASES = {
+    "sequence parallel": sequence_parallel,
+    "sequence parallel in a batch": sequence_parallel_in_a_batch,
+    "tensor parallel": tensor_parallel,
+    "inference": inference,
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body, timeout=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)

@@ -1,0 +1,265 @@
+"""When the fusion pass fuses: what the tuning table says, what the caller asks for; its identity, records and log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from cases import Launched, report, run_cases, spy_on_launches
+from fusion_samples import compiled, fused_ops
+from gemm_samples import drawn
+from harness import run_ranks
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.communicator import get_communicator
+from tunedcomm.db.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Problem, get_variant
+
+WORLD_SIZE = 2
+M, K, N = 8, 64, 64
+GEMM = Problem("gemm_ar", (M, N, K), "bfloat16", WORLD_SIZE, "sum", layout="kn", mode="eager")
+BIASED = Problem("gemm_ar", (M, N, K), "bfloat16", WORLD_SIZE, "sum", layout="kn+bias", mode="eager")
+NORM = Problem("all_reduce_rms_norm", (M, N), "bfloat16", WORLD_SIZE, "sum", layout="", mode="eager")
+BIAS = Problem("all_reduce", (N,), "bfloat16", WORLD_SIZE, "sum", mode="eager")
+Tensor = torch.Tensor
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return funcol.all_reduce(x @ w, "sum", dist.group.WORLD) * 2
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    return funcol.all_reduce(torch.addmm(w[0], x, w), "sum", dist.group.WORLD) * 2
+
+
+def normed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(funcol.all_reduce(x @ w, "sum", dist.group.WORLD), (N,), w[0], 1e-6)
+
+
+def operands(rank: int, rows: int = M) -> tuple[Tensor, Tensor]:
+    return drawn(rank, rows, K, dtype=torch.bfloat16), drawn(9, K, N, dtype=torch.bfloat16)
+
+
+def row(problem: Problem, variant: str, latency_us: float, library_us: float) -> Row:
+    communicator = get_communicator()
+    known = get_variant(problem.op, variant)
+    candidate = Candidate.of(problem.op, variant, known.default(problem, communicator.limits))
+    return Row(
+        problem=problem,
+        candidate=candidate,
+        source_hash=kernels.source_hash(known),
+        environment=communicator.environment,
+        latency_p50_us=latency_us,
+        baseline_p50_us=library_us,
+        final=True,
+    )
+
+
+@contextlib.contextmanager
+def table(*rows: Row) -> Iterator[None]:
+    """Inside the block the group dispatches from these rows."""
+    communicator = get_communicator()
+    before, here = communicator.snapshot, communicator.environment
+    communicator.replace_snapshot(Snapshot(environment=here, world_size=WORLD_SIZE, rows=tuple(rows)))
+    try:
+        yield
+    finally:
+        communicator.replace_snapshot(before)
+
+
+def outcome(function: Callable[..., Any], rank: int, rows: int = M, **options: Any) -> tuple[list[str], str]:
+    """What was fused, and the records in words; results are as without the pass."""
+    fusion = tunedcomm.fusion_pass(**options)
+    x, w = operands(rank, rows)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(function, fusion)(x, w), function(x, w), rtol=3e-2, atol=3e-1)
+    return fused_ops(fusion), str(fusion)
+
+
+def what_the_table_says(rank: int) -> None:
+    fused, said = outcome(product, rank)
+    assert not fused
+    assert "it does not pay: the library: nothing of this kind is measured" in said
+    launched: list[Launched] = []
+    spy_on_launches(launched, "gemm_ar")
+    with table(row(GEMM, "one_shot", 10.0, 30.0)):
+        fused, said = outcome(product, rank)
+        assert fused == ["gemm_ar"]
+        assert "3.00x as fast as the library" in said
+        assert [seen.variant for seen in launched] == ["one_shot"]
+        assert outcome(product, rank, when="never") == ([], f"all_reduce -> {GEMM}: left (when='never')")
+        assert not outcome(product, rank, rows=64 * M)[0], "far from what was measured"
+        assert not outcome(product, rank, max_sms=0)[0]
+    with table(row(GEMM, "one_shot", 30.0, 29.0)):
+        fused, said = outcome(product, rank)
+        assert not fused
+        assert "no challenger beats it" in said
+
+
+def the_better_of_two(rank: int) -> None:
+    """A sum over ranks between a product and a norm goes to the side where more is saved."""
+    for gemm_us, norm_us, better in ((10.0, 15.0, "gemm_ar"), (16.0, 12.0, "all_reduce_rms_norm")):
+        norm = row(NORM, "two_shot", norm_us, 30.0)
+        with table(row(GEMM, "one_shot", gemm_us, 30.0), norm):
+            fused, said = outcome(normed, rank)
+        assert fused == [better], said
+        assert f"left ({better} is more)" in said
+
+
+def biases_cost(rank: int) -> None:
+    gemm = row(BIASED, "one_shot", 10.0, 30.0)
+    with table(gemm):
+        assert "its bias would have to be summed, too, which takes nobody knows how long" in outcome(linear, rank)[1]
+    for bias_us, fuses in ((4.0, True), (25.0, False)):
+        with table(gemm, row(BIAS, "one_shot", bias_us, 90.0)):
+            fused, said = outcome(linear, rank)
+        assert bool(fused) == fuses, said
+
+
+def forced(rank: int) -> None:
+    launched: list[Launched] = []
+    spy_on_launches(launched, "gemm_ar")
+    with tunedcomm.force("gemm_ar", "two_shot"):
+        fused, said = outcome(product, rank)
+    assert fused == ["gemm_ar"]
+    assert "was forced" in said
+    assert launched[-1].variant == "two_shot"
+
+
+def identity(rank: int) -> None:
+    """Equal passes share Inductor's cache; whatever changes a decision changes the identity."""
+    group = dist.group.WORLD
+    assert group is not None
+    plain = tunedcomm.fusion_pass()
+    found = [plain.uuid(), tunedcomm.fusion_pass(when="always").uuid(), tunedcomm.fusion_pass(max_sms=8).uuid()]
+    found += [tunedcomm.fusion_pass(mode="graph").uuid(), tunedcomm.fusion_pass(numerics="any").uuid()]
+    other = dist.new_group(list(range(WORLD_SIZE)))
+    found.append(tunedcomm.fusion_pass(other).uuid())
+    with table(row(GEMM, "one_shot", 10.0, 30.0)):
+        found.append(plain.uuid())
+    with tunedcomm.force("gemm_ar", "two_shot"):
+        found.append(plain.uuid())
+    assert len(set(found)) == len(found)
+    assert plain.uuid() == found[0] == tunedcomm.fusion_pass(group).uuid() == tunedcomm.fusion_pass(None, group).uuid()
+    assert get_communicator().exchange(found) == [found] * WORLD_SIZE
+
+
+def logs(rank: int) -> None:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tunedcomm.integrations.fusion")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        _, said = outcome(product, rank, when="always")
+    finally:
+        logger.removeHandler(handler)
+    assert texts == [said] == [f"all_reduce -> {GEMM}: fused (when='always')"]
+
+
+class Counting(CustomGraphPass):
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.graphs += 1
+
+    def uuid(self) -> str:
+        return "counting"
+
+
+def beside_another_pass(rank: int) -> None:
+    """A pass that is set already goes on; what was set comes back, also from nested blocks."""
+    counting, fusion = Counting(), tunedcomm.fusion_pass(when="always")
+    x, w = operands(rank)
+    with torch.no_grad(), config.patch(post_grad_custom_post_pass=counting):
+        compiled(product, fusion)(x, w)
+        with fusion, fusion:
+            assert config.post_grad_custom_post_pass == [counting, fusion, fusion]
+        assert config.post_grad_custom_post_pass is counting
+    assert config.post_grad_custom_post_pass is None
+    assert counting.graphs == 1
+    assert fused_ops(fusion) == ["gemm_ar"]
+
+
+def bad_arguments(rank: int) -> None:
+    for options, said in (
+        ({"when": "maybe"}, "when='maybe' of fusion_pass is not one of 'pays', 'always', 'never'"),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' of fusion_pass is not one of None, 'graph', 'eager'"),
+        ({"numerics": "exact"}, "numerics='exact' is not a policy"),
+        ({"max_sms": -1}, "max_sms=-1 is no number of SMs"),
+    ):
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=said):
+            tunedcomm.fusion_pass(**options)  # type: ignore[arg-type]
+    nobody = [dist.new_group([r]) for r in range(WORLD_SIZE)][1 - rank]
+    with pytest.raises(tunedcomm.GroupError):
+        tunedcomm.fusion_pass(nobody)
+
+
+CASES = {
+    "what the table says": what_the_table_says,
+    "the better of two": the_better_of_two,
+    "biases cost": biases_cost,
+    "forced": forced,
+    "identity": identity,
+    "logs": logs,
+    "beside another pass": beside_another_pass,
+    "bad arguments": bad_arguments,
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(WORLD_SIZE, body, timeout=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_policy(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
+
+
+def test_torch_logs() -> None:
+    """As the page says: the log is switched on by the module's name, which is found without importing much."""
+    code = "import torch, logging; logging.getLogger('tunedcomm.integrations.fusion').info('heard')"
+    env = {**os.environ, "TORCH_LOGS": "tunedcomm.integrations.fusion"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "heard" in done.stderr
+    del env["TORCH_LOGS"]
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "heard" not in done.stderr
+
+
+def inductor_body(rank: int, world_size: int) -> list[str]:
+    """By `torch.compile` itself, from the cache the second time."""
+    x, w = operands(rank)
+    fusions = [tunedcomm.fusion_pass(when="always") for _ in range(2)]
+    with torch.no_grad():
+        for fusion in fusions:
+            torch._dynamo.reset()
+            run = torch.compile(product, fullgraph=True, options={"post_grad_custom_post_pass": fusion})
+            torch.testing.assert_close(run(x, w), product(x, w), rtol=3e-2, atol=3e-1)
+    return list(map(str, fusions))
+
+
+def test_inductor(tmp_path_factory: pytest.TempPathFactory) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they take longer than what is compiled here
+    first = f"all_reduce -> {GEMM}: fused (when='always')"
+    assert run_ranks(WORLD_SIZE, inductor_body, timeout=240, env=env) == [[first, "no collectives"]] * WORLD_SIZE

@@ -1,0 +1,228 @@
+"""What the fusion pass asks of a graph, and how it puts nodes into one.
+
+*Flat* operators keep a tensor's elements in their order, so that a matrix of rows stays the same matrix of rows
+whatever its leading dimensions are called: reshapes, contiguous copies, and a split that is joined again along another
+dimension where all dimensions before the two are 1. DTensor moves dimension 1 of a [1, S, H] activation by such ones.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+__all__ = [
+    "LeftError",
+    "Node",
+    "behind",
+    "call",
+    "check_sizes",
+    "erase_unused",
+    "flat_source",
+    "flat_users",
+    "hoist",
+    "is_call",
+    "product_operands",
+    "reshaped",
+    "static",
+    "val",
+]
+
+Node: TypeAlias = fx.Node
+_aten, _prims = torch.ops.aten, torch.ops.prims
+_RESHAPES = (
+    _aten.reshape.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.unsqueeze.default,
+    _aten.alias.default,
+)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
+_MAX_HOISTED = 8
+
+
+class LeftError(Exception):
+    """A pattern stays as it is, for the reason in the text."""
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """True for a call of one of these operators."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def val(node: Node) -> torch.Tensor:
+    """The fake tensor that stands for the node's result.
+
+    Raises:
+        LeftError: the node has no tensor.
+    """
+    found = node.meta.get("val")
+    if not isinstance(found, torch.Tensor):
+        raise LeftError(f"nothing is known of the tensor {node.name}")
+    return found
+
+
+def static(*sizes: Any) -> bool:
+    """True if all sizes are numbers."""
+    return all(isinstance(size, int) for size in sizes)
+
+
+def _ones(sizes: Sequence[Any]) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in sizes)
+
+
+def _dim(node: Node, index: int, rank: int) -> int:
+    """A dimension among the arguments of `split` or `cat`."""
+    given = node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
+    return int(given) % rank  # type: ignore[arg-type]
+
+
+def _is_flat(node: Node) -> bool:
+    """True for reshapes, contiguous copies, and waiting once more."""
+    if is_call(node, _WAIT):
+        begun = getattr(node.args[0], "target", None)
+        return begun is _WAIT or getattr(begun, "namespace", "") == "aten"
+    return is_call(node, *_RESHAPES) or (is_call(node, _aten.clone.default) and val(node).is_contiguous())
+
+
+def _joined(split: Node) -> Node | None:
+    """The `cat` that puts the parts of `split` together again in order, keeping all elements in theirs; or None."""
+    if not is_call(split, *_SPLITS) or not isinstance(split.args[0], fx.Node):
+        return None
+    parts = sorted(split.users, key=lambda part: part.args[1] if is_call(part, operator.getitem) else -1)  # type: ignore[arg-type, return-value]
+    pieces = split.meta.get("val")
+    if not parts or not isinstance(pieces, (list, tuple)) or len(pieces) != len(parts):
+        return None
+    if not all(is_call(part, operator.getitem) and len(part.users) == 1 for part in parts):
+        return None
+    cat = next(iter(parts[0].users))
+    if not is_call(cat, _aten.cat.default) or cat.args[0] != parts:
+        return None
+    source, piece = val(split.args[0]), pieces[0]
+    before = source.shape[: _dim(split, 2, source.dim())], piece.shape[: _dim(cat, 1, piece.dim())]
+    return cat if all(map(_ones, before)) else None
+
+
+def _flat_input(node: Node) -> tuple[Node | None, list[Node]]:
+    """What a flat node rearranges, and the nodes between, itself last; (None, []) for other nodes."""
+    source = node.args[0] if node.args else None
+    if _is_flat(node) and isinstance(source, fx.Node):
+        return source, [node]
+    if is_call(node, _aten.cat.default) and isinstance(source, (list, tuple)) and is_call(source[0], operator.getitem):
+        split = source[0].args[0]
+        if isinstance(split, fx.Node) and _joined(split) is node:
+            return split.args[0], [split, *source, node]  # type: ignore[return-value]
+    return None, []
+
+
+def flat_source(node: Node) -> tuple[Node, list[Node]]:
+    """The first node of which `node` has the elements in order, and all nodes from behind it up to `node`."""
+    between: list[Node] = []
+    while True:
+        source, chain = _flat_input(node)
+        if source is None:
+            return node, between
+        node, between = source, chain + between
+
+
+def flat_users(node: Node) -> list[Node]:
+    """The node and all others that have its elements in order, and the nodes between them, in the graph's order."""
+    found, waiting = [node], [node]
+    while waiting:
+        for user in list(waiting.pop().users):
+            cat = _joined(user)
+            if cat is not None:
+                found += [user, *user.users, cat]
+                waiting.append(cat)
+            elif _is_flat(user):
+                found.append(user)
+                waiting.append(user)
+    return found
+
+
+def behind(node: Node, anchor: Node, places: dict[Node, int]) -> list[Node]:
+    """What is to be moved before `anchor` for `node` to be there, in order; none where it is there already.
+
+    Args:
+        node: e.g. a transposed weight.
+        anchor: where it is needed.
+        places: nodes to their place in the graph.
+
+    Raises:
+        LeftError: it depends on what comes later and cannot be moved.
+    """
+    moved: list[Node] = []
+
+    def collect(each: Node) -> None:
+        if each in moved or places.get(each, -1) < places[anchor]:
+            return
+        target = each.target
+        movable = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+        if not movable or target._schema.is_mutable or each is anchor or len(moved) >= _MAX_HOISTED:  # type: ignore[union-attr]
+            raise LeftError(f"{node.name} is computed after {anchor.name}")
+        for needed in each.all_input_nodes:
+            collect(needed)
+        moved.append(each)
+
+    collect(node)
+    return moved
+
+
+def hoist(node: Node, anchor: Node) -> None:
+    """Move what `behind` finds."""
+    places = {each: place for place, each in enumerate(node.graph.nodes)}
+    for each in behind(node, anchor, places):
+        anchor.prepend(each)
+
+
+def check_sizes(shape: Sequence[Any]) -> None:
+    """Raise LeftError for shapes that `reshaped` does not make."""
+    if sum(not isinstance(size, int) for size in shape) > 1:
+        raise LeftError(f"several sizes of {tuple(shape)} are symbolic")
+
+
+def call(graph: fx.Graph, target: Any, arguments: Sequence[Any]) -> Node:
+    """A call where the graph's insertion point is, with the fake result that compilers want to know."""
+    node = graph.call_function(target, tuple(arguments))
+    fakes = fx.node.map_arg(tuple(arguments), lambda each: each.meta["val"])
+    node.meta["val"] = target(*fakes)
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "tunedcomm":
+        # Inductor keeps the strides of operands that are noted here.
+        node.meta["eager_input_vals"] = (fakes, {})
+    return node
+
+
+def reshaped(graph: fx.Graph, node: Node, shape: Sequence[Any]) -> Node:
+    """The node in another shape, at most one of whose sizes is symbolic."""
+    if tuple(val(node).shape) == tuple(shape):
+        return node
+    sizes = [size if isinstance(size, int) else -1 for size in shape]
+    return call(graph, _aten.reshape.default, (node, sizes))
+
+
+def erase_unused(graph: fx.Graph, nodes: Sequence[Node]) -> None:
+    """Erase those of the nodes, given in the graph's order, that nobody uses any more."""
+    for node in reversed(nodes):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def product_operands(node: Node) -> tuple[Node, Node, Node | None]:
+    """a, b and the bias of `mm` or `addmm`.
+
+    Raises:
+        LeftError: another product, or a scaled one.
+    """
+    if is_call(node, _aten.mm.default) and not node.kwargs:
+        return node.args[0], node.args[1], None  # type: ignore[return-value]
+    if is_call(node, _aten.addmm.default):
+        if any(value != 1 for value in node.kwargs.values()):
+            raise LeftError(f"{node.name} scales its summands")
+        return node.args[1], node.args[2], node.args[0]  # type: ignore[return-value]
+    raise LeftError(f"{node.name} ({node.target}) is no product of two matrices")

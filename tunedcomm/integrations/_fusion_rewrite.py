@@ -1,0 +1,304 @@
+"""The patterns of the fusion pass, each with the check that the graph allows it and the nodes that take its place."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tunedcomm.integrations._fusion_graph import (
+    LeftError,
+    Node,
+    behind,
+    call,
+    check_sizes,
+    erase_unused,
+    flat_source,
+    flat_users,
+    hoist,
+    is_call,
+    product_operands,
+    reshaped,
+    val,
+)
+from tunedcomm.integrations._fusion_norm import Norm, norm_of
+from tunedcomm.integrations._fusion_policy import Policy, Verdict
+
+__all__ = ["Gather", "NormOfSum", "Reduce", "gathered_by", "norm_of_sum", "reduced_by", "scattered_by"]
+
+_ops: Any = torch.ops.tunedcomm
+_aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_REORDERING = (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.permute.default)
+
+
+def _waited(collective: Node) -> Node:
+    """The node that waits for it.
+
+    Raises:
+        LeftError: there is none, or others use what is not there yet.
+    """
+    users = list(collective.users)
+    if len(users) != 1 or not is_call(users[0], _WAIT):
+        raise LeftError("its result is not waited for once")
+    return users[0]
+
+
+def _places(graph: fx.Graph) -> dict[Node, int]:
+    return {node: place for place, node in enumerate(graph.nodes)}
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """all_gather → wait → products: `ag_gemm`, of a list where there are several.
+
+    Attributes:
+        products: (node, b, bias or None), in the graph's order.
+        flat: nodes that have what was gathered, the waiting one first.
+        kept: somebody else uses what was gathered, too.
+    """
+
+    collective: Node
+    wait: Node
+    products: tuple[tuple[Node, Node, Node | None], ...]
+    flat: tuple[Node, ...]
+    kept: bool
+
+    @property
+    def op(self) -> str:
+        return "ag_gemm"
+
+    def judge(self, policy: Policy) -> Verdict:
+        """By the widest b, which is the one that is fused."""
+        several = len(self.products) > 1
+        b = max((b for _, b, _ in self.products), key=lambda b: val(b).shape[1])
+        operator = "ag_gemm_gathered" if several or self.kept else "ag_gemm"
+        return policy.judge(operator, (self.collective.args[0], b, None, None), (None,))
+
+    def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
+        """Put the fused op where the gather was waited for."""
+        for _, b, _ in self.products:
+            hoist(b, self.wait)
+        with graph.inserting_before(self.wait):
+            shard: Any = self.collective.args[0]
+            a = reshaped(graph, shard, (-1, val(shard).shape[-1])) if val(shard).dim() != 2 else shard
+            bs = [b for _, b, _ in self.products]
+            found, gathered = self._fused(graph, policy, a, bs)
+            if self.kept:
+                self.wait.replace_all_uses_with(reshaped(graph, gathered, val(self.wait).shape))
+        for (node, _, bias), product in zip(self.products, found, strict=True):
+            with graph.inserting_before(node):
+                sum_ = product if bias is None else call(graph, _aten.add.Tensor, (product, bias))
+                node.replace_all_uses_with(sum_)
+        erase_unused(graph, [self.collective, *self.flat, *(node for node, _, _ in self.products)])
+
+    def _fused(self, graph: fx.Graph, policy: Policy, a: Node, bs: list[Node]) -> tuple[list[Node], Any]:
+        """The products, and what was gathered where that is wanted."""
+        if len(bs) > 1:
+            made = call(graph, _ops.ag_gemm_list.default, (a, bs, None, [], None, *policy.settings))
+            parts = [_item(graph, made, index) for index in range(len(bs) + self.kept)]
+            return parts[: len(bs)], parts[-1]
+        if self.kept:
+            made = call(graph, _ops.ag_gemm_gathered.default, (a, bs[0], None, None, None, *policy.settings))
+            return [_item(graph, made, 0)], _item(graph, made, 1)
+        return [call(graph, _ops.ag_gemm.default, (a, bs[0], None, None, None, *policy.settings))], None
+
+
+def _item(graph: fx.Graph, made: Node, index: int) -> Node:
+    node = graph.call_function(operator.getitem, (made, index))
+    node.meta["val"] = made.meta["val"][index]
+    return node
+
+
+def gathered_by(collective: Node) -> Gather:
+    """The pattern that begins at an all_gather.
+
+    Raises:
+        LeftError: there is none.
+    """
+    wait = _waited(collective)
+    shard: Any = collective.args[0]
+    if val(shard).dim() < 2:
+        raise LeftError("what is gathered has no rows")
+    check_sizes(val(wait).shape)
+    order = _places(wait.graph)
+    flat = sorted(flat_users(wait), key=order.__getitem__)
+    width = val(shard).shape[-1]
+    products, seen, reason = [], set(flat), ""
+    for node in flat:
+        for user in list(node.users) if isinstance(node.meta.get("val"), torch.Tensor) else ():
+            if user in seen or not is_call(user, _aten.mm.default, _aten.addmm.default):
+                continue
+            try:
+                a, b, bias = product_operands(user)
+                if a is not node or b in seen or val(a).shape[-1] != width:
+                    continue
+                behind(b, wait, order)
+            except LeftError as left:
+                reason = str(left)
+                continue
+            products.append((user, b, bias))
+    if not products:
+        users = {user for node in flat for user in node.users} - seen
+        if not reason and any(is_call(user, *_REORDERING) for user in users):
+            reason = "its rows are put in another order before any product, as those of several sequences are"
+        raise LeftError(reason or "no product of the gathered rows follows")
+    products.sort(key=lambda found: order[found[0]])
+    if len({val(b).dtype for _, b, _ in products}) > 1:
+        raise LeftError("the matrices behind it have several dtypes")
+    done = {node for node, _, _ in products}
+    kept = _is_kept(flat, done)
+    return Gather(collective, wait, tuple(products), tuple(flat), kept)
+
+
+def _is_kept(flat: list[Node], products: set[Node]) -> bool:
+    """True if others than these products use what was gathered."""
+    gone = set(products)
+    for node in reversed(flat):
+        if all(user in gone for user in node.users):
+            gone.add(node)
+    return flat[0] not in gone
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """A product → reduce_scatter or all_reduce → wait: `gemm_rs` or `gemm_ar`."""
+
+    collective: Node
+    wait: Node
+    product: Node
+    between: tuple[Node, ...]
+    scatters: bool
+    reduction: str
+
+    @property
+    def op(self) -> str:
+        return "gemm_rs" if self.scatters else "gemm_ar"
+
+    def _operands(self) -> tuple[Node, Node, Node | None]:
+        return product_operands(self.product)
+
+    def judge(self, policy: Policy) -> Verdict:
+        a, b, bias = self._operands()
+        if self.scatters:
+            verdict = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction))
+        else:
+            verdict = policy.judge("gemm_ar", (a, b, bias, None, None), (None,))
+        return verdict if bias is None else policy.with_bias(verdict, bias, self.reduction)
+
+    def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
+        """Put the fused op where the collective was; ranks may have different biases, so those are summed, too."""
+        a, b, bias = self._operands()
+        with graph.inserting_before(self.collective):
+            if bias is not None:
+                size, group, numerics, max_sms = policy.settings
+                bias = call(graph, _ops.all_reduce.default, (bias, self.reduction, size, group, numerics, max_sms))
+            if self.scatters:
+                found = call(graph, _ops.gemm_rs.default, (a, b, None, None, None, self.reduction, *policy.settings))
+                found = found if bias is None else call(graph, _aten.add.Tensor, (found, bias))
+            else:
+                found = call(graph, _ops.gemm_ar.default, (a, b, bias, None, None, None, *policy.settings))
+            self.wait.replace_all_uses_with(reshaped(graph, found, val(self.wait).shape))
+        erase_unused(graph, [self.product, *self.between, self.collective, self.wait])
+
+
+def scattered_by(collective: Node) -> Reduce:
+    """The pattern that ends at a reduce_scatter.
+
+    Raises:
+        LeftError: there is none.
+    """
+    return reduced_by(collective, scatters=True)
+
+
+def reduced_by(collective: Node, *, scatters: bool = False) -> Reduce:
+    """The pattern that ends at a reducing collective, an all_reduce unless it scatters.
+
+    Raises:
+        LeftError: there is none.
+    """
+    wait = _waited(collective)
+    reduction = str(collective.args[1]).lower()
+    if reduction not in (("sum", "avg") if scatters else ("sum",)):
+        raise LeftError(f"it reduces by {reduction}")
+    given: Any = collective.args[0]
+    product, between = flat_source(given)
+    if is_call(product, _aten.cat.default):
+        raise LeftError("its rows are put in another order behind any product, as those of several sequences are")
+    _, _, bias = product_operands(product)
+    if bias is not None and val(bias).dim() != 1:
+        raise LeftError(f"what {product.name} adds is no row")
+    check_sizes(val(wait).shape)
+    if val(given).dim() < 2 or val(given).shape[-1] != val(product).shape[-1]:
+        raise LeftError("the product's columns are not those of what is reduced")
+    inside = {collective, *between}
+    for node in (product, *between):
+        if any(user not in inside for user in node.users):
+            raise LeftError(f"{node.name} is used elsewhere, too")
+    return Reduce(collective, wait, product, tuple(between), scatters, reduction)
+
+
+@dataclass(frozen=True, slots=True)
+class NormOfSum:
+    """all_reduce → wait → (bias, residual added) → RMS norm: `all_reduce_rms_norm`."""
+
+    collective: Node
+    norm: Norm
+
+    @property
+    def op(self) -> str:
+        return "all_reduce_rms_norm"
+
+    def _x(self) -> Any:
+        return self.collective.args[0]
+
+    def judge(self, policy: Policy) -> Verdict:
+        norm, x = self.norm, val(self._x())
+        shape = val(norm.h).shape
+        x = x.new_empty(shape) if x.shape != shape else x
+        return policy.judge(self.op, (x, norm.weight, norm.bias, norm.residual, None), (norm.eps, None))
+
+    def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
+        """Put the fused op where the sum is complete."""
+        norm = self.norm
+        anchor = norm.added[-1] if norm.added else norm.wait
+        for node in (norm.weight, norm.bias, norm.residual):
+            if node is not None:
+                hoist(node, anchor)
+        with graph.inserting_before(anchor):
+            x = reshaped(graph, self._x(), val(norm.h).shape)
+            given = (x, norm.weight, norm.bias, norm.residual, None, norm.eps, None, *policy.settings)
+            made = call(graph, _ops.all_reduce_rms_norm.default, given)
+            y, h = _item(graph, made, 0), _item(graph, made, 1)
+            if not norm.added:
+                norm.wait.replace_all_uses_with(reshaped(graph, h, val(norm.wait).shape))
+        norm.y.replace_all_uses_with(y)
+        if norm.added:
+            norm.h.replace_all_uses_with(h)
+        chain = [node for node in graph.nodes if node in {*norm.added, *flat_users(norm.wait)}]
+        erase_unused(graph, [self.collective, *chain])
+
+
+def norm_of_sum(collective: Node, roots: dict[Node, Node]) -> NormOfSum:
+    """The pattern that begins at an all_reduce.
+
+    Raises:
+        LeftError: there is none.
+    """
+    wait = _waited(collective)
+    norm = norm_of(roots[wait]) if wait in roots else None
+    if norm is None or norm.wait is not wait:
+        raise LeftError("no RMS norm of the sum follows")
+    if str(collective.args[1]).lower() != "sum":
+        raise LeftError(f"it reduces by {collective.args[1]}")
+    check_sizes(val(norm.h).shape)
+    for needed in (norm.weight, norm.bias, norm.residual):
+        if needed is not None:
+            behind(needed, norm.added[-1] if norm.added else wait, _places(wait.graph))
+    between = [node for node in (*flat_users(wait), *norm.added[:-1]) if node is not norm.h]
+    if norm.added and any(len(node.users) != 1 for node in between):
+        raise LeftError("the sum without what is added to it is used elsewhere, too")
+    return NormOfSum(collective, norm)

@@ -1,0 +1,266 @@
+"""`tunedcomm.fusion_pass`: `torch.compile` puts fused ops in the place of collectives and what surrounds them.
+
+    compiled = torch.compile(model, options={"post_grad_custom_post_pass": tunedcomm.fusion_pass(group)})
+
+The pass is Inductor's own hook behind its other passes, in forward and backward graphs alike. There functional
+collectives, and so DTensor's tensor and sequence parallel plans, are operators `_c10d_functional::*`:
+
+| in the graph | becomes |
+|---|---|
+| all_gather → products | `ag_gemm`; several products share one gather, and others get what was gathered |
+| product → reduce_scatter | `gemm_rs` |
+| product → all_reduce | `gemm_ar` |
+| all_reduce → (bias, residual added) → RMS norm | `all_reduce_rms_norm` |
+
+**Ranks.** A rewrite rests on the graph, on the table that the group agreed on and on the pass's arguments, which all
+ranks have in common, so all ranks rewrite alike.
+
+**What is left.** Whatever differs from these patterns stays as it is, with the reason in `records` and in the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._inductor import config, custom_graph_pass
+
+import tunedcomm.integrations.operators  # noqa: F401 - defines what graphs are rewritten to
+from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatcher import check_max_sms, check_policy, forced_here
+from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
+from tunedcomm.integrations._fusion_graph import LeftError, Node
+from tunedcomm.integrations._fusion_norm import find_norms
+from tunedcomm.integrations._fusion_policy import WHEN, Policy, Verdict, When
+from tunedcomm.integrations._fusion_rewrite import (
+    Gather,
+    NormOfSum,
+    Reduce,
+    gathered_by,
+    norm_of_sum,
+    reduced_by,
+    scattered_by,
+)
+from tunedcomm.integrations.torch_version import check_torch
+from tunedcomm.spec import Mode, NumericsPolicy
+from tunedcomm.version import VERSION
+
+__all__ = ["FusionPass", "FusionRecord", "fusion_pass"]
+
+logger = logging.getLogger(__name__)
+
+_functional: Any = torch.ops._c10d_functional
+_GATHER, _SCATTER = _functional.all_gather_into_tensor.default, _functional.reduce_scatter_tensor.default
+_REDUCE = _functional.all_reduce.default
+_OPERATORS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("_c10d_functional", "all_reduce"): ("Tensor", "str", "str"),
+    ("_c10d_functional", "all_gather_into_tensor"): ("Tensor", "int", "str"),
+    ("_c10d_functional", "reduce_scatter_tensor"): ("Tensor", "str", "int", "str"),
+    ("_c10d_functional", "wait_tensor"): ("Tensor",),
+}
+_INSTEAD = "call tunedcomm.ag_gemm and its like directly"
+
+
+@dataclass(frozen=True, slots=True)
+class FusionRecord:
+    """What became of one pattern.
+
+    Attributes:
+        collective: the node's name in the graph.
+        op: the fused op; "" where there was no pattern.
+        problem: what was asked of the database, in words; "" where it was not asked.
+        fused: whether the op stands there now.
+        why: one sentence.
+    """
+
+    collective: str
+    op: str
+    problem: str
+    fused: bool
+    why: str
+
+    def __str__(self) -> str:
+        asked = self.problem or self.op
+        where = f"{self.collective} -> {asked}" if asked else self.collective
+        return f"{where}: {'fused' if self.fused else 'left'} ({self.why})"
+
+
+@functools.cache
+def _source() -> str:
+    """Hash of the pass's own code."""
+    digest = hashlib.sha256(VERSION.encode())
+    for path in sorted(Path(__file__).parent.glob("*fusion*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _group_name(collective: Node) -> str:
+    """Name of the group of a functional collective; newer torch may pass the group itself."""
+    group: Any = collective.args[-1]
+    return group if isinstance(group, str) else str(getattr(group, "group_name", group))
+
+
+class FusionPass(custom_graph_pass.CustomGraphPass):
+    """What `fusion_pass` returns: Inductor's pass, and a context manager that sets it for what is compiled inside.
+
+    Attributes:
+        records: what became of every pattern in every graph so far.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[dist.ProcessGroup, ...],
+        when: When,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+        mode: Mode | None,
+    ) -> None:
+        self._groups = groups
+        self._asked = (when, numerics, max_sms)
+        self._mode = mode
+        self._patches: list[Any] = []
+        self.records: list[FusionRecord] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite a graph in place."""
+        policies = self._policies()
+        fused = False
+        for node in [node for node in graph.nodes if node.target is _GATHER]:
+            fused |= self._settle(graph, node, policies, [gathered_by])
+        for node in [node for node in graph.nodes if node.target is _SCATTER]:
+            fused |= self._settle(graph, node, policies, [scattered_by])
+        roots = find_norms(graph)
+        normed_by = functools.partial(norm_of_sum, roots=roots)
+        for node in [node for node in graph.nodes if node.target is _REDUCE]:
+            followed = any(user in roots for user in node.users)
+            fused |= self._settle(graph, node, policies, [normed_by, reduced_by] if followed else [reduced_by])
+        if fused:
+            graph.eliminate_dead_code()
+            graph.lint()
+
+    def uuid(self) -> str:
+        """What Inductor's cache tells passes apart by: code, arguments, and the tables that the groups agreed on."""
+        known: list[Any] = []
+        for group in self._groups:
+            communicator = get_communicator(group)
+            settings = communicator.settings
+            known.append((group.group_name, communicator.world_size, communicator.snapshot.digest, settings.mode))
+            known.append((repr(communicator.limits), sorted(settings.forced.items())))
+        asked = (self._asked, self._mode, sorted(forced_here().items()), known)
+        return hashlib.sha256(f"{_source()} {asked!r}".encode()).hexdigest()
+
+    def __enter__(self) -> FusionPass:
+        """Set the pass for what is compiled in the block: graphs are compiled when they first run."""
+        before: Any = config.post_grad_custom_post_pass
+        if before is not None and not hasattr(custom_graph_pass, "get_custom_graph_passes"):
+            raise UnsupportedInputError(
+                f"post_grad_custom_post_pass is {before!r} already, and torch {torch.__version__} takes one pass; pass "
+                "one that calls both"
+            )
+        several = [*before, self] if isinstance(before, (list, tuple)) else [before, self]
+        patch: Any = config.patch(post_grad_custom_post_pass=self if before is None else several)
+        patch.__enter__()
+        self._patches.append(patch)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._patches.pop().__exit__(kind, error, trace)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.records)) or "no collectives"
+
+    def _policies(self) -> dict[str, Policy]:
+        """Group name to how its patterns are judged."""
+        mode: Mode = self._mode or ("graph" if config.triton.cudagraphs else "eager")
+        return {group.group_name: Policy(get_communicator(group), *self._asked, mode) for group in self._groups}
+
+    def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Sequence[Any]) -> bool:
+        """Fuse the best of the patterns that a collective is part of; True if there was one."""
+        name, group = node.name, _group_name(node)
+        policy = policies.get(group)
+        if policy is None:
+            self._record(FusionRecord(name, "", "", False, f"group {group!r} is not among the pass's"))
+            return False
+        found: list[Gather | Reduce | NormOfSum] = []
+        for each in find:
+            try:
+                found.append(each(node))
+            except LeftError as left:
+                self._record(FusionRecord(name, "", "", False, str(left)))
+        judged = sorted(((pattern.judge(policy), pattern) for pattern in found), key=_merit)
+        done = ""
+        for verdict, pattern in judged:
+            fuse = verdict.fuse and not done
+            why = f"{done} is more" if verdict.fuse and done else verdict.why
+            self._record(FusionRecord(name, pattern.op, verdict.problem, fuse, why))
+            if fuse:
+                pattern.rewrite(graph, policy)
+                done = pattern.op
+        return bool(done)
+
+    def _record(self, record: FusionRecord) -> None:
+        self.records.append(record)
+        logger.info("%s", record)
+
+
+def _merit(judged: tuple[Verdict, Any]) -> tuple[bool, float]:
+    return not judged[0].fuse, -judged[0].saved_us
+
+
+def fusion_pass(
+    *groups: dist.ProcessGroup | None,
+    when: When = "pays",
+    numerics: NumericsPolicy = "default",
+    max_sms: int | None = None,
+    mode: Mode | None = None,
+) -> FusionPass:
+    """A pass for `torch.compile` that fuses collectives on `groups` with the products and norms around them.
+
+    Give it to one model, `torch.compile(model, options={"post_grad_custom_post_pass": tunedcomm.fusion_pass(group)})`,
+    or set it for all that is compiled in a block, `with tunedcomm.fusion_pass(group):`. A model is compiled when it
+    first runs, and its backward pass when that does.
+
+    Args:
+        groups: process groups that this rank belongs to; none, or None, for the default group. On all ranks of a group
+            alike: the first use of a group is collective set-up.
+        when: `pays`, where the database says that a fused kernel is faster than its parts by the library at that very
+            shape; `always`, wherever the pattern is found and the op takes it; `never`.
+        numerics, max_sms: for the fused ops, and for what they are judged by.
+        mode: whether the compiled code runs in CUDA graphs (`graph`) or not (`eager`), which decides what pays. None:
+            as `torch.compile` is asked for by `mode="reduce-overhead"`; pass `graph` if you capture it yourself.
+
+    Raises:
+        NotInitializedError: no default process group.
+        GroupError: not a member of a group, or it has no backend for this device.
+        UnsupportedInputError: an option that is none.
+        UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.13 are).
+
+    What was fused and what was left, and why, is in the pass's `records` and printed by TORCH_LOGS with this module's
+    name, `TORCH_LOGS=tunedcomm.integrations.fusion`.
+    """
+    check_torch("tunedcomm.fusion_pass()", _OPERATORS, _INSTEAD)
+    if not hasattr(config, "post_grad_custom_post_pass"):
+        raise UnsupportedVersionError(
+            f"tunedcomm.fusion_pass() needs Inductor's post_grad_custom_post_pass, which torch {torch.__version__} "
+            f"lacks; install a release of torch, or {_INSTEAD}"
+        )
+    for name, value, allowed in (("when", when, WHEN), ("mode", mode, (None, "graph", "eager"))):
+        if value not in allowed:
+            raise UnsupportedInputError(
+                f"{name}={value!r} of fusion_pass is not one of {', '.join(map(repr, allowed))}"
+            )
+    check_policy(numerics)
+    check_max_sms(max_sms)
+    resolved = tuple(dict.fromkeys(get_communicator(group).group for group in groups or (None,)))
+    return FusionPass(resolved, when, numerics, max_sms, mode)
