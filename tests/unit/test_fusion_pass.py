@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,18 @@ def test_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch, version: str) 
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(tunedcomm.UnsupportedVersionError, match=r"fusion_pass\(\) is known to work with torch 2.11 to"):
         tunedcomm.fusion_pass()
+
+
+def test_the_settings_of_inductor_can_be_copied_with_it() -> None:
+    from tunedcomm.integrations.fusion import FusionPass
+
+    class Group:
+        def __reduce__(self) -> str:
+            raise TypeError("cannot pickle a process group")
+
+    group: Any = Group()
+    fusion = FusionPass((group,), "pays", "default", None, None)
+    assert copy.deepcopy({"post_grad_custom_post_pass": fusion})["post_grad_custom_post_pass"] is fusion
 
 
 def test_a_build_of_torch_without_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:

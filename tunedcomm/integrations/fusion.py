@@ -158,6 +158,10 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         asked = (self._asked, self._mode, sorted(forced_here().items()), known)
         return hashlib.sha256(f"{_source()} {asked!r}".encode()).hexdigest()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
+        """The pass itself: Inductor copies its settings, and a process group cannot be copied."""
+        return self
+
     def __enter__(self) -> FusionPass:
         """Set the pass for what is compiled in the block: graphs are compiled when they first run."""
         before: Any = config.post_grad_custom_post_pass
