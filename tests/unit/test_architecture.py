@@ -74,8 +74,15 @@ def test_nothing_is_pickled() -> None:
             assert not {"pickle", "cloudpickle", "dill", "shelve"} & set(names), relative(path)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "host"])
-@pytest.mark.parametrize("multicast", [True, False])
+@pytest.mark.parametrize(
+    ("backend", "multicast"),
+    [
+        ("cuda", True),
+        pytest.param("cuda", False, marks=pytest.mark.slow),
+        pytest.param("host", True, marks=pytest.mark.slow),
+        pytest.param("host", False, marks=pytest.mark.slow),
+    ],
+)
 def test_default_configs_are_points_of_their_space(backend: Literal["cuda", "host"], multicast: bool) -> None:
     """Also where no config is feasible: tuner and `explain` ask the default why not."""
     kernels.discover()

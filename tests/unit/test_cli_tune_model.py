@@ -75,7 +75,7 @@ def test_several_models_share_their_sizes(sweep: Sweep) -> None:
 
 def test_tokens_have_a_default(sweep: Sweep) -> None:
     spec = asked(sweep, "--model gpt-oss-20b --world-size 2")
-    assert spec.shapes == tuple((2880 << power,) for power in range(14))
+    assert spec.shapes == tuple((2880 << power,) for power in range(15))
     assert spec.world_size == 2
 
 
