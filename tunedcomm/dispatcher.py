@@ -213,10 +213,33 @@ def explain(
 ) -> Decision:
     """The decision for `problem` on a communicator, with every reason; binds and launches nothing.
 
+    Args:
+        communicator: what `get_communicator(group)` gives.
+        problem: one that a call on it may ask: its world size, a reduction of the op ("" for ops that reduce nothing).
+        policy, max_sms: as in calls.
+
     Raises:
-        UnsupportedInputError: an unknown numerics policy.
+        UnsupportedInputError: an unknown numerics policy, or a problem that no call on this communicator asks.
         InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
     """
+    if not isinstance(problem, Problem):
+        raise UnsupportedInputError(
+            f"explain takes a communicator and a Problem, not {type(problem).__name__}: "
+            'explain(get_communicator(), Problem("all_reduce", x.shape, "bfloat16", 4))'
+        )
+    reductions = get_op(problem.op).reductions or ("",)
+    if problem.reduction not in reductions:
+        raise UnsupportedInputError(
+            f"{problem.op} has no reduction {problem.reduction!r}, only {', '.join(map(repr, reductions))}"
+        )
+    if problem.world_size != communicator.world_size:
+        raise UnsupportedInputError(
+            f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
+        )
+    return _decision(communicator, problem, policy, max_sms)
+
+
+def _decision(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> Decision:
     check_policy(policy)
     check_max_sms(max_sms)
     forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
@@ -243,7 +266,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     Raises:
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
-    decision = explain(communicator, problem, policy=policy, max_sms=max_sms)
+    decision = _decision(communicator, problem, policy, max_sms)
     if communicator.settings.mode == "force" and decision.source == "library":
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "

@@ -186,6 +186,12 @@ def options(rank: int) -> None:
     problem = tunedcomm.Problem("all_reduce", (4,), "float32", 2)
     with refused("numerics='exact' is not a policy"):
         tunedcomm.explain(get_communicator(), problem, policy="exact")
+    with refused("explain takes a communicator and a Problem, not Tensor"):
+        tunedcomm.explain("all_reduce", x)  # type: ignore[arg-type]
+    with refused("all_to_all has no reduction 'sum', only ''"):
+        tunedcomm.explain(get_communicator(), tunedcomm.Problem("all_to_all", (4,), "float32", 2))
+    with refused("the problem is one of 4 ranks, the communicator has 2"):
+        tunedcomm.explain(get_communicator(), tunedcomm.Problem("all_reduce", (4,), "float32", 4))
     with refused("out is a list; it must be a dense tensor"):
         tunedcomm.all_reduce(x, out=[0.0] * 4)
 

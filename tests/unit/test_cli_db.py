@@ -95,6 +95,15 @@ def test_winner_is_the_fastest_of_the_finals() -> None:
     assert winner([trial("one_shot", None, **HUNG)]) is None
 
 
+def test_winner_is_the_fastest_beside_the_library_of_its_run() -> None:
+    busy = dataclasses.replace(trial("lamport", 9.0, final=True), baseline_p50_us=18.0)
+    idle = dataclasses.replace(trial("two_shot", 5.0, final=True), baseline_p50_us=6.0)
+    alone = dataclasses.replace(trial("library", 4.0, final=True), config={}, baseline_p50_us=None)
+    assert winner([idle, busy, alone]) is busy
+    assert winner([dataclasses.replace(busy, baseline_p50_us=6.0), alone]) is alone
+    assert winner([dataclasses.replace(idle, baseline_p50_us=None), busy]).latency_p50_us == 5.0  # type: ignore[union-attr]
+
+
 def test_list_groups_by_environment(stored: str) -> None:
     code, text = invoke("db", "list", "--db", stored)
     assert code == 0
@@ -153,6 +162,16 @@ def test_show_prints_every_trial_fastest_first(stored: str) -> None:
     assert ["lamport" in line for line in lines] == [True, True, False, False, False]
     assert "no sign of life for 30 s" in lines[-1]
     assert "hung" in lines[-1]
+
+
+def test_show_prints_either_mode_unless_one_is_asked_for(stored: str) -> None:
+    eager = dataclasses.replace(PROBLEM, mode="eager")
+    with Database.open(stored) as database:
+        database.record([trial("lamport", 7.0, problem=eager)])
+    for more, modes in (((), {"graph", "eager"}), (("--mode", "eager"), {"eager"}), (("--mode", "graph"), {"graph"})):
+        code, text = show(stored, "--json", *more)
+        assert code == 0
+        assert {entry["problem"]["mode"] for entry in json.loads(text)} == modes
 
 
 def test_show_as_json(stored: str) -> None:

@@ -198,3 +198,23 @@ def test_stored_trials_that_decided_nothing_show_their_time(tmp_path: Path, monk
     assert left_out["lamport"] == "4.00 µs at best where it was tried"
     assert left_out["one_shot"] == "crashed"
     assert "ok" not in left_out.values()
+
+
+@pytest.mark.parametrize("verb", ["lookup", "explain"])
+def test_without_graphs_it_is_calls_that_are_meant(tmp_path: Path, verb: str) -> None:
+    """As `tune` measures them on the host backend."""
+    host = dataclasses.replace(
+        H200, gpu="host-x86_64", num_sms=1, compute_capability=0, fabric="host", num_links=0, memory_gib=0
+    )
+    assert host.is_host
+    eager = dataclasses.replace(PROBLEM, mode="eager")
+    trials = [trial("library", 14.0, host, problem=eager), trial("library", 14.0)]
+    path = store(tmp_path / "both.db", trials)
+    for hardware, more, mode in (
+        ("host", (), "eager"),
+        ("host", ("--mode", "graph"), "graph"),
+        ("H200", (), "graph"),
+        ("H200", ("--mode", "eager"), "eager"),
+    ):
+        found = json.loads(invoke(verb, *ASK, "--hardware", hardware, "--db", path, *more, "--json").stdout)
+        assert found["problem"]["mode"] == mode, (hardware, more)

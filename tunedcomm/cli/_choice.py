@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm import garbage
@@ -106,6 +106,8 @@ def _choose(
 
     layers = read_layers(database)
     environment = _environment(hardware, layers, problem)
+    if options.mode is None and environment.is_host:  # which has no graphs; `tune` measures calls there, too
+        problem = replace(problem, mode="eager")
     strict = database is not None
     snapshot = load_snapshot(environment, problem.world_size, layers=layers, strict=strict, borrow=borrow, like=problem)
     limits = limits_for(environment, problem.world_size)

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy
 
 __all__ = [
+    "AnyModeOption",
     "BorrowOption",
     "CallMode",
     "DatabaseOption",
     "DtypeOption",
+    "EitherModeOption",
     "HardwareOption",
     "JsonOption",
     "Kind",
@@ -135,6 +137,12 @@ BorrowOption: TypeAlias = Annotated[
         help="Other hardware whose measurements may serve where there are none: part of the GPU's name, a pattern, or "
         "the first digits of the environment's digest. By default what TUNEDCOMM_BORROW names.",
     ),
+]
+AnyModeOption: TypeAlias = Annotated[
+    CallMode | None, typer.Option(help="Inside CUDA graphs or not; by default graph, eager on the host backend.")
+]
+EitherModeOption: TypeAlias = Annotated[
+    CallMode | None, typer.Option(help="Inside CUDA graphs or not; by default what is stored of either.")
 ]
 MaxSmsOption: TypeAlias = Annotated[
     int | None,
@@ -313,7 +321,7 @@ class ProblemOptions:
     shape: str
     dtype: str
     world_size: int
-    mode: CallMode = CallMode.graph
+    mode: CallMode | None = None
     reduction: str | None = None
     input_kind: Kind = Kind.plain
     in_place: bool = False
@@ -335,7 +343,7 @@ class ProblemOptions:
             BadParameter: the shape, dtype or reduction does not fit the op.
         """
         spec = known_op(self.op)
-        mode: Mode = "graph" if self.mode is CallMode.graph else "eager"
+        mode: Mode = "eager" if self.mode is CallMode.eager else "graph"
         input_kind: InputKind = "plain" if self.input_kind is Kind.plain else "symmetric"
         problem = Problem(
             op=spec.name,

@@ -83,7 +83,8 @@ def library_us(trial: TrialRecord) -> float | None:
 
 
 def winner(trials: Sequence[TrialRecord]) -> TrialRecord | None:
-    """The fastest ok trial, of those measured in the finals where there are any; None if none is ok."""
-    ran = [trial for trial in trials if trial.status == "ok" and trial.latency_p50_us is not None]
-    pool = [trial for trial in ran if trial.final] or ran
-    return min(pool, key=lambda trial: trial.latency_p50_us or 0.0, default=None)
+    """The fastest ok trial beside the library, of those in the finals where there are any; None if none is ok."""
+    from tunedcomm.db.records import fastest
+
+    ran = [trial for trial in trials if trial.status == "ok"]
+    return fastest([trial for trial in ran if trial.final] or ran)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunedcomm.cli._options import (
-    CallMode,
     DatabaseOption,
     DtypeOption,
+    EitherModeOption,
     HardwareOption,
     JsonOption,
     Kind,
@@ -40,7 +41,7 @@ def db_show(
     shape: ShapeOption,
     world_size: WorldSizeOption,
     dtype: DtypeOption = "bfloat16",
-    mode: Annotated[CallMode, typer.Option(help="Inside CUDA graphs or not.")] = CallMode.graph,
+    mode: EitherModeOption = None,
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     hardware: HardwareOption = None,
@@ -61,20 +62,22 @@ def db_show(
         reduction=reduction,
         input_kind=input_kind,
     ).problem()
+    asked = {problem} if mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}
     found: list[Contest] = []
     others: set[Problem] = set()
     for layer, trials in read_trials(db, op=op, hardware=hardware):
-        found += contests(layer, [trial for trial in trials if trial.problem == problem])
+        found += contests(layer, [trial for trial in trials if trial.problem in asked])
         others |= {trial.problem for trial in trials if trial.problem.family == problem.family}
     if as_json:
         emit_json([_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
     for contest in [] if as_json else found:
-        title = f"{problem} on {contest.environment} [{contest.environment.digest[:8]}] in the {contest.layer} database"
+        where = f"{contest.environment} [{contest.environment.digest[:8]}] in the {contest.layer} database"
+        title = f"{contest.problem} on {where}"
         table(COLUMNS, [_cells(trial) for trial in _by_speed(contest)[:limit]], title=title)
         if len(contest.trials) > limit:
             note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
     if not as_json:
-        print_pins((name, pin) for name, pin in read_pins(db, op=op, hardware=hardware) if pin.problem == problem)
+        print_pins((name, pin) for name, pin in read_pins(db, op=op, hardware=hardware) if pin.problem in asked)
     if not found:
         near = nearest_shapes(problem, others)
         hint = f"; the nearest shapes stored are {', '.join(near)}" if near else ""

@@ -8,8 +8,8 @@ import typer
 
 from tunedcomm.cli._choice import Choice, choose
 from tunedcomm.cli._options import (
+    AnyModeOption,
     BorrowOption,
-    CallMode,
     DatabaseOption,
     DtypeOption,
     HardwareOption,
@@ -72,7 +72,7 @@ def explain(
     shape: ShapeOption,
     world_size: WorldSizeOption,
     dtype: DtypeOption = "bfloat16",
-    mode: Annotated[CallMode, typer.Option(help="Inside CUDA graphs or not.")] = CallMode.graph,
+    mode: AnyModeOption = None,
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     numerics: Annotated[Policy, typer.Option(help="Numerics classes that may run.")] = Policy.default,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal, TypeAlias, get_args
@@ -23,6 +23,7 @@ __all__ = [
     "TrialRecord",
     "canonical_json",
     "config_digest",
+    "fastest",
     "utc_now",
 ]
 
@@ -154,3 +155,22 @@ class PinRecord:
     user: str = ""
     created_at: datetime = field(default_factory=utc_now)
     id: int | None = None
+
+
+def fastest(trials: Iterable[TrialRecord]) -> TrialRecord | None:
+    """The trial that took least beside the library in its own run, since no machine is equally fast at all times.
+
+    By the latencies themselves if there is one without a library beside it. None of no trials.
+
+    Args:
+        trials: `ok` ones.
+    """
+    ran = [trial for trial in trials if trial.latency_p50_us is not None]
+    known = all(trial.variant == "library" or trial.baseline_p50_us is not None for trial in ran)
+
+    def order(trial: TrialRecord) -> tuple[float, str]:
+        latency_us = trial.latency_p50_us or 0.0
+        library_us = latency_us if trial.variant == "library" else trial.baseline_p50_us
+        return latency_us / library_us if known and library_us else latency_us, str(trial.candidate)
+
+    return min(ran, key=order, default=None)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import TrialRecord, fastest
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, admits, variants
 from tunedcomm.tuner.job import FAILED
@@ -74,7 +74,8 @@ class ProblemResult:
 
     Attributes:
         problem: what was tuned.
-        best: the fastest `ok` trial that the default numerics policy admits; None if nothing ran.
+        best: the fastest `ok` trial, beside the library in its run, that the default numerics policy admits; None if
+            nothing ran.
         library_us: median of the library, from the same interleaved run as `best`.
         num_trials: candidates tried, stored ones counted.
         failures: how many of them failed, by status.
@@ -143,7 +144,7 @@ def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> Probl
     tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
     ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics) and _may_be_chosen(r)]
     ran = [r for r in ran if r.final] or ran
-    best = min(ran, key=lambda r: (r.latency_p50_us or 0.0, str(r.candidate)), default=None)
+    best = fastest(ran)
     library = [r.latency_p50_us for r in ran if r.variant == "library"]
     library_us = library[0] if library else None
     if best is not None and best.variant != "library":  # the library measured by itself is another run
