@@ -22,6 +22,34 @@ once, or move bits as they are. `library` variants give the same bits on every r
 caller allows it with `numerics="any"`.
 
 This page is written by `python docs/generate_ops.py`.
+
+## What runs, and why
+
+`tunedcomm.explain(communicator, problem)` binds and launches nothing. The problem has the shape that the op's section
+names, the dtype's name, and `mode="graph"` for calls inside CUDA graphs, `mode="eager"` for others:
+
+<!-- runs on 2 ranks -->
+```python
+communicator = tunedcomm.get_communicator()
+problem = tunedcomm.Problem("all_reduce", (4096,), "float32", communicator.world_size, mode="eager")
+decision = tunedcomm.explain(communicator, problem)
+print(decision.candidate.variant, decision.candidate.config_dict)
+print(decision.source, decision.latency_us, decision.library_us, decision.why)
+for candidate, reason in decision.passed_over:
+    print(candidate, reason)
+```
+
+| field | what it is |
+|---|---|
+| `candidate` | what runs: `op`, `variant`, `config_dict` |
+| `source` | the rule that chose it: `forced`, `pin`, `exact`, `interpolated`, `borrowed`, `heuristic` or `library` |
+| `why` | one sentence for a person |
+| `latency_us`, `library_us` | expected latency of it and of the library; None where that is not known |
+| `runner_up`, `runner_up_us` | the fastest other candidate and its latency; None if there is none |
+| `trial_id`, `layer`, `environment` | the stored trial that decided, its database, and where it was measured |
+| `passed_over` | pairs of text: every other candidate that was looked at, and why it does not run |
+
+`decision.to_dict()` gives plain JSON values. `tunedcomm explain --json` prints them.
 """
 
 

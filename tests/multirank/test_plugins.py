@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +27,12 @@ def block(title: str) -> str:
     return str(found[0])
 
 
-def commands() -> list[str]:
-    (found,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    return [line for line in found.splitlines() if line.strip()]
+def commands(program: str) -> list[list[str]]:
+    """Arguments of the page's command lines that call a program, in their order."""
+    found = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    words = [shlex.split(line) for line in "\n".join(found).splitlines() if line.strip()]
+    assert {first for first, *_ in words} == {"pip", "tunedcomm", "torchrun"}
+    return [rest for first, *rest in words if first == program]
 
 
 def install(folder: Path, package: str, module: str, text: str, value: str) -> None:
@@ -50,6 +55,7 @@ def site(tmp_path: Path) -> Path:
     (package,) = re.findall(r'^name = "(.*)"$', project, re.MULTILINE)
     install(folder, package, "nice_variants", block("nice_variants.py"), value)
     (folder / "run_page.py").write_text(block("run.py"))
+    (folder / "run.py").write_text(block("run.py"))
     return folder
 
 
@@ -91,15 +97,10 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
 
 
 def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
-    import shlex
-    import sqlite3
-
     database = tmp_path / "tuned.db"
     env = {**environment(site), "TUNEDCOMM_DB": str(database), "TUNEDCOMM_WORKSPACE_MIB": "1"}
     shown = []
-    for command in commands():
-        program, *arguments = shlex.split(command)
-        assert program == "tunedcomm"
+    for arguments in commands("tunedcomm"):
         code = "from tunedcomm.cli.main import run; run()"
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments],
@@ -127,9 +128,45 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
             "WHERE status = 'ok' AND variant_id = (SELECT id FROM variant WHERE name = 'gather_sum')"
         )
         opened.execute("UPDATE trial SET baseline_p50_us = 1000")
-    assert "all_reduce" in shown[1]
+    assert "library" in shown[1]
+    assert "gather_sum" in shown[2]
     found = run_ranks(2, body, str(site), (0, 1), str(database), timeout=90, fresh=True)
     assert found == [("gather_sum", "exact")] * 2
+    (arguments,) = commands("torchrun")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        env=env,
+        cwd=site,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "forced: gather_sum(num_pieces=2) (" in done.stdout
+    assert "by itself: gather_sum(" in done.stdout
+
+
+def test_the_page_installs(tmp_path: Path) -> None:
+    setuptools = pytest.importorskip("setuptools", reason="setuptools builds the package of the page")
+    if tuple(map(int, setuptools.__version__.split(".")[:2])) < (70, 1):
+        pytest.skip("this setuptools makes wheels with the help of another package")
+    pytest.importorskip("pip")
+    folder, target = tmp_path / "project", tmp_path / "target"
+    folder.mkdir()
+    for name in ("pyproject.toml", "nice_variants.py", "run.py"):
+        (folder / name).write_text(block(name))
+    ((verb, editable, where),) = commands("pip")
+    assert (verb, editable, where) == ("install", "-e", ".")
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--target", str(target)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", verb, *options, where], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (target / "nice_variants.py").exists()
+    assert not (target / "run.py").exists()
+    names, _ = discovered(target)
+    assert "gather_sum" in names
 
 
 def test_ranks_with_different_packages_do_not_run(site: Path, tmp_path: Path) -> None:
