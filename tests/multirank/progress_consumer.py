@@ -22,4 +22,6 @@ def sum_kernel(out, sums, numel, chunk, num_chunks, flags, timeout_ns, status, B
             at = start + tl.arange(0, BLOCK).to(tl.int64)
             place = (out.to(tl.int64) + (source * numel + at) * 4).to(tl.pointer_type(tl.float32))
             total += tl.load(place, mask=at < end, other=0.0)
-        tl.store((sums.to(tl.int64) + (source * num_chunks + c) * 4).to(tl.pointer_type(tl.float32)), tl.sum(total, axis=0))
+        tl.store(
+            (sums.to(tl.int64) + (source * num_chunks + c) * 4).to(tl.pointer_type(tl.float32)), tl.sum(total, axis=0)
+        )
