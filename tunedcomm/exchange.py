@@ -71,11 +71,23 @@ def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of:
         for name in sorted({*other, *theirs[0]}):
             if other.get(name) != theirs[0].get(name):
                 raise AgreementError(
-                    f"the ranks of the group differ in {what}: {name} is {theirs[0].get(name)!r} on rank 0 and "
-                    f"{other.get(name)!r} on rank {rank}; set the same TUNEDCOMM_* variables and install the same "
-                    "version on every rank"
+                    f"the ranks of the group differ in {what}: {_difference(name, theirs[0], other, rank)}"
                 )
     return made[0]
+
+
+def _difference(name: str, first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+    """In what a rank differs from rank 0, and what to do: a field that one of them lacks is of a variant."""
+    for lacking, has, here, there in ((first, other, 0, rank), (other, first, rank, 0)):
+        if name not in lacking:
+            return (
+                f"{name} is {has[name]!r} on rank {there}, and rank {here} has no such variant; install the same "
+                "packages on every rank"
+            )
+    return (
+        f"{name} is {first[name]!r} on rank 0 and {other[name]!r} on rank {rank}; set the same TUNEDCOMM_* variables "
+        "and install the same version on every rank"
+    )
 
 
 def make_memory_everywhere(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:

@@ -77,6 +77,7 @@ def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord]
     ran = {str(t.candidate) for t in trials if t.status in ("ok", "pruned")}
     assert ran == {"library()", "unordered(delay_ms=5)", *GOOD}
     assert outcome.reason == "done"
+    assert outcome.num_skipped == 0
     assert outcome.num_gangs > 4
     assert 0 < outcome.start_s < outcome.seconds
     assert not outcome.unsolved
@@ -97,7 +98,10 @@ def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecor
     ("variant", "text"),
     [
         ("raises_on_one_rank", "planted launch error"),
-        ("bind_fails_on_one_rank", "on rank 1 of 2: RuntimeError: planted compile error"),
+        (
+            "bind_fails_on_one_rank",
+            r"on rank 1 of 2: RuntimeError: planted .* \(bind raised it, not the compiler at planted\.py:\d+",
+        ),
         ("segfaults", "SIGSEGV"),
         ("peer_times_out", "waited for rank 0"),
         ("deadlocks", "no sign of life for 5 s while launching"),
@@ -128,6 +132,12 @@ def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[TrialRec
         assert outcome.num_trials == 0
         assert outcome.num_gangs == 1
         assert len(database.trials()) == len(trials)
+        assert outcome.num_skipped == 10
+        broken = {fate.variant for fate in outcome.fates if fate.is_broken}
+        assert broken == {variant for variant, status in BAD.items() if status != "infeasible"}
+        assert {fate.variant: fate.infeasible for fate in outcome.fates if fate.infeasible} == {
+            "infeasible": "planted: not on this machine"
+        }
         assert outcome.problems[0].failures == {"incorrect": 4, "compile_error": 1, "hung": 3, "crashed": 2}
 
 

@@ -2,22 +2,25 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from tunedcomm.cli import _gang, main, tune
+from tunedcomm.cli._fates import show_command
 from tunedcomm.cli._progress import JsonLines, LiveView, PlainLines, describe
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Status, TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.fates import VariantFate, num_failed, variant_fates
 from tunedcomm.tuner.sweep import GangProgress, ProblemResult, Progress, SweepOutcome, SweepSpec
 
 PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 2, mode="eager")
@@ -295,3 +298,100 @@ def test_json_progress_is_json_on_stderr(monkeypatch: pytest.MonkeyPatch) -> Non
     events = [json.loads(line) for line in shown.stderr.splitlines()]
     assert {event["event"] for event in events} == {"note"}
     assert "tuning all_reduce" in events[-1]["text"]
+
+
+def fate(variant: str = "lamport", *, num_ran: int = 0, infeasible: str = "", **failures: int) -> VariantFate:
+    firsts = tuple(
+        TrialRecord(
+            problem=PROBLEM,
+            environment=detect(None),
+            variant=variant,
+            numerics="ordered",
+            source_hash="0123456789abcdef",
+            config={"num_blocks": 8},
+            status=cast("Status", status),
+            reason=f"planted {status}",
+        )
+        for status in failures
+    )
+    return VariantFate(variant=variant, num_ran=num_ran, failures=failures, firsts=firsts, infeasible=infeasible)
+
+
+def swept(*fates: VariantFate, skipped: int = 0) -> Sweep:
+    return Sweep(replace(outcome(), fates=fates, num_skipped=skipped))
+
+
+def test_what_failed_before_and_is_not_tried_again_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = start(swept(skipped=4), monkeypatch).stderr
+    assert "4 candidates failed in an earlier sweep and are not tried again" in said
+    assert "`version`, or pass --retry" in said
+    assert "1 candidate failed in an earlier sweep and is not" in start(swept(skipped=1), monkeypatch).stderr
+    assert "--retry" not in start(swept(), monkeypatch).stderr
+
+
+def test_named_variant_of_which_nothing_runs_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = swept(fate(incorrect=4, compile_error=1))
+    shown = start(bad, monkeypatch, "--variants", "lamport", "--db", str(tmp_path / "my.db"))
+    assert shown.exit_code == 1
+    assert "lamport: none of 5 that were tried works" in shown.stderr
+    assert "lamport: 4 incorrect, the first lamport(num_blocks=8): planted incorrect" in shown.stderr
+    assert "lamport: 1 compile_error, the first lamport(num_blocks=8): planted compile_error" in shown.stderr
+    command = "tunedcomm db show --op all_reduce --shape 98304 --world-size 2 --dtype bfloat16 --mode eager --db "
+    assert f"{command}{tmp_path / 'my.db'}" in shown.stderr
+    # Not asked for by name: said, but other variants serve.
+    shown = start(bad, monkeypatch)
+    assert shown.exit_code == 0
+    assert "none of 5" in shown.stderr
+
+
+def test_named_variant_that_runs_somewhere_is_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = swept(fate(num_ran=1, incorrect=3))
+    shown = start(some, monkeypatch, "--variants", "lamport")
+    assert shown.exit_code == 0
+    assert "planted incorrect" in shown.stderr
+    assert "none of" not in shown.stderr
+    assert "planted" not in start(some, monkeypatch).stderr
+
+
+def test_infeasible_everywhere_is_said_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = start(swept(fate(infeasible="needs NVLink")), monkeypatch, "--variants", "lamport")
+    assert shown.exit_code == 0
+    assert "lamport is infeasible for every problem of this sweep: needs NVLink" in shown.stderr
+
+
+def test_failures_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = start(swept(fate(incorrect=4), skipped=4), monkeypatch, "--variants", "lamport", "--json")
+    assert shown.exit_code == 1
+    summary = json.loads(shown.stdout)
+    assert summary["num_skipped"] == 4
+    assert summary["variants"][0]["reasons"] == {"incorrect": "planted incorrect"}
+    assert {json.loads(line)["event"] for line in shown.stderr.splitlines()} == {"note"}
+
+
+def test_command_that_shows_all_is_one_that_db_show_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "my.db"
+    failed = fate(incorrect=1)
+    with Database.open(path, create=True) as database:
+        database.record(failed.firsts)
+    shown = CliRunner().invoke(main.app, shlex.split(show_command(PROBLEM, str(path)))[1:])
+    assert shown.exit_code == 0, shown.output
+    assert "planted incorrect" in shown.stdout
+
+
+def test_command_that_shows_all_names_what_is_not_the_default() -> None:
+    gather = Problem("all_gather", (64,), "bfloat16", 2, reduction="", input_kind="symmetric")
+    assert show_command(gather, None).endswith("--mode graph --input-kind symmetric")
+    assert show_command(replace(PROBLEM, reduction="max"), None).endswith("--mode eager --reduction max")
+
+
+def test_fates_count_the_last_trial_of_each_candidate() -> None:
+    (failed,) = fate(incorrect=1).firsts
+    mended = replace(failed, status="pruned", reason="", latency_p50_us=4.0)
+    elsewhere = replace(failed, problem=OTHER, status="infeasible", reason="too small")
+    (found,) = variant_fates([failed, elsewhere])
+    assert (found.num_ran, found.failures, found.is_broken, found.infeasible) == (0, {"incorrect": 1}, True, "")
+    (found,) = variant_fates([failed, mended])
+    assert (found.num_ran, found.failures, found.is_broken) == (1, {}, False)
+    assert (num_failed([failed, elsewhere]), num_failed([failed, mended])) == (1, 0)
+    (found,) = variant_fates([elsewhere])
+    assert (found.is_broken, found.infeasible) == (False, "too small")

@@ -13,6 +13,7 @@ from tunedcomm.spec import OpSpec, Problem
 from tunedcomm.tuner import check, measure
 from tunedcomm.tuner.check import Case, fill_sentinel, judge, make_case, odd_problems, plan_cases
 from tunedcomm.tuner.gang import Trouble, combine
+from tunedcomm.tuner.trial import _bind_reason
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -234,3 +235,31 @@ def test_cold_inputs_are_more_than_the_cache_holds(mib: int, turns: int) -> None
     assert len(measure.further_turns(inputs, cold=True)) == turns - 1
     assert measure.further_turns(inputs, cold=False) == ()
     assert measure.further_turns((torch.ones(4),), cold=True) == ()
+
+
+@pytest.mark.parametrize(
+    ("reduction", "text"),
+    [("sum", "bits of the ordered sum"), ("max", "bits of the maximum"), ("", "bits of the elements sent")],
+)
+def test_reason_names_what_the_op_computes(reduction: str, text: str) -> None:
+    problem = problem_of(reduction=reduction)
+    case = case_of(problem, "random")
+    out = bits_of(case)
+    out[3] = torch.nextafter(out[3], torch.tensor(float("inf")))
+    assert text in judge(SPEC, problem, case, (out,), ordered=True).reason
+
+
+def raised(code: str, module: str) -> Exception:
+    with pytest.raises(ValueError, match="planted") as caught:
+        exec(compile(code, f"/somewhere/{module}.py", "exec"), {"__name__": module})
+    return caught.value
+
+
+def test_what_bind_raises_outside_of_the_compiler_says_where() -> None:
+    mine = raised("\nraise ValueError('planted')", "my_variant")
+    assert _bind_reason(mine) == "ValueError: planted (bind raised it, not the compiler at my_variant.py:2)"
+    compiler = raised("raise ValueError('planted')", "triton.compiler.compiler")
+    assert _bind_reason(compiler) == "ValueError: planted"
+    wrapped = ValueError("wrapped")
+    wrapped.__cause__ = compiler
+    assert _bind_reason(wrapped) == "ValueError: wrapped"

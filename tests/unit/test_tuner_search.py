@@ -21,7 +21,9 @@ from search_samples import (
     wide,
 )
 
-from tunedcomm.spec import Candidate, Problem
+from tunedcomm import spec
+from tunedcomm.spec import Candidate, Problem, get_variant
+from tunedcomm.tuner.problem_search import ProblemSearch
 from tunedcomm.tuner.study import Search, default_candidates, families, interleave, search_space
 
 
@@ -161,3 +163,22 @@ def test_the_most_frugal_are_the_fastest_of_those_that_take_few_sms() -> None:
 def test_families_keep_modes_apart() -> None:
     graph, eager = problem_of(64), problem_of(64, mode="eager")
     assert families((problem_of(128), eager, graph)) == [[graph, problem_of(128)], [eager]]
+
+
+def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    stray = replace(get_variant(OP, "small"), default=lambda problem, limits: {"chunks": 3})
+    spec._variants[OP, "small"] = stray
+    for numel in (256, 4096):
+        problem = problem_of(numel)
+        job = job_of(problem)
+        ProblemSearch(problem, job.settings, knowledge_of(job), LIMITS, searched=(), dropped=(), shared=False)
+    (record,) = caplog.records
+    for part in ("search_op.small", "chunks=3", "[1, 2, 4]"):
+        assert part in record.message
+
+
+def test_defaults_within_their_spaces_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    problem = problem_of()
+    job = job_of(problem)
+    ProblemSearch(problem, job.settings, knowledge_of(job), LIMITS, searched=(), dropped=(), shared=False)
+    assert not caplog.records

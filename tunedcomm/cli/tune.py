@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tunedcomm.cli._fates import broken, fate_lines, fate_to_dict
 from tunedcomm.cli._gang import num_gpus, swept_ranks
 from tunedcomm.cli._misses import check_alone, missed_problems
 from tunedcomm.cli._models import ModelOptions, list_models
@@ -106,7 +107,8 @@ def tune(
     """Find the fastest kernel for every problem of a sweep and store it.
 
     Options with several values may be repeated or take them separated by commas. Every trial is stored as it ends: stop
-    the command at any time, the same command goes on. Exit code 1 if a problem ended without a candidate that runs.
+    the command at any time, the same command goes on. Exit code 1 if a problem ended without a candidate that runs, or
+    if a variant named by --variants failed wherever it was tried.
 
     With --json, stdout holds one object, the summary, and stderr one object a line: {"event": "note", "text": ...},
     {"event": "progress", ...} about once a second, and {"event": "end", ...} at last. The latter two have elapsed_s,
@@ -176,7 +178,7 @@ def tune_wanted(spec: SweepSpec, database: str | None, *, as_json: bool) -> None
     """One sweep and its summary."""
     outcome, url = run_sweep(spec, database, as_json=as_json)
     report(outcome, url, as_json=as_json)
-    leave([outcome])
+    leave([outcome], spec.variants, database, as_json=as_json)
 
 
 def tune_missed(
@@ -192,14 +194,24 @@ def tune_missed(
             report(*done[-1], as_json=False)
     if as_json:
         emit_json([_to_dict(outcome, url) for outcome, url in done])
-    leave([outcome for outcome, _ in done])
+    leave([outcome for outcome, _ in done], spec.variants, database, as_json=as_json)
 
 
-def leave(outcomes: Sequence[SweepOutcome]) -> None:
-    """Exit with code 1 if a problem ended without a candidate that runs."""
-    if unsolved := [problem for outcome in outcomes for problem in outcome.unsolved]:
-        note("no candidate runs: " + "; ".join(map(str, unsolved)))
+def leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str | None, *, as_json: bool) -> None:
+    """Say what failed; exit with code 1 if a problem has no candidate that runs, or a named variant runs nowhere."""
+    for outcome in outcomes:
+        for line in fate_lines(outcome, named, database):
+            say(line, as_json=as_json)
+    unsolved = [problem for outcome in outcomes for problem in outcome.unsolved]
+    if unsolved:
+        say("no candidate runs: " + "; ".join(map(str, unsolved)), as_json=as_json)
+    if unsolved or any(broken(outcome, named) for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def say(text: str, *, as_json: bool) -> None:
+    """A line on stderr, with --json an event."""
+    note(json.dumps({"event": "note", "text": text}) if as_json else text)
 
 
 def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -> tuple[SweepOutcome, str]:
@@ -214,20 +226,17 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
     from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.sweep import sweep
 
-    def say(text: str) -> None:
-        note(json.dumps({"event": "note", "text": text}) if as_json else text)
-
     if spec.backend is None and num_gpus() < 2:
-        say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs")
+        say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs", as_json=as_json)
         spec = replace(spec, backend="host")
     with Database.open(writable_database(database), create=True, patience_s=db_patience_s()) as opened:
         url = str(opened.path or opened.url)
-        say(f"tuning {spec.op}, storing in {url}")
+        say(f"tuning {spec.op}, storing in {url}", as_json=as_json)
         try:
             with shown(as_json=as_json) as progress:
                 return sweep(spec, opened, progress), url
         except KeyboardInterrupt:
-            say("stopped; what was measured is stored, and the same command goes on from there")
+            say("stopped; what was measured is stored, and the same command goes on from there", as_json=as_json)
             raise typer.Exit(1) from None
 
 
@@ -277,6 +286,8 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
         "num_trials": outcome.num_trials,
         "failures": outcome.failures,
         "dropped": list(outcome.dropped),
+        "num_skipped": outcome.num_skipped,
+        "variants": [fate_to_dict(fate) for fate in outcome.fates],
         "num_gangs": outcome.num_gangs,
         "start_s": outcome.start_s,
         "num_compiled": outcome.num_compiled,

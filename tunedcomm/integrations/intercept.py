@@ -22,7 +22,7 @@ library, or the group is another one. What was weighed against it:
 **What follows from it.** Other operators are not touched: a call of one costs the same as before. Registration is for
 the process: autograd's threads are served, and so are other threads that call on the same group inside of the block.
 Functional operators have one kernel for all devices, beside which a device's own is registered; those of `c10d` have
-one for each device, which is replaced (torch may say so once). Autograd's formulas lie above these kernels and stay as
+one for each device, which is replaced. Autograd's formulas lie above these kernels and stay as
 they are. Compiled code calls the operators and is served if it runs inside of the block, whenever it was compiled.
 
 **Streams.** A served call runs on the current stream. With `async_op=True` it runs on a stream of the group's own, and
@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,7 +107,10 @@ def _register() -> None:
         make: Any = torch.library.Library  # untyped
         libraries = {namespace: make(namespace, "IMPL") for namespace, _ in made}
         for (namespace, name), kernel in made.items():
-            libraries[namespace].impl(name, kernel, key, with_keyset=True, allow_override=True)
+            with warnings.catch_warnings():
+                # Meant: the kernel of this device is replaced, and comes back.
+                warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
+                libraries[namespace].impl(name, kernel, key, with_keyset=True, allow_override=True)
         _libraries.extend(libraries.values())
         _device_keys.add(key)
 

@@ -45,6 +45,9 @@ LARGE_BYTES = 32 << 20
 _MAX_DELAY_CYCLES = 200_000
 _MAX_DELAY_S = 0.002
 
+# What bits are compared with, by the reduction; without one nothing is computed.
+_ORDERED = {"sum": "ordered sum", "avg": "ordered average", "max": "maximum", "min": "minimum"}
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -147,7 +150,7 @@ def _compare(
         return Judgement()
     got = output.to(expected.dtype)
     if wanted is not None:
-        wrong, rule = _bits(output) != _bits(wanted), "bits of the ordered sum"
+        wrong, rule = _bits(output) != _bits(wanted), f"bits of the {_ORDERED.get(problem.reduction, 'elements sent')}"
     elif (case.kind == "integers" and case.exact) or not output.is_floating_point():
         wrong, rule = got != expected, "whole numbers, which must be exact"
     else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tunedcomm.db.records import TrialRecord, fastest
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, admits, variants
+from tunedcomm.tuner.fates import VariantFate
 from tunedcomm.tuner.job import FAILED
 
 __all__ = ["GangProgress", "ProblemResult", "Progress", "SweepOutcome", "summarise_problem"]
@@ -115,6 +116,8 @@ class SweepOutcome:
         bind_share: share of the gangs' time that went into binding, by the slowest rank, after the first 30 s of the
             sweep; None if it was over by then.
         compile_share: the part of it in which a rank waited for the compiler.
+        num_skipped: candidates that failed in an earlier sweep, and were not tried again.
+        fates: what became of each variant that was asked for; of all if none was.
     """
 
     run_id: int
@@ -131,6 +134,8 @@ class SweepOutcome:
     num_compiled: int = 0
     bind_share: float | None = None
     compile_share: float | None = None
+    num_skipped: int = 0
+    fates: tuple[VariantFate, ...] = ()
 
     @property
     def unsolved(self) -> tuple[Problem, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
+from tunedcomm.db.once import warn_once
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.knowledge import Knowledge
-from tunedcomm.tuner.study import Search, default_candidates, search_space
+from tunedcomm.tuner.study import Search, default_candidates, search_space, stray_defaults
 
 __all__ = ["ProblemSearch"]
 
@@ -61,6 +62,8 @@ class ProblemSearch:
         problem, knowledge = self.problem, self._knowledge
         defaults = default_candidates(problem, self._limits)
         found = search_space(problem, self._limits, self._settings, dropped)
+        for text in stray_defaults(problem, self._limits, {candidate.variant for candidate in found}):
+            warn_once(text)
         # What took a gang along at this size is settled, at another size it is left alone.
         known = knowledge.settled(problem)
         self._feasible = [c for c in found if c in known or c in defaults[:1] or not knowledge.quarantined(problem, c)]

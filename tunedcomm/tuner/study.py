@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import optuna
 
+from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
 from tunedcomm.tuner.job import Settings
 
-__all__ = ["Search", "default_candidates", "families", "infeasible_variants", "search_space"]
+__all__ = ["Search", "default_candidates", "families", "infeasible_variants", "search_space", "stray_defaults"]
 
 # Candidates drawn at random before the model is trusted; seeds and stored trials count.
 _STARTUP_TRIALS = 16
@@ -36,6 +37,16 @@ def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
         Candidate.of(problem.op, variant.name, variant.default(problem, limits))
         for variant in variants(problem.op).values()
     ]
+
+
+def stray_defaults(problem: Problem, limits: Limits, wanted: Collection[str]) -> Iterator[str]:
+    """A sentence for each of these variants whose default config is no point of its space, so that it is not tried."""
+    for variant in variants(problem.op).values():
+        if variant.name in wanted:
+            try:
+                variant.space.validate(variant.default(problem, limits))
+            except ConfigError as error:
+                yield f"the default config of {variant.op}.{variant.name} is not in its space and is not tried: {error}"
 
 
 def search_space(

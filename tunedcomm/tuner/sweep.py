@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from tunedcomm.tuner.commands import Outcome, Row
 from tunedcomm.tuner.compile_ahead import compile_ahead
 from tunedcomm.tuner.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.coordinator import Coordinator
+from tunedcomm.tuner.fates import num_failed, variant_fates
 from tunedcomm.tuner.job import Settings, StoredTrial
 from tunedcomm.tuner.ledger import open_ledger
 from tunedcomm.tuner.outcome import GangProgress, ProblemResult, Progress, SweepOutcome, summarise_problem
@@ -79,7 +81,7 @@ class _Sweep:
         self._budget_s = spec.budget_s
         self._tally = Tally()
         self._records: dict[Problem, list[TrialRecord]] = {problem: [] for problem in problems}
-        known = stored_records(database, problems)
+        self._known = known = stored_records(database, problems)
         for record in known:
             self._records[record.problem].append(record)
         self._pending: list[TrialRecord] = []
@@ -146,6 +148,8 @@ class _Sweep:
             num_compiled=self._tally.num_compiled,
             bind_share=self._tally.bind_share,
             compile_share=self._tally.compile_share,
+            num_skipped=0 if self._settings.retry else num_failed(filter(self._is_wanted, self._known)),
+            fates=variant_fates(filter(self._is_wanted, itertools.chain(*self._records.values()))),
         )
 
     @property
@@ -254,6 +258,15 @@ class _Sweep:
             final=command.final,
             best_us=result.best.latency_p50_us if result.best else None,
             library_us=result.library_us,
+        )
+
+    def _is_wanted(self, record: TrialRecord) -> bool:
+        """True for a trial of what is tuned, in this environment and of the kernels as they are."""
+        asked, variant = self._settings.variants, variants(record.problem.op).get(record.variant)
+        if variant is None or (asked and record.variant not in asked):
+            return False
+        return record.environment == self._coordinator.environment and record.source_hash == kernels.source_hash(
+            variant
         )
 
     def _result(self, problem: Problem) -> ProblemResult:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -33,6 +35,20 @@ _MAX_REASON = 600
 def _sentence(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".strip()
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + " …"
+
+
+def _bind_reason(error: BaseException) -> str:
+    """What `bind` raised, and where if that was not in Triton: a mistake that is no error of the compiler."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if any(
+            f.f_globals.get("__name__", "").startswith("triton.") for f, _ in traceback.walk_tb(cause.__traceback__)
+        ):
+            return _sentence(error)
+        cause = cause.__cause__ or cause.__context__
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(places[-1].filename).name}:{places[-1].lineno}" if places else ""
+    return f"{_sentence(error)} (bind raised it, not the compiler{where})"
 
 
 class Bench:
@@ -198,7 +214,7 @@ class TrialRunner:
         except InfeasibleError as error:
             trouble, reason = Trouble.INFEASIBLE, str(error)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this candidate's outcome
-            trouble, reason = Trouble.COMPILE_ERROR, _sentence(error)
+            trouble, reason = Trouble.COMPILE_ERROR, _bind_reason(error)
         verdict = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
         self._bind_s += verdict.number
         self._num_compiled += verdict.count

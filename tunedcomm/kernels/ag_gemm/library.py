@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels._collectives import all_gather_single
 from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._matmul import operands_of, product, wanted_of
 from tunedcomm.space import Config, Space, Value
@@ -30,16 +31,16 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     import torch
-    import torch.distributed as dist
 
     del config
     group, wanted, (m, _, k) = workspace.group, wanted_of(problem), problem.shape
+    gather_single = all_gather_single()
     rowwise, dtype = problem.scaling == "rowwise", getattr(torch, problem.dtype)
 
     def gather(whole: Any, part: Any) -> None:
         if part.element_size() == 1:
             whole, part = whole.view(torch.uint8), part.view(torch.uint8)
-        dist.all_gather_into_tensor(whole, part, group=group)
+        gather_single(whole, part, group=group)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         del stream

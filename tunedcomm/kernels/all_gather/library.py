@@ -1,4 +1,4 @@
-"""library: NCCL (gloo on CPUs) through `torch.distributed.all_gather_into_tensor`; fall-back and baseline.
+"""library: NCCL (gloo on CPUs) through `torch.distributed`; fall-back and baseline.
 
 Takes every dtype: what the backend does not know travels as bytes. Numerics: ordered (nothing is computed).
 Graph-safe on NCCL.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels._collectives import all_gather_single
 from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._library import register_library
 from tunedcomm.space import Config
@@ -21,10 +22,9 @@ __all__ = ["LIBRARY"]
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     import torch
-    import torch.distributed as dist
 
     del problem, config
-    group, gather = workspace.group, dist.all_gather_into_tensor
+    group, gather = workspace.group, all_gather_single()
     # What NCCL and gloo both have; tensors of other dtypes are seen as bytes.
     known = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32}
     known.add(torch.int64)

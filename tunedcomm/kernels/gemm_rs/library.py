@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels._collectives import reduce_scatter_single
 from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._matmul import operands_of, product, wanted_of
 from tunedcomm.space import Config, Space, Value
@@ -34,13 +35,14 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
 
     group, shape, dtype = workspace.group, problem.shape[:2], getattr(torch, wanted_of(problem).dtype)
     del config
+    scatter = reduce_scatter_single()
     mean = problem.reduction == "avg"
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         del stream
         out = outputs[0]
         partial = product(problem, operands_of(problem, inputs), torch.empty(shape, dtype=dtype, device=out.device))
-        dist.reduce_scatter_tensor(out, partial, dist.ReduceOp.SUM, group=group)
+        scatter(out, partial, dist.ReduceOp.SUM, group=group)
         if mean:
             out.div_(problem.world_size)
 

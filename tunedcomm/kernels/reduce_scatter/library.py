@@ -1,4 +1,4 @@
-"""library: NCCL (gloo on CPUs) through `torch.distributed.reduce_scatter_tensor`; every problem's fall-back.
+"""library: NCCL (gloo on CPUs) through `torch.distributed`; every problem's fall-back.
 
 Takes whatever the backend takes. Numerics: library. Graph-safe on NCCL.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels._collectives import reduce_scatter_single
 from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._library import register_library
 from tunedcomm.space import Config
@@ -22,6 +23,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     import torch.distributed as dist
 
     del config
+    scatter = reduce_scatter_single()
     ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
     reduction, group, op, world_size = problem.reduction, workspace.group, ops[problem.reduction], problem.world_size
 
@@ -29,10 +31,10 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
         del stream
         x, out = inputs[0].view(-1), outputs[0].view(-1)
         if reduction == "avg" and not x.is_cuda:  # gloo has no average
-            dist.reduce_scatter_tensor(out, x, dist.ReduceOp.SUM, group=group)
+            scatter(out, x, dist.ReduceOp.SUM, group=group)
             out.div_(world_size)
         else:
-            dist.reduce_scatter_tensor(out, x, op, group=group)
+            scatter(out, x, op, group=group)
 
     return run
 
