@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm import interpreter
-
 if TYPE_CHECKING:
     from tunedcomm.agreement import Agreement, check_agreement
     from tunedcomm.communicator import Communicator, get_communicator, release_communicators
@@ -140,8 +138,6 @@ _HOME = {
     "symmetric_empty": "ops.symmetric",
     "uninstall": "integrations.intercept",
 }
-
-interpreter.watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -12,17 +12,52 @@ import hashlib
 import importlib
 import inspect
 import linecache
+import logging
+import os
 import pkgutil
+import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
-from tunedcomm import interpreter
 from tunedcomm.kernels._plugins import load_plugins
 from tunedcomm.spec import Variant
 
 __all__ = ["discover", "source_hash"]
 
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of the driver on Linux, and under Windows
 _UNTOLD = ("ctx", "kind", "type_comment")  # fields of syntax trees that say nothing about what runs
+
+
+def _choose_interpreter() -> None:
+    """Interpret kernels where there is no GPU, unless TRITON_INTERPRET says otherwise.
+
+    Kernels are decorated when their module is imported, and Triton's own `tl.max` and the like when Triton is: so this
+    must come before either, and a program that imported Triton before stays without interpreted kernels.
+    """
+    if "TRITON_INTERPRET" in os.environ or _has_gpu():
+        return
+    if "triton" in sys.modules:
+        logging.getLogger("tunedcomm").warning(
+            "Triton was imported before tunedcomm on a machine without GPUs, so its interpreter cannot be switched on: "
+            "every call goes to the library; import tunedcomm first, or set TRITON_INTERPRET=1"
+        )
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _has_gpu() -> bool:
+    """What torch says, where it is imported: whoever launches kernels imports it first.
+
+    Who only reads databases should not wait for torch. Without it, no device file means no GPU; one that is there and
+    cannot be used is taken for a GPU, which changes nothing for a reader.
+    """
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.cuda.is_available()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return not hidden and any(Path(device).exists() for device in _DEVICE_FILES)
 
 
 @functools.cache
@@ -36,7 +71,7 @@ def discover() -> None:
     load_plugins(source_hash)
 
 
-interpreter.choose()
+_choose_interpreter()
 
 
 @functools.lru_cache(maxsize=64)
