@@ -40,7 +40,7 @@ def _choose_interpreter() -> None:
     if "triton" in sys.modules:
         logging.getLogger("tunedcomm").warning(
             "Triton was imported before tunedcomm on a machine without GPUs, so its interpreter cannot be switched on: "
-            "every call goes to the library; import tunedcomm first, or set TRITON_INTERPRET=1"
+            "every call goes to the library; set TRITON_INTERPRET=1, or import tunedcomm.kernels before Triton"
         )
         return
     os.environ["TRITON_INTERPRET"] = "1"
