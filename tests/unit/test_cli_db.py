@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tunedcomm.cli import main
+from tunedcomm.cli._fates import show_command
 from tunedcomm.cli._stored import winner
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
@@ -192,3 +194,16 @@ def test_show_of_an_unknown_problem_is_exit_code_1(stored: str) -> None:
     code, text = show(stored, "--mode", "eager", "--json")
     assert code == 1
     assert json.loads(text) == []
+
+
+def test_show_command_names_the_whole_problem(tmp_path: Path) -> None:
+    """Of a fused GEMM in a layout that is not the default one, and of a call in place."""
+    fp8 = Problem("gemm_rs", (4096, 8192, 3584), "float8_e4m3fn", 4, reduction="sum", layout="kn", scaling="tensorwise")
+    in_place = dataclasses.replace(PROBLEM, in_place=True, mode="eager")
+    path = tmp_path / "several.db"
+    with Database.open(path, create=True) as database:
+        database.record([trial("library", 9.0, problem=problem) for problem in (fp8, in_place, PROBLEM)])
+    for problem in (fp8, in_place, PROBLEM):
+        code, text = invoke(*shlex.split(show_command(problem, str(path)))[1:], "--json")
+        assert code == 0, text
+        assert [entry["problem"] for entry in json.loads(text)] == [problem.to_dict()]

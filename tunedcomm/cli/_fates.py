@@ -51,6 +51,9 @@ def show_command(problem: Problem, database: str | None) -> str:
         words += ["--reduction", problem.reduction]
     if problem.input_kind != "plain":
         words += ["--input-kind", problem.input_kind]
+    words += ["--in-place"] if problem.in_place else []
+    words += ["--layout", problem.layout] if problem.layout else []
+    words += ["--scaling", problem.scaling] if problem.scaling else []
     return shlex.join([*words, *(["--db", database] if database else [])])
 
 

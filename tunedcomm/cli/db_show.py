@@ -16,13 +16,15 @@ from tunedcomm.cli._options import (
     HardwareOption,
     JsonOption,
     Kind,
+    LayoutOption,
     OpOption,
     ProblemOptions,
+    ScalingOption,
     ShapeOption,
     WorldSizeOption,
 )
 from tunedcomm.cli._output import emit_json, format_ratio, format_us, note, table
-from tunedcomm.cli._pins import print_pins, read_pins
+from tunedcomm.cli._pins import InPlaceOption, print_pins, read_pins
 from tunedcomm.cli._stored import Contest, contests, read_trials
 from tunedcomm.shapes import format_shape
 
@@ -44,6 +46,9 @@ def db_show(
     mode: EitherModeOption = None,
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
+    in_place: InPlaceOption = False,
+    layout: LayoutOption = None,
+    scaling: ScalingOption = None,
     hardware: HardwareOption = None,
     limit: Annotated[int, typer.Option(min=1, help="Most trials to print for one environment.")] = 50,
     db: DatabaseOption = None,
@@ -61,6 +66,9 @@ def db_show(
         mode=mode,
         reduction=reduction,
         input_kind=input_kind,
+        in_place=in_place,
+        layout=layout,
+        scaling=scaling,
     ).problem()
     asked = {problem} if mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}
     found: list[Contest] = []
