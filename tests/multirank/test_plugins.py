@@ -148,10 +148,6 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_installs(tmp_path: Path) -> None:
-    setuptools = pytest.importorskip("setuptools", reason="setuptools builds the package of the page")
-    if tuple(map(int, setuptools.__version__.split(".")[:2])) < (70, 1):
-        pytest.skip("this setuptools makes wheels with the help of another package")
-    pytest.importorskip("pip")
     folder, target = tmp_path / "project", tmp_path / "target"
     folder.mkdir()
     for name in ("pyproject.toml", "nice_variants.py", "run.py"):
