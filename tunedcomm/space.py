@@ -8,7 +8,7 @@ its points in a fixed order, and asks an Optuna-like trial for one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -73,26 +73,39 @@ class Space:
 
     Args:
         axes: name to axis. An empty mapping is a space with one point, the empty config.
+        leading: values of the first axes that go together; any if None.
     """
 
     axes: tuple[tuple[str, Axis], ...]
+    leading: frozenset[tuple[Value, ...]] | None
 
-    def __init__(self, axes: Mapping[str, Axis] | None = None) -> None:
+    def __init__(
+        self, axes: Mapping[str, Axis] | None = None, *, leading: Collection[tuple[Value, ...]] | None = None
+    ) -> None:
         object.__setattr__(self, "axes", tuple((axes or {}).items()))
+        object.__setattr__(self, "leading", None if leading is None else frozenset(leading))
+
+    @property
+    def _num_leading(self) -> int:
+        """Axes that `leading` is about."""
+        return len(next(iter(self.leading))) if self.leading else 0
 
     @property
     def size(self) -> int:
         """Number of points."""
-        total = 1
-        for _, axis in self.axes:
+        total = 1 if self.leading is None else len(self.leading)
+        for _, axis in self.axes[self._num_leading :]:
             total *= len(axis.values())
         return total
 
     def enumerate(self) -> Iterator[dict[str, Value]]:
         """Every point, the last axis varying fastest."""
-        names = [name for name, _ in self.axes]
-        for point in itertools.product(*(axis.values() for _, axis in self.axes)):
-            yield dict(zip(names, point, strict=True))
+        values = [axis.values() for _, axis in self.axes]
+        first, rest = values[: self._num_leading], values[self._num_leading :]
+        for begin in itertools.product(*first):
+            if self.leading is None or begin in self.leading:
+                for end in itertools.product(*rest):
+                    yield dict(zip(self.names, (*begin, *end), strict=True))
 
     def validate(self, config: object) -> dict[str, Value]:
         """Return `config` as a plain dict in the axes' order.
@@ -115,6 +128,9 @@ class Space:
             if not any(_same(value, option) for option in axis.values()):
                 raise ConfigError(f"{name}={value!r} is not in its axis; allowed: {list(axis.values())}")
             clean[name] = value
+        begin = tuple(clean.values())[: self._num_leading]
+        if self.leading is not None and begin not in self.leading:
+            raise ConfigError(f"{', '.join(self.names[: len(begin)])} = {begin} are no values that go together")
         return clean
 
     def suggest(self, trial: SuggestsCategorical, *, prefix: str = "") -> dict[str, Value]:

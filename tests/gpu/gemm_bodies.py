@@ -93,6 +93,14 @@ def is_exact(outputs: Tensors, expected: Tensors) -> bool:
     return all(torch.equal(a.double(), b.to(a.dtype).double()) for a, b in zip(outputs, expected, strict=True))
 
 
+def is_right(name: str, problem: Problem, outputs: Tensors, expected: Tensors) -> bool:
+    """For whole numbers: exact, but where partial results with their own scales are rounded before they are summed."""
+    rounded = bool(problem.scaling) and get_variant(problem.op, name).numerics != "ordered"
+    if rounded and problem.op != "ag_gemm":
+        return error_of(outputs, expected) <= TOLERANCE[problem.scaling]
+    return is_exact(outputs, expected)
+
+
 def some_configs(problem: Problem, name: str, shuffle: random.Random, count: int) -> Iterator[dict[str, Any]]:
     """The default and a few others that can run, the same on every rank."""
     limits, variant = get_communicator().limits, get_variant(problem.op, name)
@@ -190,7 +198,7 @@ def chain_body() -> dict[str, object]:
                 for _ in range(1 + replay % 2):  # twice in a row, without a look in between
                     graph.replay()
                 for step, (output, (_, expected)) in enumerate(zip(outputs, cases, strict=True)):
-                    assert is_exact(output, expected), (str(problem), name, config, replay, step)
+                    assert is_right(name, problem, output, expected), (str(problem), name, config, replay, step)
             comm.check_peers()
     return {}
 
@@ -212,14 +220,14 @@ def stress_cases(shuffle: random.Random) -> dict[str, list[Any]]:
             for config in some_configs(problem, name, shuffle, 1):
                 launch = bound(problem, name, config, Counter())
                 if launch is not None:
-                    cases.setdefault(name, []).append((launch, problem, inputs, expected, config))
+                    cases.setdefault(name, []).append((name, launch, problem, inputs, expected, config))
     for numel in (1000, 70_000):
         problem = Problem("all_reduce", (numel,), "bfloat16", comm.world_size)
         inputs, expected = case_of(problem, numel, "integers")
         for name in ("lamport", "two_shot"):
             config = get_variant("all_reduce", name).default(problem, comm.limits)
             launch = bound(problem, name, config)
-            cases.setdefault("other", []).append((launch, problem, inputs, expected, config))
+            cases.setdefault("other", []).append((name, launch, problem, inputs, expected, config))
     return cases
 
 
@@ -237,17 +245,17 @@ def stress_body() -> dict[str, object]:
         pending = []
         for number in range(40):
             name = tried[number % len(tried)] if shuffle.random() < 0.9 else "other"
-            launch, problem, inputs, expected, config = shuffle.choice(cases[name])
+            variant, launch, problem, inputs, expected, config = shuffle.choice(cases[name])
             outputs = poisoned(problem)
             if noise.random() < 0.3:
                 torch.cuda._sleep(noise.randrange(200_000))
             launch(inputs, outputs, stream())
-            pending.append((outputs, expected, name, str(problem), config))
+            pending.append((outputs, expected, variant, problem, config))
             launches[name] += 1
         torch.cuda.synchronize()
         comm.check_peers()
-        for outputs, expected, name, text, config in pending:
-            assert is_exact(outputs, expected), (name, config, text, launches)
+        for outputs, expected, variant, problem, config in pending:
+            assert is_right(variant, problem, outputs, expected), (variant, config, str(problem), launches)
     return {"launches": dict(launches)}
 
 

@@ -47,6 +47,7 @@ TOLERANCE = {
     "rowwise": 1e-2,
 }
 _SCALED_MULTIPLE = 16  # cuBLAS takes fp8 matrices of so many columns and so deep
+_SCALED_ALIGNMENT = 16  # bytes; cuBLAS refuses fp8 matrices and scales that begin elsewhere
 _DESCRIPTOR_BYTES = 16  # bases and rows of matrices behind tensor descriptors are multiples of this
 
 
@@ -180,23 +181,31 @@ def product(problem: Problem, operands: Operands, out: torch.Tensor, a: torch.Te
         return out.copy_(a.to(out.dtype) @ b.to(out.dtype)) if not a.is_cuda else _mm_into(a, b, out)
     scale_a, scale_b = operands.scale_a, operands.scale_b
     if a.is_cuda and a.shape[1] % _SCALED_MULTIPLE == 0 and b.shape[1] % _SCALED_MULTIPLE == 0 and b.numel():
-        return out.copy_(_scaled_product(a, b, scale_a, scale_b, out.dtype))
+        return _scaled_product(a, b, scale_a, scale_b, out)
     return out.copy_((a.float() @ b.float()) * scale_a * scale_b)
 
 
 def _scaled_product(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """A·B of fp8 operands by cuBLAS."""
+    """A·B of fp8 operands into `out` by cuBLAS."""
     import torch
 
     if b.stride(0) != 1:  # the library multiplies by columns only
         b = b.T.contiguous().T
-    if scale_a.numel() == scale_b.numel() == 1 or dtype == torch.bfloat16:
-        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype)
-    # Scales of rows come with bf16 results only.
-    one = torch.ones(1, device=a.device)
-    return torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) * scale_a * scale_b
+    a, b, scale_a, scale_b = given = [_aligned(tensor) for tensor in (a, b, scale_a, scale_b)]
+    if out.dtype != torch.bfloat16 and (scale_a.numel() > 1 or scale_b.numel() > 1):
+        # Scales of rows come with bf16 results only.
+        one = torch.ones(1, device=a.device)
+        return out.copy_(torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) * scale_a * scale_b)
+    if out.data_ptr() % _SCALED_ALIGNMENT:
+        return out.copy_(torch._scaled_mm(*given, out_dtype=out.dtype))
+    return torch._scaled_mm(*given, out_dtype=out.dtype, out=out)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """It, or a copy that begins where cuBLAS wants what belongs to fp8 products to begin."""
+    return tensor.clone() if tensor.data_ptr() % _SCALED_ALIGNMENT else tensor
 
 
 def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -244,16 +253,7 @@ def bind_product(problem: Problem) -> Callable[[tuple[Any, ...], torch.Tensor], 
     """`product` of a launch's inputs into a result, with all that can be known before settled before."""
     import torch
 
-    wanted, mm, dtype = wanted_of(problem), torch.mm, getattr(torch, wanted_of(problem).dtype)
-    if problem.scaling and wanted.nk:
-
-        def scaled(inputs: tuple[Any, ...], out: torch.Tensor) -> object:
-            if not out.is_cuda:
-                return product(problem, operands_of(problem, inputs), out)
-            scale_a, scale_b = inputs[-2], inputs[-1]
-            return torch._scaled_mm(inputs[0], inputs[1].T, scale_a, scale_b, out_dtype=dtype, out=out)
-
-        return scaled
+    wanted, mm = wanted_of(problem), torch.mm
     if problem.scaling or wanted.dtype != problem.dtype:
         return lambda inputs, out: product(problem, operands_of(problem, inputs), out)
     if wanted.nk:

@@ -6,22 +6,49 @@ from typing import Any
 
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._matmul import wanted_of
-from tunedcomm.space import Axis, Choice, Config, Value
+from tunedcomm.space import Axis, Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
-__all__ = ["TILE_AXES", "num_tiles", "refuse_tiles", "tile_constants", "tile_request", "tile_wish"]
+__all__ = [
+    "TILE_AXES",
+    "num_tiles",
+    "refuse_tiles",
+    "tile_constants",
+    "tile_request",
+    "tile_space",
+    "tile_wish",
+    "two_fit",
+]
 
+_REGISTER_BYTES = 256 * 1024  # of an SM
 _SHARED_BYTES = 227 * 1024  # that a block may have on GPUs with tensor descriptors in hardware
-_REGISTER_BYTES = 255 * 4
 
 TILE_AXES: dict[str, Axis] = {
     "block_m": Choice(16, 32, 64, 128, 256),
     "block_n": Choice(32, 64, 128, 256),
     "block_k": Choice(32, 64, 128, 256),
-    "group": Choice(1, 4, 8),
     "num_warps": Choice(4, 8),
+    "group": Choice(1, 8),
     "num_stages": Choice(1, 2, 3, 4, 6),
 }
+# (block_m, block_n, bytes of block_k, num_warps): what fills a wgmma and leaves room for a pipeline. Products of all
+# axes would be a hundred times as many, each some seconds of the compiler's time.
+_TILES = frozenset(
+    {
+        *((16, 32, 256, 4), (16, 64, 256, 4), (16, 128, 256, 4), (32, 64, 256, 4), (32, 128, 256, 4)),
+        *((64, 64, 256, 4), (64, 128, 128, 4), (64, 128, 256, 4), (64, 256, 128, 4)),
+        *((128, 128, 128, 4), (128, 128, 128, 8), (128, 128, 256, 8), (128, 256, 128, 8), (256, 128, 128, 8)),
+    }
+)
+_HOST_TILES = frozenset({(16, 32, 32, 4), (32, 32, 32, 4), (64, 64, 64, 4)})
+_LARGE_TILE = 128
+_GROUPED_ROWS = 8
+
+
+def tile_space(**rest: Axis) -> Space:
+    """The axes of tiles and others."""
+    leading = [(m, n, nbytes // size, warps) for m, n, nbytes, warps in _TILES for size in (1, 2)]
+    return Space({**TILE_AXES, **rest}, leading=[*leading, *_HOST_TILES])
 
 
 def num_tiles(rows: int, problem: Problem, config: Config) -> int:
@@ -29,40 +56,65 @@ def num_tiles(rows: int, problem: Problem, config: Config) -> int:
     return -(-rows // int(config["block_m"])) * -(-problem.shape[1] // int(config["block_n"]))
 
 
-def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int, epilogue_bytes: int = 0) -> str | None:
+def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int, shards: int = 1) -> str | None:
     """Why tiles of these sizes do not suit a problem, or None.
 
     Args:
         rows: of the matrix that is cut into tiles: M, or a rank's share of it.
-        epilogue_bytes: shared memory that the epilogue takes besides the stages.
+        shards: such matrices that one kernel multiplies.
     """
     _, n, k = problem.shape
     m_, n_, k_ = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
     warps, stages = int(config["num_warps"]), int(config["num_stages"])
     size = ITEMSIZE[problem.dtype]
+    if limits.backend == "host":
+        if (m_, n_, k_, warps) not in _HOST_TILES:
+            return "interpreted tiles differ in nothing but time: only 16x32x32, 32x32x32 and 64x64x64"
+        if stages > 1:
+            return "interpreted kernels have no stages: only num_stages=1"
+    elif (m_, n_, k_ * size, warps) not in _TILES:
+        return f"tiles of {m_}x{n_}x{k_} by {warps} warps are not among those that suit a GPU"
     for extent, block, name in ((rows, m_, "rows"), (n, n_, "columns"), (k, k_, "the depth")):
         if block > 16 and block >= 2 * extent:
             return f"tiles of {block} are more than half empty: {name} are {extent}"
     if limits.backend == "host":
-        if (m_, n_, k_) not in ((16, 32, 32), (32, 32, 32), (64, 64, 64)):
-            return "interpreted tiles differ in nothing but time: only 16x32x32, 32x32x32 and 64x64x64"
-        if warps > 4 or stages > 1 or int(config["group"]) > 4:
-            return "interpreted kernels have neither warps nor stages: only num_warps=4, num_stages=1, group up to 4"
         return None
-    if k_ * size > 256:
-        return f"rows of {k_ * size} bytes in a tile; tensor descriptors read 256 at most"
+    return _unsuited_pipeline(stages, (m_ + n_) * k_ * size) or _unsuited_order(
+        problem, config, limits, rows=rows, shards=shards
+    )
+
+
+def _unsuited_pipeline(stages: int, bytes_each: int) -> str | None:
+    """Why so many stages of so many bytes of operands do not suit a GPU, or None."""
+    shared = stages * bytes_each
+    if shared > _SHARED_BYTES:
+        return f"{stages} stages take {shared} bytes of shared memory; a block has {_SHARED_BYTES}"
     if stages < 2:
         return "without a second stage every product waits for its operands"
-    shared = stages * (m_ + n_) * k_ * size + epilogue_bytes
-    if shared > _SHARED_BYTES:
-        return f"{stages} stages of {m_}x{n_}x{k_} take {shared} bytes of shared memory; a block has {_SHARED_BYTES}"
-    if m_ * n_ * 4 > warps * 32 * _REGISTER_BYTES * 3 // 4:
-        return f"sums of {m_}x{n_} do not fit into the registers of {warps} warps"
-    if m_ * n_ < warps * 32 * 8:
-        return f"{warps} warps for tiles of {m_}x{n_}: most of them would wait"
-    if warps == 8 and m_ < 128 and n_ < 128:
-        return f"8 warps share no tile of {m_}x{n_} well"
+    if stages == 2 and 3 * bytes_each <= _SHARED_BYTES:
+        return "a third stage fits: with two, products wait for their operands"
     return None
+
+
+def _unsuited_order(problem: Problem, config: Config, limits: Limits, *, rows: int, shards: int) -> str | None:
+    """Why tiles of this size, taken in this order, do not suit a problem on GPUs, or None."""
+    m_, n_, grouped = int(config["block_m"]), int(config["block_n"]), int(config["group"]) > 1
+    large = {"block_m": _LARGE_TILE, "block_n": _LARGE_TILE}
+    if min(m_, n_) < _LARGE_TILE and num_tiles(rows, problem, large) * shards >= 2 * limits.num_sms:
+        return f"tiles of {m_}x{n_} read more than larger ones would, of which there are enough for all SMs"
+    tile_rows = -(-rows // m_)
+    if grouped and tile_rows < 2:
+        return "one row of tiles makes no group: only group=1"
+    if not grouped and tile_rows >= _GROUPED_ROWS:
+        return f"{tile_rows} rows of tiles one after the other find little of A in the cache: only group=8"
+    return None
+
+
+def two_fit(problem: Problem, config: Config) -> bool:
+    """An SM holds two blocks with such tiles at once."""
+    m, n, k = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
+    shared = int(config["num_stages"]) * (m + n) * k * ITEMSIZE[problem.dtype]
+    return 2 * shared <= _SHARED_BYTES and 2 * m * n * 4 <= _REGISTER_BYTES * 5 // 8
 
 
 def tile_constants(problem: Problem, config: Config) -> dict[str, Value]:

@@ -9,7 +9,7 @@ from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant
 from tunedcomm.tuner.check import odd_problems
 from tunedcomm.tuner.compile_pool import CompilePool
 from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.study import default_candidates, search_space
+from tunedcomm.tuner.study import default_candidates, interleave, search_space
 
 __all__ = ["compile_ahead"]
 
@@ -33,14 +33,18 @@ def compile_ahead(
     for problem in problems:
         allowed = search_space(problem, limits, settings) if chosen is None else chosen[problem]
         first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
-        odd = odd_problems(get_op(problem.op), problem)  # checks launch these too
         requests: dict[Any, None] = {}
-        for candidate in [*first, *allowed]:
-            variant = get_variant(candidate.op, candidate.variant)
-            for shape in (problem, *odd):
-                requests.update(dict.fromkeys(variant.compile_requests(shape, candidate.config_dict)))
+        for candidate in [*first, *interleave(allowed)]:
+            requests.update(dict.fromkeys(_binaries(problem, candidate)))
         fresh = pool.submit(list(requests)[: _MAX_BINARIES - handed], compute_capability)
         handed += fresh
         yield fresh
         if handed >= _MAX_BINARIES:
             return
+
+
+def _binaries(problem: Problem, candidate: Candidate) -> Iterator[Any]:
+    """What a candidate's trial launches, at the odd shapes of its checks too."""
+    variant = get_variant(candidate.op, candidate.variant)
+    for shape in (problem, *odd_problems(get_op(problem.op), problem)):
+        yield from variant.compile_requests(shape, candidate.config_dict)

@@ -15,7 +15,15 @@ from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
 from tunedcomm.tuner.job import Settings
 
-__all__ = ["Search", "default_candidates", "families", "infeasible_variants", "search_space", "stray_defaults"]
+__all__ = [
+    "Search",
+    "default_candidates",
+    "families",
+    "infeasible_variants",
+    "interleave",
+    "search_space",
+    "stray_defaults",
+]
 
 # Candidates drawn at random before the model is trusted; seeds and stored trials count.
 _STARTUP_TRIALS = 16

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._host import closest
 from tunedcomm.kernels._matmul import out_itemsize, refuse_gemm
-from tunedcomm.kernels._tiles import TILE_AXES, num_tiles, refuse_tiles, tile_wish
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_space, tile_wish
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA
 
@@ -117,7 +117,7 @@ def refuse_queue(problem: Problem, config: Config, limits: Limits) -> str | None
     """Why a queue of tiles does not suit a problem, or None."""
     if reason := refuse(problem, limits):
         return reason
-    if reason := refuse_tiles(problem, config, limits, rows=rows_of(problem)):
+    if reason := refuse_tiles(problem, config, limits, rows=rows_of(problem), shards=problem.world_size):
         return reason
     return refuse_chunks(problem, config, limits, int(config["block_m"]))
 
@@ -135,4 +135,4 @@ def closest_tiles(problem: Problem, limits: Limits, rest: Mapping[str, Value], i
         found: str | None = infeasible(problem, {**config, **rest}, limits)
         return found
 
-    return {**closest(wish, Space(TILE_AXES), problem, limits, refuses), **rest}
+    return {**closest(wish, tile_space(), problem, limits, refuses), **rest}

@@ -24,7 +24,7 @@ from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.kernels._matmul import wanted_of
 from tunedcomm.kernels._panels import begin_panels_kernel, begin_request, bind_begin, call_number
-from tunedcomm.kernels._tiles import TILE_AXES, tile_request
+from tunedcomm.kernels._tiles import tile_request, tile_space, two_fit
 from tunedcomm.kernels.ag_gemm._common import (
     closest_tiles,
     grid_of,
@@ -38,8 +38,8 @@ from tunedcomm.kernels.ag_gemm._common import (
 )
 from tunedcomm.kernels.ag_gemm._push import make_gathered, make_pushes
 from tunedcomm.kernels.ag_gemm._queue import num_queued, operands, queued_tile
-from tunedcomm.space import Choice, Config, Space, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
+from tunedcomm.space import Choice, Config, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
@@ -70,14 +70,7 @@ def queue_kernel(
         )  # fmt: skip
 
 
-_SPACE = Space(
-    {
-        **TILE_AXES,
-        "blocks_per_sm": Choice(1, 2),
-        "chunks": Choice(1, 2, 4),
-        "streams": Choice(1, 2, 3),
-    }
-)
+_SPACE = tile_space(blocks_per_sm=Choice(1, 2), chunks=Choice(1, 2, 4), streams=Choice(1, 2, 3))
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -87,12 +80,10 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return f"{config['streams']} streams, but only {problem.world_size - 1} peers to copy to"
     if config["blocks_per_sm"] == 1:
         return None
-    m, n, k = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
     if limits.backend == "host" or queue_length(problem, config) <= limits.num_sms:
         return "there is no tile for a second block on an SM"
-    shared = 2 * int(config["num_stages"]) * (m + n) * k * ITEMSIZE[problem.dtype]
-    if shared > _SHARED_BYTES or 2 * m * n * 4 > _REGISTER_BYTES * 5 // 8:
-        return f"two blocks with tiles of {m}x{n}x{k} do not fit on an SM"
+    if not two_fit(problem, config):
+        return "two blocks with such tiles do not fit on an SM"
     return None
 
 

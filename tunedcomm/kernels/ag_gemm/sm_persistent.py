@@ -23,7 +23,7 @@ from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.kernels._matmul import wanted_of
 from tunedcomm.kernels._panels import begin_panels_kernel, begin_request, bind_begin, call_number, is_last
-from tunedcomm.kernels._tiles import TILE_AXES, tile_request
+from tunedcomm.kernels._tiles import tile_request, tile_space
 from tunedcomm.kernels.ag_gemm._common import (
     closest_tiles,
     grid_of,
@@ -38,7 +38,7 @@ from tunedcomm.kernels.ag_gemm._common import (
 from tunedcomm.kernels.ag_gemm._push import make_gathered
 from tunedcomm.kernels.ag_gemm._queue import num_queued, operands, put_back, queued_tile, take
 from tunedcomm.kernels.ag_gemm._send import send_shard
-from tunedcomm.space import Choice, Config, Space, Value
+from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of
 
@@ -81,7 +81,7 @@ def sending_kernel(
         put_back(panels, _TAKEN)
 
 
-_SPACE = Space({**TILE_AXES, "comm_blocks": Choice(1, 2, 4, 8, 16, 32), "chunks": Choice(1, 2, 4)})
+_SPACE = tile_space(comm_blocks=Choice(1, 2, 4, 8, 16, 32), chunks=Choice(1, 2, 4))
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:

@@ -21,10 +21,10 @@ from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.kernels._matmul import out_itemsize, wanted_of
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_wish
+from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_space, tile_wish
 from tunedcomm.kernels.gemm_ar._launches import bind_addresses
 from tunedcomm.kernels.gemm_ar._sums import refuse_packets
-from tunedcomm.space import Axis, Choice, Config, Value
+from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA
 from tunedcomm.symm.panels import panels_of
@@ -32,17 +32,12 @@ from tunedcomm.symm.panels import panels_of
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["SLOT_AXES", "bind_slots", "refuse_slots", "rounds_of", "slot_bytes", "slot_request", "slot_wish"]
+__all__ = ["bind_slots", "refuse_slots", "rounds_of", "slot_bytes", "slot_request", "slot_space", "slot_wish"]
 
-SLOT_AXES: dict[str, Axis] = {
-    "block_m": Choice(16, 32, 64, 128, 256),
-    "block_n": Choice(32, 64, 128, 256),
-    "block_k": Choice(32, 64, 128),
-    "group": Choice(1, 8),
-    "num_warps": Choice(4, 8),
-    "num_stages": Choice(1, 3, 4),
-    "num_blocks": Choice(1, 2, 64, 96, 128, 132, 148),
-}
+
+def slot_space() -> Space:
+    """Tiles and a grid of them."""
+    return tile_space(num_blocks=Choice(1, 2, 64, 128, 132))
 
 
 @triton.jit

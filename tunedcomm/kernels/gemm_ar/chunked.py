@@ -1,10 +1,9 @@
 """chunked: the library's GEMM a part of the rows at a time, each part reduced while the next one is multiplied.
 
-Products go into the result, on the caller's stream. A side stream waits for each part and reduces it in place: by one
-of this library's all_reduce kernels on a few SMs, or by its reduce_scatter and all_gather through the copy engines. All
-that uses the lane is on that one side stream, in the same order on every rank; it forks from the caller's stream after
-the calls before and joins it in the end. GEMMs of the library wait for nothing, so whatever SMs a reduction still wants
-become free.
+Products go into the result, on the caller's stream. A side stream waits for each part and reduces it in place by one of
+this library's all_reduce kernels, on a few SMs. All that uses the lane is on that one side stream, in the same order on
+every rank; it forks from the caller's stream after the calls before and joins it in the end. GEMMs of the library wait
+for nothing, so whatever SMs a reduction still wants become free.
 
 Numerics: library (the library's products; their sums are ordered, so all ranks get the same bits). Graph-safe. Lane
 rules: those of the kernels that reduce.
@@ -21,7 +20,8 @@ from tunedcomm.kernels._copies import Copies, copies_of
 from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._host import Launch, closest, kernel_blocks
 from tunedcomm.kernels._matmul import bind_product, operands_of, out_itemsize, refuse_gemm, wanted_of
-from tunedcomm.kernels.gemm_ar import _engines, _reduce
+from tunedcomm.kernels.gemm_ar._parts import TILE, inputs_of_rows, parts_of
+from tunedcomm.kernels.gemm_ar._reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
@@ -32,32 +32,17 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNKED"]
 
-_SIDE = 6  # the side stream; the copy-engine collectives use others
-_HERE, _DONE = 28, 29  # events, likewise
-_TILE = 128  # rows of the library's tiles
+_HERE, _DONE = 0, 1  # events
 
 _SPACE = Space(
     {
-        "chunks": Choice(1, 2, 4, 8),
-        "algorithm": Choice("two_shot", "two_shot_lamport", "copy_engine"),
+        "chunks": Choice(2, 4, 8),
+        "algorithm": Choice("two_shot", "two_shot_lamport"),
         "num_blocks": Choice(1, 2, 8, 16, 32, 64),
         "num_warps": Choice(8, 16),
         "num_chunks": Choice(1, 2, 4),
     }
 )
-
-
-def _rows(problem: Problem, config: Config) -> int:
-    """Rows of a part, but for the last: whole tiles if they are many."""
-    even = -(-problem.shape[0] // int(config["chunks"]))
-    tile = _TILE if even > _TILE else 1
-    return -(-even // tile) * tile
-
-
-def _parts(problem: Problem, config: Config) -> list[tuple[int, int]]:
-    """First row and number of rows of each part."""
-    m, step = problem.shape[0], _rows(problem, config)
-    return [(row, min(step, m - row)) for row in range(0, m, step)]
 
 
 def _inner(config: Config) -> Config:
@@ -67,21 +52,16 @@ def _inner(config: Config) -> Config:
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if reason := refuse_gemm(problem, limits, panel_bytes=0, descriptors=False):
         return reason
-    chunks, engines = int(config["chunks"]), config["algorithm"] == "copy_engine"
-    parts = _parts(problem, config)
+    chunks, parts = int(config["chunks"]), parts_of(problem, config)
     if len(parts) != chunks:
         return f"{problem.shape[0]} rows make {len(parts)} parts, not {chunks}"
-    if _rows(problem, config) * problem.shape[1] * out_itemsize(problem) % PACKET_BYTES:
+    step = parts[0][1]
+    if step * problem.shape[1] * out_itemsize(problem) % PACKET_BYTES:
         return "parts would not begin with whole packets"
-    if chunks > 1 and limits.backend == "cuda" and _rows(problem, config) < _TILE:
-        return f"{_rows(problem, config)} rows a part are less than the library's tiles have"
-    if chunks == 1 and not engines:
-        return "with one part nothing overlaps: that is library_tuned"
-    if engines and config["num_warps"] != 16:
-        return "sums behind copy engines have blocks of 16 warps: only num_warps=16"
+    if limits.backend == "cuda" and step < TILE:
+        return f"{step} rows a part are less than the library's tiles have"
     for rows in {rows for _, rows in parts}:
-        refuse = _engines.refuse_engines if engines else _reduce.refuse_reduce
-        if reason := refuse(problem, _inner(config), limits, rows):
+        if reason := refuse_reduce(problem, _inner(config), limits, rows):
             return f"parts of {rows} rows: {reason}"
     return None
 
@@ -95,9 +75,8 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    requests = _engines.requests_of if config["algorithm"] == "copy_engine" else _reduce.requests_of
-    sizes = {rows for _, rows in _parts(problem, config)}
-    return tuple(dict.fromkeys(request for rows in sizes for request in requests(problem, _inner(config), rows)))
+    sizes = {rows for _, rows in parts_of(problem, config)}
+    return tuple(dict.fromkeys(request for rows in sizes for request in requests_of(problem, _inner(config), rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +98,11 @@ class _Job:
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         """See the module's text."""
         copies, out = self.copies, outputs[0]
-        side, bias = copies.streams[_SIDE], operands_of(self.problem, inputs).bias
+        side, bias = copies.streams[0], operands_of(self.problem, inputs).bias
         added = bias.data_ptr() if self.fused else 0
         for row, rows, reduce in self.parts:
             part = out[row : row + rows]
-            self.multiply(_rows_of(self.problem, inputs, row, rows), part)
+            self.multiply(inputs_of_rows(self.problem, inputs, row, rows), part)
             copies.record(_HERE, stream)
             copies.wait(side, _HERE)
             reduce(side, part.data_ptr(), added)
@@ -133,25 +112,17 @@ class _Job:
             out.add_(bias)
 
 
-def _rows_of(problem: Problem, inputs: tuple[Any, ...], row: int, rows: int) -> tuple[Any, ...]:
-    """A launch's inputs with some rows of A only."""
-    given = list(inputs)
-    given[0] = inputs[0][row : row + rows]
-    if problem.scaling == "rowwise":
-        given[-2] = inputs[-2][row : row + rows]
-    return tuple(given)
-
-
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    engines, parts = config["algorithm"] == "copy_engine", _parts(problem, config)
-    bind = _engines.bind_engines if engines else _reduce.bind_reduce
-    reductions = {rows: bind(problem, _inner(config), workspace, rows) for rows in sorted({rows for _, rows in parts})}
+    parts = parts_of(problem, config)
+    reductions = {
+        rows: bind_reduce(problem, _inner(config), workspace, rows) for rows in sorted({rows for _, rows in parts})
+    }
     return _Job(
         problem=problem,
         copies=copies_of(workspace, problem.mode),
         multiply=bind_product(problem),
         parts=tuple((row, rows, reductions[rows]) for row, rows in parts),
-        fused=wanted_of(problem).bias and not engines and _reduce.adds_bias(problem, str(config["algorithm"])),
+        fused=wanted_of(problem).bias and adds_bias(problem, str(config["algorithm"])),
     )
 
 
@@ -160,13 +131,13 @@ CHUNKED = register_variant(
         op="gemm_ar",
         name="chunked",
         numerics="library",
-        summary="cuBLAS part by part; each part is reduced, by kernels or copy engines, beside the next one's GEMM",
+        summary="cuBLAS part by part; each part is reduced by kernels on few SMs beside the next one's GEMM",
         space=_SPACE,
         infeasible=_infeasible,
         default=_default,
         bind=_bind,
         num_blocks=kernel_blocks,
-        kernels=(*_reduce.KERNELS, *_engines.KERNELS),
+        kernels=KERNELS,
         compile_requests=_requests,
     )
 )

@@ -33,7 +33,6 @@ from tunedcomm.kernels._multimem import load_reduce, store_all
 from tunedcomm.kernels._rows import add_extras
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.gemm_ar._slots import (
-    SLOT_AXES,
     bind_slots,
     copy_slot,
     packets_in,
@@ -41,10 +40,11 @@ from tunedcomm.kernels.gemm_ar._slots import (
     rounds_of,
     slot_bytes,
     slot_request,
+    slot_space,
     slot_wish,
     store_slot,
 )
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def gemm_multimem_kernel(
     write_counter(local, base + 2 * chunks, EPOCH_OFFSET)
 
 
-_SPACE = Space(SLOT_AXES)
+_SPACE = slot_space()
 
 
 def _gather(problem: Problem, config: Config) -> int:

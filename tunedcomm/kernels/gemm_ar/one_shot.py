@@ -27,18 +27,18 @@ from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peer
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.gemm_ar._slots import (
-    SLOT_AXES,
     bind_slots,
     packets_in,
     refuse_slots,
     rounds_of,
     slot_bytes,
     slot_request,
+    slot_space,
     slot_wish,
     store_slot,
 )
 from tunedcomm.kernels.gemm_ar._sums import sum_and_bias
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def gemm_one_shot_kernel(
     write_counter(local, epoch + 1 + rounds, EPOCH_OFFSET)
 
 
-_SPACE = Space(SLOT_AXES)
+_SPACE = slot_space()
 _MOST_BYTES = 32 << 20  # every rank reads all of the others: beyond this, two shots move less
 
 

@@ -34,7 +34,6 @@ from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peer
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.gemm_ar._slots import (
-    SLOT_AXES,
     bind_slots,
     copy_slot,
     packets_in,
@@ -42,11 +41,12 @@ from tunedcomm.kernels.gemm_ar._slots import (
     rounds_of,
     slot_bytes,
     slot_request,
+    slot_space,
     slot_wish,
     store_slot,
 )
 from tunedcomm.kernels.gemm_ar._sums import sum_and_bias
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def gemm_two_shot_kernel(
     write_counter(local, base + 2 * chunks, EPOCH_OFFSET)
 
 
-_SPACE = Space(SLOT_AXES)
+_SPACE = slot_space()
 
 
 def _chunks(problem: Problem, config: Config) -> int:

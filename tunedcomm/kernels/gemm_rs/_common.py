@@ -6,6 +6,7 @@ follow each other at whole packets.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._launch import ManyLaunch, bind_kernel
 from tunedcomm.kernels._matmul import operands_of, out_itemsize, refuse_gemm
 from tunedcomm.kernels._panels import begin_request, bind_begin
-from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_wish
+from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_wish, two_fit
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.panels import Panels, panels_of
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 # As many as there are SMs, fewer to leave some to others, or two an SM, one of which multiplies while the other stores.
-NUM_BLOCKS = Choice(1, 64, 112, 120, 128, 132, 264)
+NUM_BLOCKS = Choice(1, 64, 120, 132, 264)
 _BLOCKS_A_SM = 2
 _PIECE = 64  # elements a thread of a piece of a tile that is summed at once, beside the accumulator
 GRID_AXES: dict[str, Axis] = {"chunks": Choice(1, 2, 4), "num_blocks": NUM_BLOCKS}
@@ -68,6 +69,7 @@ def slot_bytes(problem: Problem) -> int:
     return -(-size // PACKET_BYTES) * PACKET_BYTES
 
 
+@functools.lru_cache(maxsize=64)  # asked again for each of thousands of configs
 def refuse(
     problem: Problem, limits: Limits, *, slots: int | None = None, bytes_each: int | None = None, descriptors: bool
 ) -> str | None:
@@ -92,7 +94,7 @@ def refuse(
 def refuse_gemm_kernel(problem: Problem, config: Config, limits: Limits) -> str | None:
     """Why a persistent GEMM kernel of `num_blocks` blocks, each shard in `chunks` groups of tile rows, is unsuited."""
     rows, blocks, chunks = rows_of(problem), int(config["num_blocks"]), int(config["chunks"])
-    if reason := refuse_tiles(problem, config, limits, rows=rows):
+    if reason := refuse_tiles(problem, config, limits, rows=rows, shards=problem.world_size):
         return reason
     tile_rows = -(-rows // int(config["block_m"]))
     if chunks > 1 and -(-tile_rows // -(-tile_rows // chunks)) != chunks:
@@ -102,6 +104,8 @@ def refuse_gemm_kernel(problem: Problem, config: Config, limits: Limits) -> str 
     tiles = problem.world_size * num_tiles(rows, problem, config)
     if blocks > _BLOCKS_A_SM * limits.num_sms:
         return f"{blocks} blocks do not all fit on {limits.num_sms} SMs at once"
+    if blocks > limits.num_sms and not two_fit(problem, config):
+        return "two blocks with such tiles do not fit on an SM"
     fewer = [value for value in NUM_BLOCKS.values() if int(value) < blocks]
     if fewer and int(fewer[-1]) >= tiles:
         return f"{tiles} tiles leave some of {blocks} blocks without work"

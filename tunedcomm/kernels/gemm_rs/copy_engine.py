@@ -31,7 +31,7 @@ from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._launch import CompileRequest, ManyLaunch
 from tunedcomm.kernels._matmul import out_itemsize
 from tunedcomm.kernels._panels import begin_panels_kernel, bind_begin, call_number
-from tunedcomm.kernels._tiles import TILE_AXES
+from tunedcomm.kernels._tiles import tile_space
 from tunedcomm.kernels.gemm_rs._common import (
     EPILOGUE_AXES,
     addresses,
@@ -56,7 +56,7 @@ from tunedcomm.kernels.gemm_rs._shards import (
     staged_matrix,
     store_rounded,
 )
-from tunedcomm.space import Choice, Config, Space, Value
+from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_COUNTERS_OFFSET, PANEL_DATA, PANEL_NUMBER_OFFSET
 from tunedcomm.symm.panels import Panels, panels_of
@@ -165,7 +165,7 @@ class _Job:
             self.gemm(stream, *given, self.foreign, self.tiles)
 
 
-_SPACE = Space({**TILE_AXES, **EPILOGUE_AXES, "num_streams": Choice(1, 2, 3)})
+_SPACE = tile_space(**EPILOGUE_AXES, num_streams=Choice(1, 2, 3))
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:

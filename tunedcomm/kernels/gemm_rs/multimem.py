@@ -38,7 +38,7 @@ from tunedcomm.kernels._panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels._tiles import TILE_AXES
+from tunedcomm.kernels._tiles import tile_space
 from tunedcomm.kernels.gemm_rs._common import (
     GRID_AXES,
     addresses,
@@ -53,7 +53,7 @@ from tunedcomm.kernels.gemm_rs._common import (
     whole_packets,
 )
 from tunedcomm.kernels.gemm_rs._shards import DATA, partial_tile, place_of, store_rounded
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of
 
@@ -125,7 +125,7 @@ def multimem_gemm_kernel(
         await_chunk_of_all(panels, CHUNKS, rank, number, timeout_ns, status, WORLD_SIZE)
 
 
-_SPACE = Space({**TILE_AXES, **GRID_AXES})
+_SPACE = tile_space(**GRID_AXES)
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:

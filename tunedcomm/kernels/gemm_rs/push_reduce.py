@@ -30,7 +30,7 @@ from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._lane import address_of
 from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels._panels import announce_to, begin_panels_kernel, call_number, is_last
-from tunedcomm.kernels._tiles import TILE_AXES
+from tunedcomm.kernels._tiles import tile_space
 from tunedcomm.kernels.gemm_rs._common import (
     EPILOGUE_AXES,
     bind_one_kernel,
@@ -45,7 +45,7 @@ from tunedcomm.kernels.gemm_rs._common import (
     usual_wish,
 )
 from tunedcomm.kernels.gemm_rs._shards import DATA, finish_tile, partial_tile, place_of, staged_matrix, store_rounded
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def push_reduce_kernel(
             )  # fmt: skip
 
 
-_SPACE = Space({**TILE_AXES, **EPILOGUE_AXES})
+_SPACE = tile_space(**EPILOGUE_AXES)
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:

@@ -32,7 +32,7 @@ from tunedcomm.kernels._panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels._tiles import TILE_AXES
+from tunedcomm.kernels._tiles import tile_space
 from tunedcomm.kernels.gemm_rs._common import (
     GRID_AXES,
     addresses,
@@ -47,7 +47,7 @@ from tunedcomm.kernels.gemm_rs._common import (
     usual_wish,
 )
 from tunedcomm.kernels.gemm_rs._shards import DATA, add_tile, finish_added, partial_tile, place_of
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of
 
@@ -94,7 +94,7 @@ def reduce_add_kernel(
             )  # fmt: skip
 
 
-_SPACE = Space({**TILE_AXES, **GRID_AXES})
+_SPACE = tile_space(**GRID_AXES)
 
 
 def _sum_bytes(problem: Problem) -> int:
