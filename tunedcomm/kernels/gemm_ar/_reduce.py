@@ -26,7 +26,16 @@ from tunedcomm.spec import Limits, Problem, Variant
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["KERNELS", "adds_bias", "bind_reduce", "refuse_reduce", "requests_of", "rounds_of", "wish_of"]
+__all__ = [
+    "KERNELS",
+    "adds_bias",
+    "bind_reduce",
+    "refuse_reduce",
+    "requests_of",
+    "rounds_of",
+    "usual_reduce",
+    "wish_of",
+]
 
 _PLAIN = {"lamport": LAMPORT, "two_shot_lamport": TWO_SHOT_LAMPORT, "two_shot": TWO_SHOT, "one_shot": ONE_SHOT}
 _WITH_BIAS = {"lamport": BIAS_LAMPORT, "two_shot_lamport": BIAS_TWO_SHOT_LAMPORT, "two_shot": BIAS_TWO_SHOT}
@@ -39,6 +48,9 @@ KERNELS = (
     bias_two_shot_lamport_kernel,
     bias_two_shot_kernel,
 )
+
+
+_LAMPORT_BYTES = 4 << 20
 
 
 def adds_bias(problem: Problem, algorithm: str) -> bool:
@@ -91,6 +103,14 @@ def wish_of(problem: Problem, limits: Limits, rows: int) -> dict[str, float]:
     packets = nbytes // PACKET_BYTES // (1 if small else problem.world_size)
     warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
     return {**wish, "num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+
+
+def usual_reduce(problem: Problem, rows: int, *, host: bool = False) -> dict[str, Value]:
+    """The config of an all_reduce of so many rows by all SMs, for variants that search others."""
+    small = rows * problem.shape[1] * out_itemsize(problem) <= _LAMPORT_BYTES
+    algorithm = "two_shot_lamport" if small else "two_shot"
+    found: dict[str, Value] = {"algorithm": algorithm, "num_chunks": 1, "launch_pdl": False}
+    return {**found, "num_blocks": 1 if host else 128, "num_warps": 16}
 
 
 def rounds_of(problem: Problem, config: Config, rows: int) -> int:

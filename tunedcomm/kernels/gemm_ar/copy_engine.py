@@ -2,21 +2,22 @@
 
 The rows of the result are cut into parts, each into one share for every rank. On the caller's stream:
 
-    GEMM 0, GEMM 1, sum 0, GEMM 2, sum 1, …, the last sum
+    GEMM 0, GEMM 1, sum 0, GEMM 2, sum 1, …, the last GEMM, the last sum but one, all_reduce of the last part
 
-Products go into the result. As soon as part c is there, copy engines push its shares into their owners' slots (panels),
-each followed by the call's number as a flag, during GEMM c + 1. Sum c waits for the flags, adds the slots and the own
-share in rank order, puts the sums into the result and into the panels, and announces them to all peers. A side stream
-waits for all their announcements; then copy engines pull the peers' sums into the result, during GEMM c + 2. So only
-the way of the last part is not hidden; `taper` halves it.
+Products go into the result. As soon as part c is there, copy engines push its shares into their owners' slots in the
+panels, each followed by the call's number as a flag, during GEMM c + 1. Sum c waits for the flags and adds the slots
+and the own share in rank order. During GEMM c + 2 the sums go round (`gather`): copy engines push them into the peers'
+panels, again with flags, and a side stream that waits for those copies them into the result; or sum c leaves them in
+the own panels and announces them, and the peers' copy engines pull them, which is one copy less on a slower way.
+Nothing hides what the last part costs, so it is reduced by this library's all_reduce kernel, which has all SMs then.
 
-No rank waits in a circle: pushes wait for the begin and for GEMMs, sums for pushes, pulls for sums; each is queued
-behind what it waits for, on whatever streams share a hardware queue. Pulls overwrite rows that peers were to sum only
+No rank waits in a circle: pushes wait for the begin and for GEMMs, sums for pushes, gathers for sums; each is queued
+behind what it waits for, on whatever streams share a hardware queue. Gathers overwrite rows that peers were to sum only
 after their sum, which is after the push that reads them. Panels are written again only after the next call's begin:
 all ranks have joined the streams that read them by then.
 
 Numerics: library (its products; sums are ordered and made once, so all ranks get the same bits). Graph-safe: side
-streams fork from the caller's and join it; flags hold call numbers.
+streams fork from the caller's and join it; flags hold call numbers. Lane rules: begin and all_reduce follow each other.
 Source: two-shot all_reduce over decomposed GEMMs, our own arrangement.
 """
 
@@ -27,26 +28,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import triton
-import triton.language as tl
-
 from tunedcomm.kernels._copies import Copies, copies_of
-from tunedcomm.kernels._data import PACKET_BYTES, sum_packets
+from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.kernels._matmul import bind_product, operands_of, out_itemsize, refuse_gemm, wanted_of
-from tunedcomm.kernels._panels import (
-    announce,
-    await_chunk_of_all,
-    begin_panels_kernel,
-    begin_request,
-    bind_begin,
-    call_number,
-    is_last,
-)
-from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce_bias._common import with_bias
+from tunedcomm.kernels._panels import begin_panels_kernel, begin_request, bind_begin
 from tunedcomm.kernels.gemm_ar._parts import TILE, inputs_of_rows, parts_of
+from tunedcomm.kernels.gemm_ar._reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of, usual_reduce
+from tunedcomm.kernels.gemm_ar._shares import await_all_kernel, sum_share_kernel
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
@@ -55,6 +45,7 @@ from tunedcomm.symm.panels import panels_of
 if TYPE_CHECKING:
     import torch
 
+    from tunedcomm.symm.panels import Panels
     from tunedcomm.symm.workspace import Workspace
 
 __all__ = ["COPY_ENGINE"]
@@ -64,48 +55,11 @@ _HERE, _BEGUN, _MADE, _SUMMED, _READY, _DONE = range(6)
 _SUM_WARPS = 16
 
 
-@triton.jit
-def sum_share_kernel(
-    own, bias, row, first, slots, slot_bytes, sums, packets, panels, p0, p1, p2, p3, p4, p5, p6, rank, part, ready,
-    timeout_ns, status,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum one share of `packets` packets, at address `own` and in the slots, into `own` and `sums`; announce it.
-
-    Args:
-        bias, row, first: the bias, packets of a row of the result, and the share's first packet in it.
-        part, ready: chunks by which the slots, and these sums, are announced.
-    """
-    number = call_number(panels)
-    await_chunk_of_all(panels, part, rank, number, timeout_ns, status, WORLD_SIZE)
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, packets, step):
-        packet = start + lanes
-        here = packet < packets
-        words = ()
-        for i in tl.static_range(WORLD_SIZE):
-            source = tl.where(rank == i, own, slots + i * slot_bytes)
-            words = words + load_packets(source + packet * 16, here)
-        s = sum_packets(words, DTYPE, False, WORLD_SIZE)
-        if BIAS:
-            s = with_bias(s, bias, first + packet, row, here, DTYPE)
-        store_packets(own + packet * 16, s[0], s[1], s[2], s[3], here)
-        store_packets(sums + packet * 16, s[0], s[1], s[2], s[3], here)
-    if is_last(panels, part, tl.num_programs(0)):
-        announce(p0, p1, p2, p3, p4, p5, p6, rank, ready, number, WORLD_SIZE)
-
-
-@triton.jit
-def await_all_kernel(panels, chunk, rank, timeout_ns, status, WORLD_SIZE: tl.constexpr):
-    """One block: chunk `chunk` of every peer is here."""
-    await_chunk_of_all(panels, chunk, rank, call_number(panels), timeout_ns, status, WORLD_SIZE)
-
-
 _SPACE = Space(
     {
-        "chunks": Choice(1, 2, 3, 4, 6, 8),
+        "chunks": Choice(2, 3, 4, 6, 8),
         "taper": Choice(False, True),
+        "gather": Choice("push", "pull"),
         "num_streams": Choice(1, 2, 3),
         "num_blocks": Choice(1, 66, 132, 264),
     }
@@ -114,25 +68,44 @@ _SPACE = Space(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Addresses are those of this rank's panels, or offsets from them in the peers'.
+    """A part but the last. Addresses are those of this rank's panels, or offsets from them in the peers'.
 
     Attributes:
         row, rows: of the result.
         shares: byte in the result, and bytes, of each rank's share.
+        chunk, gathered: by which its shares, and its sums, are announced.
         slots, sums: offsets in the panels.
         slot: bytes from one slot to the next.
         total: `(stream, own share, bias)` to the sum.
-        ready: `(stream)` waits until all peers have summed.
+        ready: `(stream)` waits until all peers' sums are announced.
     """
 
     row: int
     rows: int
     shares: tuple[tuple[int, int], ...]
+    chunk: int
+    gathered: int
     slots: int
     sums: int
     slot: int
     total: Callable[..., None]
     ready: Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """The last part.
+
+    Attributes:
+        row, rows: of the result.
+        reduce: `(stream, address of the rows, of the bias)` to its all_reduce.
+        fused: that adds the bias.
+    """
+
+    row: int
+    rows: int
+    reduce: Callable[[int, int, int], None]
+    fused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +116,9 @@ class _Job:
         multiply: `(inputs, result)` to the library's product.
         begin: `(stream)`.
         local, peers: addresses of the panels, the own ones and those of rank + 1, rank + 2, …
-        pushing, pulling: side streams.
+        pulled: peers pull the sums.
+        pushing, gathering: side streams.
+        aside: the one that waits for the peers' sums.
     """
 
     problem: Problem
@@ -154,8 +129,11 @@ class _Job:
     local: int
     peers: tuple[int, ...]
     parts: tuple[_Part, ...]
+    tail: _Tail
+    pulled: bool
     pushing: tuple[int, ...]
-    pulling: tuple[int, ...]
+    gathering: tuple[int, ...]
+    aside: int
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         """See the module's text."""
@@ -166,51 +144,69 @@ class _Job:
         self.begin(self.pushing[0])
         copies.record(_BEGUN, self.pushing[0])
         for number, part in enumerate(self.parts):
-            rows = out[part.row : part.row + part.rows]
-            self.multiply(inputs_of_rows(self.problem, inputs, part.row, part.rows), rows)
-            self._push(number, part, target, stream)
+            self._multiply(inputs, out, part)
+            self._scatter(part, target, stream)
             if number:
                 self._finish(self.parts[number - 1], target, added, stream)
             else:
                 copies.wait(stream, _BEGUN)
+        rows, tail = self._multiply(inputs, out, self.tail), self.tail
         self._finish(self.parts[-1], target, added, stream)
-        for number, side in enumerate((*self.pushing, *self.pulling)):
+        tail.reduce(stream, rows.data_ptr(), added if tail.fused else 0)
+        if bias is not None and not tail.fused:
+            rows.add_(bias)
+        for number, side in enumerate((*self.pushing, *self.gathering, self.aside)):
             copies.record(_DONE + number, side)
             copies.wait(stream, _DONE + number)
 
-    def _owners(self) -> Iterable[tuple[int, int, int]]:
-        """Step, rank and panels of each peer, from rank + 1 on."""
-        world_size = self.problem.world_size
-        return ((step, (self.rank + 1 + step) % world_size, peer) for step, peer in enumerate(self.peers))
+    def _multiply(self, inputs: tuple[Any, ...], out: torch.Tensor, part: _Part | _Tail) -> torch.Tensor:
+        rows = out[part.row : part.row + part.rows]
+        self.multiply(inputs_of_rows(self.problem, inputs, part.row, part.rows), rows)
+        return rows
 
-    def _push(self, number: int, part: _Part, target: int, stream: int) -> None:
+    def _peers(self, sides: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
+        """Rank and panels of each peer, from rank + 1 on, and one of the side streams in turn."""
+        world_size = self.problem.world_size
+        for step, peer in enumerate(self.peers):
+            yield (self.rank + 1 + step) % world_size, peer, sides[step % len(sides)]
+
+    def _send(self, side: int, peer: int, chunk: int, offset: int, source: int, nbytes: int) -> None:
+        """Some bytes into a peer's panels, and the flag of this rank's chunk behind them."""
+        if nbytes:
+            self.copies.copy(side, peer + offset, source, nbytes)
+        flag = (self.rank * PANEL_CHUNKS + chunk) * 8
+        self.copies.copy(side, peer + flag, self.local + PANEL_NUMBER_OFFSET, 8)
+
+    def _scatter(self, part: _Part, target: int, stream: int) -> None:
         """The peers' shares of a part, once it is multiplied."""
-        copies, flag = self.copies, (self.rank * PANEL_CHUNKS + number) * 8
-        copies.record(_MADE, stream)
+        self.copies.record(_MADE, stream)
         for side in self.pushing:
-            copies.wait(side, _BEGUN)
-            copies.wait(side, _MADE)
-        for step, owner, peer in self._owners():
-            side = self.pushing[step % len(self.pushing)]
+            self.copies.wait(side, _BEGUN)
+            self.copies.wait(side, _MADE)
+        for owner, peer, side in self._peers(self.pushing):
             at, nbytes = part.shares[owner]
-            if nbytes:
-                copies.copy(side, peer + part.slots + self.rank * part.slot, target + at, nbytes)
-            copies.copy(side, peer + flag, self.local + PANEL_NUMBER_OFFSET, 8)
+            self._send(side, peer, part.chunk, part.slots + self.rank * part.slot, target + at, nbytes)
 
     def _finish(self, part: _Part, target: int, bias: int, stream: int) -> None:
-        """The own share's sum; then the peers' sums, once they are there."""
-        copies = self.copies
-        part.total(stream, target + part.shares[self.rank][0], bias)
+        """The own share's sum, and the way of all sums."""
+        copies, (own, nbytes) = self.copies, part.shares[self.rank]
+        part.total(stream, target + own, bias)
         copies.record(_SUMMED, stream)
-        copies.wait(self.pulling[0], _SUMMED)
-        part.ready(self.pulling[0])
-        copies.record(_READY, self.pulling[0])
-        for side in self.pulling[1:]:
-            copies.wait(side, _READY)
-        for step, owner, peer in self._owners():
+        for side in (*self.gathering, self.aside):
+            copies.wait(side, _SUMMED)
+        if not self.pulled:
+            for _, peer, side in self._peers(self.gathering):
+                self._send(side, peer, part.gathered, part.sums + self.rank * part.slot, target + own, nbytes)
+        part.ready(self.aside)
+        copies.record(_READY, self.aside)
+        if self.pulled:
+            for side in self.gathering:
+                copies.wait(side, _READY)
+        for owner, peer, side in self._peers(self.gathering if self.pulled else (self.aside,)):
             at, nbytes = part.shares[owner]
+            source = peer + part.sums if self.pulled else self.local + part.sums + owner * part.slot
             if nbytes:
-                copies.copy(self.pulling[step % len(self.pulling)], target + at, peer + part.sums, nbytes)
+                copies.copy(side, target + at, source, nbytes)
 
 
 def _slot(problem: Problem, rows: int) -> int:
@@ -219,9 +215,14 @@ def _slot(problem: Problem, rows: int) -> int:
     return -(-packets // problem.world_size) * PACKET_BYTES
 
 
+def _pulled(config: Config) -> bool:
+    return config["gather"] == "pull"
+
+
 def _room(problem: Problem, config: Config) -> int:
-    """Bytes of panels: a slot of every rank, and the sums."""
-    return sum((problem.world_size + 1) * _slot(problem, rows) for _, rows in parts_of(problem, config))
+    """Bytes of panels: of each part but the last a slot of every rank, and the sums, the own ones or all."""
+    slots = problem.world_size + (1 if _pulled(config) else problem.world_size)
+    return sum(slots * _slot(problem, rows) for _, rows in parts_of(problem, config)[:-1])
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -230,19 +231,19 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     row_bytes, wanted = problem.shape[1] * out_itemsize(problem), parts_of(problem, config)
     if len(wanted) != int(config["chunks"]) + bool(config["taper"]):
         return f"{problem.shape[0]} rows make {len(wanted)} parts, not {config['chunks']}"
-    if any(rows * row_bytes % PACKET_BYTES for _, rows in wanted):
-        return "parts would not begin and end with whole packets"
+    if any(row * row_bytes % PACKET_BYTES for row, _ in wanted):
+        return "parts would not begin with whole packets"
     if wanted_of(problem).bias and row_bytes % PACKET_BYTES:
         return f"rows of {problem.shape[1]} results are no whole packets, as sums with a bias want"
     if int(config["num_streams"]) > problem.world_size - 1:
         return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
+    tail = wanted[-1][1]
+    if reason := refuse_reduce(problem, usual_reduce(problem, tail, host=limits.backend == "host"), limits, tail):
+        return f"the last {tail} rows: {reason}"
     blocks = int(config["num_blocks"])
     if limits.backend == "host":
         return "interpreted blocks run one after another: only num_blocks=1" if blocks > 1 else None
-    if len(wanted) == 1:
-        return "with one part nothing overlaps: that is library_tuned"
-    least = min(rows for _, rows in wanted)
-    if least < TILE:
+    if (least := min(rows for _, rows in wanted)) < TILE:
         return f"{least} rows a part are less than the library's tiles have"
     if blocks == 1 or blocks > 2 * limits.num_sms:
         return f"{blocks} blocks do not suit {limits.num_sms} SMs"
@@ -252,16 +253,17 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     host = limits.backend == "host"
     wish: dict[str, Any] = {"chunks": 2 if host else min(max(problem.shape[0] // 1024, 2), 8), "taper": False}
-    wish |= {"num_streams": 1, "num_blocks": 1 if host else limits.num_sms}
+    wish |= {"gather": "push", "num_streams": 1, "num_blocks": 1 if host else limits.num_sms}
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
-def _sum_request(problem: Problem) -> CompileRequest:
+def _sum_request(problem: Problem, config: Config) -> CompileRequest:
     wanted = wanted_of(problem)
     constants: dict[str, Value] = {
         "WORLD_SIZE": problem.world_size,
         "DTYPE": wanted.dtype,
         "BIAS": wanted.bias,
+        "PULLED": _pulled(config),
         "BLOCK": 32 * _SUM_WARPS,
     }
     return CompileRequest.of(sum_share_kernel, constants, num_warps=_SUM_WARPS)
@@ -272,41 +274,58 @@ def _ready_request(problem: Problem) -> CompileRequest:
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    del config
-    return (begin_request(problem.world_size), _sum_request(problem), _ready_request(problem))
+    tail = parts_of(problem, config)[-1][1]
+    own = (begin_request(problem.world_size), _sum_request(problem, config), _ready_request(problem))
+    return (*own, *requests_of(problem, usual_reduce(problem, tail), tail))
 
 
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    world_size, rank, wanted = problem.world_size, workspace.rank, parts_of(problem, config)
-    row_bytes = problem.shape[1] * out_itemsize(problem)
-    panels, copies = panels_of(workspace, problem.mode, _room(problem, config)), copies_of(workspace, problem.mode)
+def _bind_parts(problem: Problem, config: Config, workspace: Workspace, panels: Panels) -> list[_Part]:
+    """All parts but the last."""
+    world_size, rank = problem.world_size, workspace.rank
+    row_bytes, wanted = problem.shape[1] * out_itemsize(problem), parts_of(problem, config)[:-1]
     waits = (workspace.timeout_ns, workspace.status_argument(problem))
-    total = bind_kernel(_sum_request(problem), int(config["num_blocks"]), workspace.device)
+    total = bind_kernel(_sum_request(problem, config), int(config["num_blocks"]), workspace.device)
     ready = bind_kernel(_ready_request(problem), 1, workspace.device)
     parts, slots = [], PANEL_DATA
-    for number, (row, rows) in enumerate(wanted):
+    for chunk, (row, rows) in enumerate(wanted):
         slot, begin, end = _slot(problem, rows), row * row_bytes, (row + rows) * row_bytes
         starts = [min(begin + owner * slot, end) for owner in range(world_size + 1)]
         shares = tuple((start, stop - start) for start, stop in itertools.pairwise(starts))
         own, nbytes = shares[rank]
-        sums, announced = slots + world_size * slot, len(wanted) + number
+        sums, gathered = slots + world_size * slot, len(wanted) + chunk
         places = (row_bytes // PACKET_BYTES, own // PACKET_BYTES, panels.local + slots, slot, panels.local + sums)
-        summing = (None, None, *places, nbytes // PACKET_BYTES, panels.local, *panels.peers, rank, number, announced)
-        waiting = ready.fix((panels.local, announced, rank, *waits))
-        parts.append(_Part(row, rows, shares, slots, sums, slot, total.fix((*summing, *waits)), waiting))
-        slots = sums + slot
+        summing = (None, None, *places, nbytes // PACKET_BYTES, panels.local, *panels.peers, rank, chunk, gathered)
+        waiting = ready.fix((panels.local, gathered, rank, *waits))
+        ways = total.fix((*summing, *waits)), waiting
+        parts.append(_Part(row, rows, shares, chunk, gathered, slots, sums, slot, *ways))
+        slots = sums + (1 if _pulled(config) else world_size) * slot
+    return parts
+
+
+def _bind_tail(problem: Problem, config: Config, workspace: Workspace) -> _Tail:
+    row, rows = parts_of(problem, config)[-1]
+    reducing = usual_reduce(problem, rows, host=workspace.device.type == "cpu")
+    fused = adds_bias(problem, str(reducing["algorithm"]))
+    return _Tail(row, rows, bind_reduce(problem, reducing, workspace, rows), fused)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    panels, copies = panels_of(workspace, problem.mode, _room(problem, config)), copies_of(workspace, problem.mode)
     streams = int(config["num_streams"])
     return _Job(
         problem=problem,
-        rank=rank,
+        rank=workspace.rank,
         copies=copies,
         multiply=bind_product(problem),
         begin=bind_begin(problem, workspace, panels),
         local=panels.local,
-        peers=panels.peers[: world_size - 1],
-        parts=tuple(parts),
+        peers=panels.peers[: problem.world_size - 1],
+        parts=tuple(_bind_parts(problem, config, workspace, panels)),
+        tail=_bind_tail(problem, config, workspace),
+        pulled=_pulled(config),
         pushing=copies.streams[:streams],
-        pulling=copies.streams[streams : 2 * streams],
+        gathering=copies.streams[streams : 2 * streams],
+        aside=copies.streams[2 * streams],
     )
 
 
@@ -321,7 +340,7 @@ COPY_ENGINE = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=lambda problem, config: -1,
-        kernels=(begin_panels_kernel, sum_share_kernel, await_all_kernel),
+        kernels=(begin_panels_kernel, sum_share_kernel, await_all_kernel, *KERNELS),
         compile_requests=_requests,
     )
 )
