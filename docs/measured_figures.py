@@ -74,10 +74,10 @@ def eager_parts() -> list[str]:
 
     first = [f"{float(held[0][name]):.2f}" for name in ("tuned", "launch", "allocation")]
     found = [f"{first[0]} µs", *first[1:]]
-    for one, other in ((4, 5), (6, 7), (8, 9)):
+    for one, other in ((4, 5), (6, 7), (8, 9), (10, 11)):
         found += [f"{above(one):.2f}", f"{above(other):.2f} µs"]
         found += [share(one), share(other)] if one > 4 else []
-    return found
+    return [*found, f"{above(12):.2f} µs", share(12)]
 
 
 def near_the_floor() -> list[str]:
