@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from statistics import geometric_mean
 
-from measured_rows import KIB, MIB, ROOT, Run, count, newest, only, p50, rows, runs, short
-from measured_tables import ALL_REDUCE, COLLECTIVES, TORCH, host_costs
+from measured_rows import KIB, MIB, ROOT, Run, by_shape, count, newest, only, p50, rows, runs, short
+from measured_tables import ALL_REDUCE, COLLECTIVES, GEMMS, TORCH, host_costs
 
 from tunedcomm import metrics
 
@@ -78,6 +79,17 @@ def eager_parts() -> list[str]:
         found += [f"{above(one):.2f}", f"{above(other):.2f} µs"]
         found += [share(one), share(other)] if one > 4 else []
     return [*found, f"{above(12):.2f} µs", share(12)]
+
+
+def gemms_in_short() -> list[str]:
+    """Means over the GEMM alone of many rows; least and most over NCCL of few."""
+    found = []
+    for op in ("gemm_rs", "ag_gemm", "gemm_ar"):
+        large = [run for shape, run in by_shape(GEMMS, op, 4).items() if int(shape.partition("x")[0]) >= 2048]
+        found.append(f"{geometric_mean([p50(run, 'tuned') / p50(run, 'cublas') for run in large]):.2f}")
+    few = [run for shape, run in by_shape(GEMMS, "gemm_ar", 4).items() if int(shape.partition("x")[0]) <= 256]
+    faster = sorted(p50(run, "library") / p50(run, "tuned") for run in few)
+    return ["2048", *found, f"{faster[0]:.2f}", f"{faster[-1]:.2f} times"]
 
 
 def near_the_floor() -> list[str]:
@@ -216,6 +228,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "two-shot in place on 2 GPUs": two_shot_in_place,
     "hosts differ": hosts_differ,
     "parts of an eager call": eager_parts,
+    "gemms in short": gemms_in_short,
     "all_reduce near the floor": near_the_floor,
     "copy engines on 2 GPUs": copy_engines,
     "hidden size": hidden_size,

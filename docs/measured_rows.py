@@ -53,6 +53,16 @@ def newest(name: str, op: str, world_size: int, mode: str = "graph", *, needs: s
     return found
 
 
+def by_shape(name: str, op: str, world_size: int, dtype: str = "bfloat16") -> dict[str, Run]:
+    """Shape to the newest run in graphs that has dispatch's choice, contender to row, in the file's order."""
+    found: dict[str, dict[str, Run]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows(name):
+        if (row["op"], row["world_size"], row["mode"], row["dtype"]) == (op, str(world_size), "graph", dtype):
+            found[row["shape"]][row["run_id"]][row["contender"]] = row
+    complete = {shape: [run for run in held.values() if "tuned" in run] for shape, held in found.items()}
+    return {shape: max(held, key=lambda run: run["tuned"]["date"]) for shape, held in complete.items() if held}
+
+
 def p50(run: Run, contender: str) -> float:
     """Median of a contender in µs."""
     return float(run[contender]["latency_p50_us"])

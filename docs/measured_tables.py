@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Callable
 from itertools import pairwise
 
-from measured_rows import MIB, ROOT, count, newest, only, p50, rows, runs, short, size_text, table, us
+from measured_rows import MIB, ROOT, by_shape, count, newest, only, p50, rows, runs, short, size_text, table, us
 
-ALL_REDUCE, COLLECTIVES = "all_reduce_h200.csv", "collectives_h200.csv"
+ALL_REDUCE, COLLECTIVES, GEMMS = "all_reduce_h200.csv", "collectives_h200.csv", "gemm_h200.csv"
 TORCH = ("torch_one_shot_symmetric", "torch_two_shot_symmetric")
 _PEERS = {
     "library": "NCCL",
@@ -59,6 +59,19 @@ def norm(world_size: int) -> str:
         lines.append([tokens, us(run, "library"), us(run, "nccl_compiled_norm"), ours, f"`{variant}`"])
     heads = {"tokens": "r", "NCCL, eager norm": "r", "NCCL, compiled norm": "r", "tuned": "r", "variant": "l"}
     return table(heads, lines)
+
+
+def gemms(world_size: int) -> str:
+    """The fused GEMMs by shape, beside the GEMM alone."""
+    lines = []
+    for op in ("gemm_rs", "ag_gemm", "gemm_ar"):
+        for shape, run in by_shape(GEMMS, op, world_size).items():
+            cells = [us(run, name) for name in ("cublas", "library", "torch_fused", "tuned")]
+            over, faster = p50(run, "tuned") / p50(run, "cublas"), p50(run, "library") / p50(run, "tuned")
+            variant = run["tuned"]["config"].partition("(")[0]
+            lines.append([f"`{op}`", shape, *cells, f"{over:.2f}", f"{faster:.2f}", f"`{variant}`"])
+    numbers = ("cuBLAS alone", "cuBLAS + NCCL", "torch fused", "tuned", "over cuBLAS alone", "NCCL over tuned")
+    return table({"op": "l", "M x N x K": "l", **dict.fromkeys(numbers, "r"), "variant": "l"}, lines)
 
 
 def host_costs() -> list[dict[str, str]]:
@@ -227,8 +240,9 @@ def thousand_nodes() -> str:
 
 _SERVES = {
     4: "4 ranks: `all_reduce`, bf16 and fp16, graph and eager, and bf16 in graphs in place; bf16 in graphs: "
-    "`all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce_bias`, `all_reduce_rms_norm`",
-    2: "2 ranks: the same",
+    "`all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce_bias`, `all_reduce_rms_norm`; bf16 in graphs, some shapes: "
+    "`gemm_rs`, `ag_gemm`, `gemm_ar`",
+    2: "2 ranks: the same without the GEMMs",
 }
 
 
@@ -263,6 +277,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives, 2 GPUs": lambda: collectives(2),
     "norm, 4 GPUs": lambda: norm(4),
     "norm, 2 GPUs": lambda: norm(2),
+    "gemms, 4 GPUs": lambda: gemms(4),
     "bound cost": bound_cost,
     "sweeps": sweeps,
     "regret rules": regret_rules,

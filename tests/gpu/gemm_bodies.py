@@ -157,6 +157,8 @@ def variants_body() -> dict[str, object]:
                         ordered = get_variant(OP, name).numerics == "ordered"
                         assert before is None or not ordered or same_bits(outputs, before), (str(problem), name, config)
                         before = outputs
+                    dist.barrier()
+                    assert not get_communicator().workspace.rearm(problem.mode), (str(problem), name, config)
                     worst[name] = max(worst.get(name, 0.0), error)
                     checked[name] += 1
             comm.check_peers()

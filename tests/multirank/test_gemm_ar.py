@@ -69,6 +69,9 @@ def shapes(variant: str, rank: int) -> None:
         check(variant, problem_of(shape, world_size, layout, dtype=dtype), seed, default=seed < 2)
         between = Problem("all_reduce", (257,), "bfloat16", world_size, mode="eager")
         check_variant(get_communicator(), between, ("lamport", "two_shot")[seed % 2], seed=seed)
+    dist.barrier()
+    assert get_communicator().workspace.rearm("eager") == 0
+    dist.barrier()
 
 
 def scaled(variant: str, rank: int) -> None:

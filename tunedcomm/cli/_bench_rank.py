@@ -127,13 +127,13 @@ class Bencher:
         kept: list[Entrant] = []
         errors: list[float] = []
         for entrant in list(field.entrants):
-            due = reference if entrant.reference is None else entrant.reference()
+            entrant.load(values)
+            due = reference if entrant.reference is None else entrant.reference()  # of what it was given
             if entrant.is_peer:
                 error = self._try(problem, entrant, field, values, due)
                 if error is None:
                     continue
             else:
-                entrant.load(values)
                 entrant.run(entrant.turns[0])  # eager first: binds plans of both modes, compiles what compiles late
                 if problem.mode == "graph" and entrant.name == "tuned":
                     entrant.load(values)

@@ -8,9 +8,11 @@ anew. Lanes do not share them, for then calls of two groups could wait for each 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tunedcomm.errors import TunedCommError
@@ -33,9 +35,11 @@ class Copies(Protocol):
 
     Attributes:
         streams: handles of `NUM_STREAMS` side streams.
+        beside: handle of one for what the library computes, of no higher priority than the caller's.
     """
 
     streams: tuple[int, ...]
+    beside: int
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Queue a copy of `nbytes` between two addresses."""
@@ -45,6 +49,9 @@ class Copies(Protocol):
 
     def wait(self, stream: int, event: int) -> None:
         """Hold back what is queued on `stream` from now on until what `event` stands for is done."""
+
+    def current(self, stream: int) -> AbstractContextManager[object]:
+        """Whatever torch queues meanwhile goes to this side stream."""
 
     def await_count(self, stream: int, counter: int, count: int) -> None:
         """Hold back `stream` until the int32 at address `counter` is at least `count`; takes no SM.
@@ -63,6 +70,7 @@ class _HostCopies:
     """
 
     streams = (0,) * NUM_STREAMS
+    beside = 0
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         del stream
@@ -73,6 +81,10 @@ class _HostCopies:
 
     def wait(self, stream: int, event: int) -> None:
         del stream, event
+
+    def current(self, stream: int) -> AbstractContextManager[object]:
+        del stream
+        return contextlib.nullcontext()
 
     def await_count(self, stream: int, counter: int, count: int) -> None:
         del stream
@@ -111,12 +123,12 @@ def _check(result: int, what: str) -> None:
         )
 
 
-def _new_stream() -> int:
-    """A stream of the highest priority: what others wait for should not queue behind what they compute."""
+def _new_stream(*, first: bool) -> int:
+    """Of the highest priority, for what others wait for should not queue behind what they compute; or of the least."""
     handle, least, greatest = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
     _check(_driver().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(greatest)), "to name priorities")
-    made = _driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, greatest)
-    _check(made, "a stream")
+    priority = greatest if first else least
+    _check(_driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority), "a stream")
     return int(handle.value or 0)
 
 
@@ -140,7 +152,8 @@ class _DeviceCopies:
 
     def __init__(self) -> None:
         library = _driver()
-        self.streams = tuple(_new_stream() for _ in range(NUM_STREAMS))
+        self.streams = tuple(_new_stream(first=True) for _ in range(NUM_STREAMS))
+        self.beside = _new_stream(first=False)
         self.events = tuple(_new_event() for _ in range(NUM_EVENTS))
         self._copy, self._record, self._wait = library.cuMemcpyAsync, library.cuEventRecord, library.cuStreamWaitEvent
 
@@ -152,6 +165,11 @@ class _DeviceCopies:
 
     def wait(self, stream: int, event: int) -> None:
         _check(self._wait(stream, self.events[event], 0), "to wait for an event")
+
+    def current(self, stream: int) -> AbstractContextManager[object]:
+        import torch
+
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream))
 
     def await_count(self, stream: int, counter: int, count: int) -> None:
         _check(_driver().cuStreamWaitValue32_v2(stream, counter, count, _AT_LEAST), "to wait for a count")
@@ -174,5 +192,5 @@ def copies_of(workspace: Workspace, mode: Mode) -> Copies:
         with torch.cuda.device(workspace.device):
             made = lanes[mode] = _DeviceCopies()
         # Not at exit, when the driver may be gone.
-        weakref.finalize(workspace, _destroy, made.streams, made.events).atexit = False
+        weakref.finalize(workspace, _destroy, (*made.streams, made.beside), made.events).atexit = False
     return lanes[mode]

@@ -30,6 +30,7 @@ __all__ = [
     "out_itemsize",
     "product",
     "product_reference",
+    "ready_to_cut",
     "refuse_gemm",
     "wanted_of",
 ]
@@ -185,6 +186,13 @@ def product(problem: Problem, operands: Operands, out: torch.Tensor, a: torch.Te
     return out.copy_((a.float() @ b.float()) * scale_a * scale_b)
 
 
+def ready_to_cut(problem: Problem, operands: Operands) -> Operands:
+    """Operands whose B is as the library wants it, for products of many parts of A."""
+    if problem.scaling and not wanted_of(problem).nk and operands.b.is_cuda and operands.b.numel():
+        return operands._replace(b=operands.b.T.contiguous().T)
+    return operands
+
+
 def _scaled_product(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
@@ -193,14 +201,14 @@ def _scaled_product(
 
     if b.stride(0) != 1:  # the library multiplies by columns only
         b = b.T.contiguous().T
-    a, b, scale_a, scale_b = given = [_aligned(tensor) for tensor in (a, b, scale_a, scale_b)]
+    a, b, scale_a, scale_b = (_aligned(tensor) for tensor in (a, b, scale_a, scale_b))
     if out.dtype != torch.bfloat16 and (scale_a.numel() > 1 or scale_b.numel() > 1):
         # Scales of rows come with bf16 results only.
         one = torch.ones(1, device=a.device)
         return out.copy_(torch._scaled_mm(a, b, one, one, out_dtype=torch.float32) * scale_a * scale_b)
     if out.data_ptr() % _SCALED_ALIGNMENT:
-        return out.copy_(torch._scaled_mm(*given, out_dtype=out.dtype))
-    return torch._scaled_mm(*given, out_dtype=out.dtype, out=out)
+        return out.copy_(torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype))
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, out=out)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

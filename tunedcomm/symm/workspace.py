@@ -93,6 +93,19 @@ class Workspace:
         start = self.layout.scatter
         return self.buffers[mode].local[start : start + numel * dtype.itemsize].view(dtype)
 
+    def rearm(self, mode: Mode) -> int:
+        """Put the sentinel wherever a lane's arena has something else; returns how many words those were.
+
+        Between calls there are none. To be asked while no rank has a call under way; waits for the device.
+        """
+        arena = self.buffers[mode].local[self.layout.arena : self.layout.one_shot].view(torch.int32)
+        count = int((arena != _SENTINEL_WORD).sum())
+        if count:
+            arena.fill_(_SENTINEL_WORD)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return count
+
     def register(self, tensor: torch.Tensor, buffer: SymmetricBuffer) -> None:
         """Remember the addresses of a symmetric tensor that the caller allocated; the same call on every rank."""
         self.symmetric[tensor.untyped_storage().data_ptr()] = buffer

@@ -18,7 +18,7 @@ from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
 from tunedcomm.tuner import check, measure
 from tunedcomm.tuner.channel import write_failure
 from tunedcomm.tuner.check import Case, Judgement, Launch, Tensors
-from tunedcomm.tuner.commands import Command, Latency, Outcome
+from tunedcomm.tuner.commands import LOST, Command, Latency, Outcome
 from tunedcomm.tuner.compile_count import CompileCount
 from tunedcomm.tuner.gang import Gang, Trouble, Verdict
 from tunedcomm.tuner.job import Settings, candidate_to_dict
@@ -170,7 +170,23 @@ class TrialRunner:
                 self._prepare_baseline(bench, command.baseline)
             self._report("trial", candidate)
             outcome = self._trial(bench, candidate, command)
+            if outcome.status not in LOST:
+                outcome = self._left_clean(problem, outcome)
         return outcome.with_binding(self._bind_s, self._num_compiled)
+
+    def _left_clean(self, problem: Problem, outcome: Outcome) -> Outcome:
+        """The outcome, unless launches left packets in an arena: those would be the next candidate's wrong results."""
+        workspace = self._gang.communicator.workspace
+        if workspace is None:
+            return outcome
+        self._gang.synchronize()
+        self._gang.barrier()
+        count = workspace.rearm(problem.mode)
+        reason = f"left {count} words in the arena, which a later call would take for data" if count else ""
+        verdict = self._gang.vote(Trouble.INCORRECT if count else Trouble.NONE, reason)
+        if not verdict.trouble:
+            return outcome
+        return Outcome(status=verdict.trouble.status, reason=verdict.reason, error=outcome.error)
 
     def _report(self, event: str, candidate: Candidate) -> None:
         self._gang.report(event, {"candidate": candidate_to_dict(candidate)})

@@ -2,8 +2,10 @@
 
 A call begins with an exchange of flags, after which nobody reads the panels. Then side streams push this rank's shard
 into the peers' panels, chunk by chunk: by copy engines (see `_push`), or by a kernel of a few blocks (see `_send`).
-Meanwhile the caller's stream multiplies the own shard, then those of rank − 1, rank − 2, …; before each chunk a kernel
-of one block waits for its flag.
+Meanwhile the own shard is multiplied, then those of rank − 1, rank − 2, …, in turn on `gemm_streams` streams, the first
+of which is the caller's; before each chunk a kernel of one block waits for its flag. With two, a chunk's first tiles
+take the SMs that the last tiles of the one before leave, and the wait is not felt. The call's beginning is on a side
+stream: the own shard need not wait for anybody.
 
 No rank waits in a circle: pushing waits for nothing but the call's beginning; the GEMMs end by themselves and leave
 room for the blocks that push, and so does the block that waits.
@@ -14,16 +16,17 @@ Source: asynchronous tensor parallelism in PyTorch, cut by chunk, with call numb
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
 
-from tunedcomm.kernels._copies import Copies, copies_of
+from tunedcomm.kernels._copies import NUM_EVENTS, Copies, copies_of
 from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import Operands, operands_of, product, wanted_of
+from tunedcomm.kernels._matmul import Operands, operands_of, product, ready_to_cut, wanted_of
 from tunedcomm.kernels._panels import await_chunk, begin_panels_kernel, begin_request, bind_begin, call_number
 from tunedcomm.kernels.ag_gemm._common import (
     gathered_in,
@@ -47,7 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNKED", "await_kernel"]
 
-_HERE, _SENT = 0, 1  # events
+_HERE, _SENT = 0, 1  # events, as in `_push`; from here on of streams beyond those that push
+_START, _BEGUN, _BESIDE = NUM_EVENTS - 3, NUM_EVENTS - 2, NUM_EVENTS - 1
 _MULTIPLE = 16  # of rows in a chunk
 _LEAST_BYTES = 64 * 1024  # that a block should have to send
 _SEND_WARPS = 16
@@ -101,6 +105,7 @@ _SPACE = Space(
     {
         "transport": Choice("copy_engine", "sm"),
         "chunks": Choice(1, 2),
+        "gemm_streams": Choice(1, 2),
         "streams": Choice(1, 2, 3),
         "comm_blocks": Choice(1, 8, 16, 32),
     }
@@ -129,6 +134,7 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     wish: dict[str, Any] = {"transport": "copy_engine", "chunks": 1, "streams": 1, "comm_blocks": 1}
+    wish["gemm_streams"] = 1 if limits.backend == "host" else 2
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
@@ -181,6 +187,8 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     pieces = _pieces(problem, workspace, panels, chunk_rows)
     pushes = _pushes(problem, config, workspace, panels, chunk_rows)
     copied = make_gathered(problem, workspace, panels) if wanted_of(problem).gathered else None
+    copies, beside = copies_of(workspace, problem.mode), config["gemm_streams"] == 2
+    first, aside = copies.streams[0], copies.beside
     everything = gathered_in(panels, problem)
     scales = scales_in(panels, problem) if problem.scaling == "rowwise" else None
 
@@ -192,16 +200,28 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
         product(problem, operands, out[piece.target : piece.target + piece.end - piece.begin], a)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        operands = operands_of(problem, inputs)
+        operands = ready_to_cut(problem, operands_of(problem, inputs))
         a = operands.a.data_ptr()
-        begin(stream)
-        pushes.begin(stream, a, operands.scale_a.data_ptr() if problem.scaling else 0)
+        copies.record(_START, stream)
+        copies.wait(first, _START)
+        begin(first)
+        copies.record(_BEGUN, first)
+        pushes.begin(first, a, operands.scale_a.data_ptr() if problem.scaling else 0)
         if copied is not None:
             copied.begin(stream, a, outputs[1].data_ptr())
-        for piece in pieces:
+        multiply(operands, outputs[0], pieces[0])
+        copies.wait(stream, _BEGUN)
+        if beside:
+            copies.wait(aside, _BEGUN)
+        for number, piece in enumerate(pieces[1:]):
+            away = beside and number % 2 == 0
             if piece.ready is not None:
-                piece.ready(stream)
-            multiply(operands, outputs[0], piece)
+                piece.ready(aside if away else stream)
+            with copies.current(aside) if away else contextlib.nullcontext():
+                multiply(operands, outputs[0], piece)
+        if beside:
+            copies.record(_BESIDE, aside)
+            copies.wait(stream, _BESIDE)
         if copied is not None:
             copied.end(stream, outputs[1].data_ptr())
         pushes.end(stream)

@@ -11,6 +11,9 @@ panels, again with flags, and a side stream that waits for those copies them int
 the own panels and announces them, and the peers' copy engines pull them, which is one copy less on a slower way.
 Nothing hides what the last part costs, so it is reduced by this library's all_reduce kernel, which has all SMs then.
 
+With two `gemm_streams` every other GEMM goes to a stream of its own, so that a part's first tiles take the SMs that the
+last tiles of the one before leave; sums go to one of a higher priority.
+
 No rank waits in a circle: pushes wait for the begin and for GEMMs, sums for pushes, gathers for sums; each is queued
 behind what it waits for, on whatever streams share a hardware queue. Gathers overwrite rows that peers were to sum only
 after their sum, which is after the push that reads them. Panels are written again only after the next call's begin:
@@ -23,6 +26,7 @@ Source: two-shot all_reduce over decomposed GEMMs, our own arrangement.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,7 +36,7 @@ from tunedcomm.kernels._copies import Copies, copies_of
 from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import bind_product, operands_of, out_itemsize, refuse_gemm, wanted_of
+from tunedcomm.kernels._matmul import bind_product, operands_of, out_itemsize, ready_to_cut, refuse_gemm, wanted_of
 from tunedcomm.kernels._panels import begin_panels_kernel, begin_request, bind_begin
 from tunedcomm.kernels.gemm_ar._parts import TILE, inputs_of_rows, parts_of
 from tunedcomm.kernels.gemm_ar._reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of, usual_reduce
@@ -50,8 +54,9 @@ if TYPE_CHECKING:
 
 __all__ = ["COPY_ENGINE"]
 
-# Events: the caller's stream, the begin, a part's product, its sum, all peers' sums; then the ends of the side streams.
-_HERE, _BEGUN, _MADE, _SUMMED, _READY, _DONE = range(6)
+# Events: the caller's stream, the begin, a part's product (of every other one beside), its sum, all peers' sums; then
+# the ends of the side streams.
+_HERE, _BEGUN, _MADE, _MADE_BESIDE, _SUMMED, _READY, _DONE = range(7)
 _SUM_WARPS = 16
 
 
@@ -60,6 +65,7 @@ _SPACE = Space(
         "chunks": Choice(2, 3, 4, 6, 8),
         "taper": Choice(False, True),
         "gather": Choice("push", "pull"),
+        "gemm_streams": Choice(1, 2),
         "num_streams": Choice(1, 2, 3),
         "num_blocks": Choice(1, 66, 132, 264),
     }
@@ -119,6 +125,7 @@ class _Job:
         pulled: peers pull the sums.
         pushing, gathering: side streams.
         aside: the one that waits for the peers' sums.
+        summing: the one for sums, if every other GEMM goes beside the caller's; else 0.
     """
 
     problem: Problem
@@ -134,35 +141,62 @@ class _Job:
     pushing: tuple[int, ...]
     gathering: tuple[int, ...]
     aside: int
+    summing: int
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         """See the module's text."""
         copies, out, bias = self.copies, outputs[0], operands_of(self.problem, inputs).bias
         target, added = out.data_ptr(), 0 if bias is None else bias.data_ptr()
+        inputs = (inputs[0], ready_to_cut(self.problem, operands_of(self.problem, inputs)).b, *inputs[2:])
         copies.record(_HERE, stream)
         copies.wait(self.pushing[0], _HERE)
         self.begin(self.pushing[0])
         copies.record(_BEGUN, self.pushing[0])
+        if self.summing:
+            copies.wait(copies.beside, _HERE)
+            copies.wait(self.summing, _BEGUN)
         for number, part in enumerate(self.parts):
-            self._multiply(inputs, out, part)
-            self._scatter(part, target, stream)
+            self._multiply(inputs, out, part, number, stream)
+            self._scatter(part, self._made(number), target)
             if number:
                 self._finish(self.parts[number - 1], target, added, stream)
             else:
                 copies.wait(stream, _BEGUN)
-        rows, tail = self._multiply(inputs, out, self.tail), self.tail
+        tail = self.tail
+        rows = self._multiply(inputs, out, tail, len(self.parts), stream)
         self._finish(self.parts[-1], target, added, stream)
+        copies.wait(stream, self._made(len(self.parts)))
         tail.reduce(stream, rows.data_ptr(), added if tail.fused else 0)
         if bias is not None and not tail.fused:
             rows.add_(bias)
-        for number, side in enumerate((*self.pushing, *self.gathering, self.aside)):
-            copies.record(_DONE + number, side)
-            copies.wait(stream, _DONE + number)
+        self._join(stream)
 
-    def _multiply(self, inputs: tuple[Any, ...], out: torch.Tensor, part: _Part | _Tail) -> torch.Tensor:
-        rows = out[part.row : part.row + part.rows]
-        self.multiply(inputs_of_rows(self.problem, inputs, part.row, part.rows), rows)
+    def _join(self, stream: int) -> None:
+        """The caller's stream goes on once all others are done."""
+        sides = [
+            *self.pushing,
+            *self.gathering,
+            self.aside,
+            *([self.summing, self.copies.beside] if self.summing else []),
+        ]
+        for number, side in enumerate(sides):
+            self.copies.record(_DONE + number, side)
+            self.copies.wait(stream, _DONE + number)
+
+    def _multiply(
+        self, inputs: tuple[Any, ...], out: torch.Tensor, part: _Part | _Tail, number: int, stream: int
+    ) -> torch.Tensor:
+        """A part's product, made when `_made` says so."""
+        rows, given = out[part.row : part.row + part.rows], inputs_of_rows(self.problem, inputs, part.row, part.rows)
+        away = self._made(number) == _MADE_BESIDE
+        with self.copies.current(self.copies.beside) if away else contextlib.nullcontext():
+            self.multiply(given, rows)
+        self.copies.record(self._made(number), self.copies.beside if away else stream)
         return rows
+
+    def _made(self, number: int) -> int:
+        """The event of a part's product, until the next one on its stream."""
+        return _MADE_BESIDE if self.summing and number % 2 else _MADE
 
     def _peers(self, sides: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
         """Rank and panels of each peer, from rank + 1 on, and one of the side streams in turn."""
@@ -177,21 +211,23 @@ class _Job:
         flag = (self.rank * PANEL_CHUNKS + chunk) * 8
         self.copies.copy(side, peer + flag, self.local + PANEL_NUMBER_OFFSET, 8)
 
-    def _scatter(self, part: _Part, target: int, stream: int) -> None:
-        """The peers' shares of a part, once it is multiplied."""
-        self.copies.record(_MADE, stream)
+    def _scatter(self, part: _Part, made: int, target: int) -> None:
+        """The peers' shares of a part, once the event says that it is multiplied."""
         for side in self.pushing:
             self.copies.wait(side, _BEGUN)
-            self.copies.wait(side, _MADE)
+            self.copies.wait(side, made)
         for owner, peer, side in self._peers(self.pushing):
             at, nbytes = part.shares[owner]
             self._send(side, peer, part.chunk, part.slots + self.rank * part.slot, target + at, nbytes)
 
     def _finish(self, part: _Part, target: int, bias: int, stream: int) -> None:
-        """The own share's sum, and the way of all sums."""
+        """The own share's sum, after the products made so far, and the way of all sums."""
         copies, (own, nbytes) = self.copies, part.shares[self.rank]
-        part.total(stream, target + own, bias)
-        copies.record(_SUMMED, stream)
+        if self.summing:
+            copies.wait(self.summing, _MADE)
+            copies.wait(self.summing, _MADE_BESIDE)
+        part.total(self.summing or stream, target + own, bias)
+        copies.record(_SUMMED, self.summing or stream)
         for side in (*self.gathering, self.aside):
             copies.wait(side, _SUMMED)
         if not self.pulled:
@@ -253,7 +289,12 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     host = limits.backend == "host"
     wish: dict[str, Any] = {"chunks": 2 if host else min(max(problem.shape[0] // 1024, 2), 8), "taper": False}
-    wish |= {"gather": "push", "num_streams": 1, "num_blocks": 1 if host else limits.num_sms}
+    wish |= {
+        "gemm_streams": 1 if host else 2,
+        "gather": "push",
+        "num_streams": 1,
+        "num_blocks": 1 if host else limits.num_sms,
+    }
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
 
@@ -326,6 +367,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
         pushing=copies.streams[:streams],
         gathering=copies.streams[streams : 2 * streams],
         aside=copies.streams[2 * streams],
+        summing=copies.streams[2 * streams + 1] if config["gemm_streams"] == 2 else 0,
     )
 
 

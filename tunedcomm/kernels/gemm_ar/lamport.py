@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels._data import arm
+from tunedcomm.kernels._data import PACKET_BYTES, arm
 from tunedcomm.kernels._gemm import element_type, matrix, operand_b, part_product, pointer_product, scaled, tile_words
 from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
@@ -175,6 +175,10 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     if config["launch_pdl"] and not limits.launch_pdl:
         return "programmatic dependent launch is not available here"
     block_m, split = int(config["block_m"]), int(config["split_k"])
+    packets = block_m * int(config["block_n"]) * out_itemsize(problem) // PACKET_BYTES
+    if packets < 32 * int(config["num_warps"]) and limits.backend == "cuda":
+        # The second copy would come after the first was polled, and lie there for the next call but one.
+        return f"a tile has {packets} packets: threads beyond would push some of them twice"
     if m > block_m and block_m < 64 and limits.backend == "cuda":
         return f"{m} rows go into one tile, or into tiles of 64 rows"
     if reason := refuse_tiles(problem, {**config, "group": 1}, limits, rows=m):

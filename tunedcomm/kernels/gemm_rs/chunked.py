@@ -1,7 +1,8 @@
 """chunked: the library's GEMM once a shard (or a part of one), each part pushed to its owner as soon as it is done.
 
-Shards are multiplied in the order rank + 1, rank + 2, …, the own one last, each in `chunks` parts by rows. A part for
-another rank goes into this rank's own panels, behind its slots. A side stream waits for it and pushes it into this
+Shards are multiplied in the order rank + 1, rank + 2, …, the own one last, each in `chunks` parts by rows, in turn on
+`gemm_streams` streams: with two, a part's first tiles take the SMs that the last tiles of the one before leave. A part
+for another rank goes into this rank's own panels, behind its slots. A side stream waits for it and pushes it into this
 rank's slot at the owner: by a copy engine, followed by a copy of the call's number into the owner's flag (`transport`
 copy_engine, which takes no SM), or by a small kernel that raises the flag itself (sm). The own parts go into the own
 slot. Then one kernel waits for the peers' flags and sums the slots.
@@ -17,6 +18,7 @@ Source: decomposed GEMM + reduce-scatter as in PyTorch's asynchronous tensor par
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from tunedcomm.kernels._copies import Copies, copies_of
 from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._host import Launch, closest, grid_rounds
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import Operands, operands_of, out_itemsize, product, wanted_of
+from tunedcomm.kernels._matmul import Operands, operands_of, out_itemsize, product, ready_to_cut, wanted_of
 from tunedcomm.kernels._panels import begin_panels_kernel, begin_request, bind_begin
 from tunedcomm.kernels.gemm_rs._common import refuse, rows_of, slot_bytes, whole_packets
 from tunedcomm.kernels.gemm_rs._staged import push_chunk_kernel, sum_slots_kernel
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNKED"]
 
-_HERE, _DONE = 0, 1  # events: the caller's stream at the begin, side streams at the end; then one a part
-_PARTS = 2
+# Events: the caller's stream at the begin, a part's product, the second stream of GEMMs; side streams from _DONE on.
+_HERE, _MADE, _BESIDE, _DONE = range(4)
 _PUSH_WARPS = 16
 
 
@@ -52,12 +54,10 @@ class _Push:
 
     Attributes:
         side: index of the side stream.
-        event: of the part's GEMM.
         queue: queues the push on a stream.
     """
 
     side: int
-    event: int
     queue: Callable[[int], None]
 
 
@@ -70,6 +70,7 @@ class _Job:
         parts: (first row of A, where its product goes, push or None for own parts), in order.
         total: `(stream, result's address)` to the sum.
         num_streams: side streams.
+        beside: every other GEMM goes to a stream of its own.
     """
 
     problem: Problem
@@ -78,23 +79,31 @@ class _Job:
     parts: tuple[tuple[int, torch.Tensor, _Push | None], ...]
     total: Callable[..., None]
     num_streams: int
+    beside: bool
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         """See the module's text."""
-        given, copies = operands_of(self.problem, inputs), self.copies
-        sides = copies.streams[: self.num_streams]
+        given, copies = ready_to_cut(self.problem, operands_of(self.problem, inputs)), self.copies
+        sides, aside = copies.streams[: self.num_streams], copies.beside
         copies.record(_HERE, stream)
         copies.wait(sides[0], _HERE)
         self.begin(sides[0])
         copies.record(_DONE, sides[0])
         for side in sides[1:]:
             copies.wait(side, _DONE)
-        for row, target, push in self.parts:
-            _multiply(self.problem, given, row, target)
+        if self.beside:
+            copies.wait(aside, _HERE)
+        for number, (row, target, push) in enumerate(self.parts):
+            away = self.beside and number % 2 == 1
+            with copies.current(aside) if away else contextlib.nullcontext():
+                _multiply(self.problem, given, row, target)
             if push is not None:
-                copies.record(push.event, stream)
-                copies.wait(sides[push.side], push.event)
+                copies.record(_MADE, aside if away else stream)
+                copies.wait(sides[push.side], _MADE)
                 push.queue(sides[push.side])
+        if self.beside:
+            copies.record(_BESIDE, aside)
+            copies.wait(stream, _BESIDE)
         for number, side in enumerate(sides):
             copies.record(_DONE + number, side)
             copies.wait(stream, _DONE + number)
@@ -113,6 +122,7 @@ _SPACE = Space(
     {
         "chunks": Choice(1, 2, 4),
         "transport": Choice("copy_engine", "sm"),
+        "gemm_streams": Choice(1, 2),
         "num_streams": Choice(1, 2, 3),
         "push_blocks": Choice(1, 4, 8, 16, 32),
         "num_blocks": Choice(1, 32, 64, 132, 264),
@@ -162,7 +172,8 @@ def _unsuited_sum(problem: Problem, config: Config, limits: Limits) -> str | Non
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    wish: dict[str, Any] = {"chunks": 1, "transport": "copy_engine", "num_streams": 1, "push_blocks": 1}
+    wish: dict[str, Any] = {"chunks": 1, "transport": "copy_engine", "gemm_streams": 1, "push_blocks": 1}
+    wish["num_streams"] = min(problem.world_size - 1, 2)
     wish |= {"num_blocks": min(slot_bytes(problem) / 4096, limits.num_sms), "num_warps": 8}
     return closest(wish, _SPACE, problem, limits, _infeasible)
 
@@ -235,15 +246,14 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
             target = panels.buffer.local[at : at + nbytes].view(dtype).view(last - first, n)
             queued = None
             if not own:
-                event = _DONE + streams + step * chunks + chunk
-                queued = _Push(step % streams, event, push(step, chunk, panels.local + at, first * row_bytes, nbytes))
+                queued = _Push(step % streams, push(step, chunk, panels.local + at, first * row_bytes, nbytes))
             parts.append((owner * rows + first, target, queued))
     kernel = bind_kernel(_sum_request(problem, config), int(config["num_blocks"]), workspace.device)
     waits = (rank, workspace.timeout_ns, workspace.status_argument(problem))
     packets = span * row_bytes // PACKET_BYTES if chunks > 1 else slot // PACKET_BYTES
     total = kernel.fix((None, rows * n, panels.local, slot, packets, *waits))
     begin = bind_begin(problem, workspace, panels)
-    return _Job(problem, copies, begin, tuple(parts), total, streams)
+    return _Job(problem, copies, begin, tuple(parts), total, streams, config["gemm_streams"] == 2)
 
 
 def _rounds(problem: Problem, config: Config) -> int:

@@ -1,0 +1,76 @@
+"""Search spaces of the fused GEMMs: what they hold, how long they take to go through, what they must leave out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from compile_corners import LIMITS
+
+from tunedcomm.errors import ConfigError
+from tunedcomm.kernels import discover
+from tunedcomm.kernels._data import PACKET_BYTES
+from tunedcomm.kernels._matmul import out_itemsize
+from tunedcomm.kernels._tiles import tile_space
+from tunedcomm.space import Choice, Space
+from tunedcomm.spec import Candidate, Problem, candidates, get_op, get_variant
+
+discover()
+GPU = replace(LIMITS, backend="cuda", multicast=False)
+SHAPES = ((4096, 8192, 3584), (2048, 7168, 8192), (16, 8192, 2048), (256, 2560, 8192))
+KINDS = (("bfloat16", ""), ("float8_e4m3fn", "rowwise"))
+
+
+def problems(op: str) -> list[Problem]:
+    reduction = next(iter(get_op(op).reductions), "")
+    return [
+        Problem(op, shape, dtype, 4, reduction, layout="nk", scaling=scaling)
+        for shape in SHAPES
+        for dtype, scaling in KINDS
+    ]
+
+
+def feasible(problem: Problem) -> list[Candidate]:
+    return candidates(problem, GPU, "any")
+
+
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_a_problem_needs_few_binaries_and_little_time(op: str) -> None:
+    """Each is seconds of the compiler's time, and a catalogue has a thousand problems."""
+    for problem in problems(op):
+        feasible(problem)  # whatever is imported first
+        begin = time.process_time()
+        found = feasible(problem)
+        assert time.process_time() - begin < 3, problem
+        assert {"library", "library_tuned"} <= {candidate.variant for candidate in found}
+        requests = {
+            request
+            for candidate in found
+            for request in get_variant(op, candidate.variant).compile_requests(problem, candidate.config_dict)
+        }
+        assert len(requests) <= 400, (problem, len(requests))
+
+
+def test_lamport_pushes_no_packet_twice() -> None:
+    """Threads that hold the same packet all store it; the second store would be the next call's data."""
+    for problem in problems("gemm_ar"):
+        for candidate in feasible(problem):
+            if candidate.variant == "lamport":
+                config = candidate.config_dict
+                packets = int(config["block_m"]) * int(config["block_n"]) * out_itemsize(problem) // PACKET_BYTES
+                assert packets >= 32 * int(config["num_warps"]), candidate
+
+
+def test_values_that_go_together() -> None:
+    space = Space({"a": Choice(1, 2), "b": Choice(3, 4), "c": Choice(5, 6)}, leading={(1, 3), (2, 4)})
+    points = [{"a": a, "b": b, "c": c} for a, b in ((1, 3), (2, 4)) for c in (5, 6)]
+    assert list(space.enumerate()) == points
+    assert space.size == len(points)
+    assert [space.validate(point) for point in points] == points
+    with pytest.raises(ConfigError, match=r"a, b = \(1, 4\) are no values that go together"):
+        space.validate({"a": 1, "b": 4, "c": 5})
+
+
+def test_tiles_are_points_of_their_space() -> None:
+    assert tile_space().size == len(list(tile_space().enumerate()))
