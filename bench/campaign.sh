@@ -36,7 +36,11 @@ ranks() { # SECONDS LOG SCRIPT...
   limited "$seconds" "$log" torchrun --standalone --nproc-per-node "$N" "$@"
 }
 tunedcomm() { limited "$1" "$2" python3 -m tunedcomm.cli.main "${@:3}"; }
-tune() { tunedcomm "$1" "$2" tune "${@:3}" --db "$DIR/tuned.db"; }
+settle() { # one file a database: nothing left in a log beside it
+  python3 -c "import sqlite3, sys; sqlite3.connect(sys.argv[1]).execute('pragma journal_mode=delete')" "$DIR/tuned.db"
+  rm -f "$DIR"/tuned.db.studies.*
+}
+tune() { tunedcomm "$1" "$2" tune "${@:3}" --db "$DIR/tuned.db"; settle; }
 bench() { TUNEDCOMM_DB=$DIR/tuned.db tunedcomm "$1" "$2" bench "${@:3}" --csv "$DIR/bench.csv"; }
 bodies() { # SECONDS MODULE NAMES
   ranks "$1" "$2" tests/gpu/run_bodies.py "$2" "$3"

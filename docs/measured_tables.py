@@ -240,7 +240,7 @@ def thousand_nodes() -> str:
 
 _SERVES = {
     4: "4 ranks: `all_reduce`, bf16 and fp16, graph and eager, and bf16 in graphs in place; bf16 in graphs: "
-    "`all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce_bias`, `all_reduce_rms_norm`; bf16 in graphs, some shapes: "
+    "`all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce_bias`, `all_reduce_rms_norm`; at some shapes "
     "`gemm_rs`, `ag_gemm`, `gemm_ar`",
     2: "2 ranks: the same without the GEMMs",
 }

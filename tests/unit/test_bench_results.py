@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
@@ -267,3 +268,46 @@ def test_the_figures_of_winners_measured_again_are_what_the_recordings_give(tmp_
     assert done.returncode == 0, done.stderr
     committed = RESULTS / "replay" / "verify_again_h200.csv"
     assert out.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")
+
+
+def gemms(op: str) -> dict[str, dict[str, float]]:
+    """Shape to contender to its median on four GPUs, in the newest run."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in sorted(rows("gemm_h200.csv"), key=lambda row: row["date"]):
+        if (row["op"], row["world_size"], row["mode"], row["dtype"]) == (op, "4", "graph", "bfloat16"):
+            assert not row["error"] or float(row["error"]) <= 8e-3, row
+            found[row["shape"]][row["contender"]] = float(row["latency_p50_us"])
+    return found
+
+
+def over_cublas(op: str, *, least_rows: int, least_depth: int) -> list[float]:
+    """Of dispatch's choice, at large shapes."""
+    found = []
+    for shape, run in gemms(op).items():
+        m, _, k = map(int, shape.split("x"))
+        if m >= least_rows and k >= least_depth:
+            found.append(run["tuned"] / run["cublas"])
+    return found
+
+
+@pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm", "gemm_ar"])
+def test_a_fused_gemm_is_faster_than_every_peer(op: str) -> None:
+    assert len(gemms(op)) >= 12
+    for shape, run in gemms(op).items():
+        peers = [us for name, us in run.items() if name not in ("tuned", "cublas")]
+        assert run["tuned"] < min(peers), (op, shape, run)
+
+
+def test_large_fused_gemms_are_near_the_gemm_alone() -> None:
+    """Of `gemm_rs` where the depth is 3584 and more: below, the links and the sum weigh more than that."""
+    scattered, gathered = over_cublas("gemm_rs", least_rows=2048, least_depth=3584), gemms("ag_gemm")
+    assert len(scattered) >= 8
+    assert statistics.geometric_mean(scattered) <= 1.12
+    assert max(scattered) <= 1.19
+    assert statistics.geometric_mean(run["tuned"] / run["cublas"] for run in gathered.values()) <= 1.07
+
+
+def test_few_rows_of_gemm_ar_are_faster_than_nccl() -> None:
+    few = {shape: run for shape, run in gemms("gemm_ar").items() if int(shape.partition("x")[0]) <= 256}
+    assert len(few) >= 8
+    assert all(run["library"] >= 1.2 * run["tuned"] for run in few.values()), few
