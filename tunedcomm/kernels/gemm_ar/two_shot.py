@@ -39,11 +39,12 @@ from tunedcomm.kernels.gemm_ar._slots import (
     packets_in,
     refuse_slots,
     rounds_of,
-    slot_bytes,
+    scattered_bytes,
     slot_request,
     slot_space,
     slot_wish,
     store_slot,
+    turns_of,
 )
 from tunedcomm.kernels.gemm_ar._sums import sum_and_bias
 from tunedcomm.space import Config, Value
@@ -149,18 +150,8 @@ def gemm_two_shot_kernel(
 _SPACE = slot_space()
 
 
-def _chunks(problem: Problem, config: Config) -> int:
-    return -(-rounds_of(problem, config) // problem.world_size)
-
-
-def _gather(problem: Problem, config: Config) -> int:
-    """Bytes of the slots for partial tiles, behind which the slots for sums lie."""
-    slots = _chunks(problem, config) * int(config["num_blocks"]) * problem.world_size
-    return slots * slot_bytes(problem, config)
-
-
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    return refuse_slots(problem, config, limits, panel_bytes=2 * _gather(problem, config))
+    return refuse_slots(problem, config, limits, panel_bytes=2 * scattered_bytes(problem, config))
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
@@ -176,7 +167,7 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    gather, chunks = _gather(problem, config), _chunks(problem, config)
+    gather, chunks = scattered_bytes(problem, config), turns_of(problem, config)
     return bind_slots(problem, config, workspace, _request(problem, config), 2 * gather, gather, chunks)
 
 

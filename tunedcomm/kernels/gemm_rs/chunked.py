@@ -125,7 +125,7 @@ _SPACE = Space(
         "gemm_streams": Choice(1, 2),
         "num_streams": Choice(1, 2, 3),
         "push_blocks": Choice(1, 4, 8, 16, 32),
-        "num_blocks": Choice(1, 32, 64, 132, 264),
+        "num_blocks": Choice(1, 32, 64, 132, 264, 396, 528),
         "num_warps": Choice(4, 8, 16),
     }
 )
@@ -162,7 +162,7 @@ def _unsuited_sum(problem: Problem, config: Config, limits: Limits) -> str | Non
     packets = slot_bytes(problem) // PACKET_BYTES
     if limits.backend == "host":
         return "interpreted blocks run one after another: only one of 4 warps" if blocks > 1 or threads > 128 else None
-    if blocks * threads > limits.num_sms * 1024:
+    if blocks * threads > limits.num_sms * 2048:
         return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
     if (blocks - 1) * threads >= packets and blocks > 1:
         return f"{packets} packets leave some of {blocks} blocks without work"
