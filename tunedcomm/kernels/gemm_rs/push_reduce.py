@@ -4,11 +4,12 @@ Tiles are walked shard by shard, rank + 1's first and the own last, each shard c
 rows). A tile of another rank's shard is rounded and stored into this rank's slot of the owner's panels; the block that
 comes last to a chunk's counter raises the owner's flag of that chunk. A tile of the own shard stays in the accumulator
 until the peers' flags of its chunk are up; then their partial results are added to it, and the sum goes to the result.
-There is no other pass.
+There is no other pass. With `late` a block comes to a tile's counter only when its next product is made: what it stored
+to the peer has arrived by then, and it does not stand still for that.
 
-Waits end: all blocks are resident, and every block does all its tiles for others before its first own one, so that
-each rank's flags go up whether or not the peers' have. The peers' slots may be overwritten from the next call's begin
-on, which comes after this kernel in stream order.
+Waits end: all blocks are resident, and every block does and counts all its tiles for others before it waits for its
+first own one, so that each rank's flags go up whether or not the peers' have. The peers' slots may be overwritten from
+the next call's begin on, which comes after this kernel in stream order.
 
 `epilogue` says how the peers' partial results are read: through descriptors, three on their way at once, or by plain
 loads.
@@ -45,7 +46,7 @@ from tunedcomm.kernels.gemm_rs._common import (
     usual_wish,
 )
 from tunedcomm.kernels.gemm_rs._shards import DATA, finish_tile, partial_tile, place_of, staged_matrix, store_rounded
-from tunedcomm.space import Config, Value
+from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -55,11 +56,19 @@ __all__ = ["PUSH_REDUCE", "push_reduce_kernel"]
 
 
 @triton.jit
+def _count(panels, peers, rank, step, chunk, tiles, number, CHUNKS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Count a tile of the chunk that goes to rank + 1 + step, and tell that rank of the last one."""
+    if is_last(panels, step * CHUNKS + chunk, tiles):
+        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
+        announce_to(address_of(peers, panels, owner, rank, WORLD_SIZE), rank, chunk, number)
+
+
+@triton.jit
 def push_reduce_kernel(
     a, b, scale_a, scale_b, out, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status, slot_bytes,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
-    AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr, DESCRIPTOR: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """See the module's text."""
     peers = (p0, p1, p2, p3, p4, p5, p6)
@@ -70,6 +79,8 @@ def push_reduce_kernel(
     x = matrix(a, m, depth, BLOCK_M, BLOCK_K, DTYPE)
     y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
     staged = staged_matrix(panels, rows, n, BLOCK_M, BLOCK_N // PIECES, OUT, WORLD_SIZE, DESCRIPTOR)
+    due = tl.program_id(0) * 0  # tiles stored, but not counted
+    last_step, last_chunk, last_count = due, due, due
     for tile in tl.range(tl.program_id(0), shard * WORLD_SIZE, tl.num_programs(0)):
         step = tile // shard
         owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
@@ -78,20 +89,29 @@ def push_reduce_kernel(
         total = partial_tile(
             x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
         )  # fmt: skip
+        if LATE:  # noqa: SIM102 - the compiler's choice, then the GPU's
+            if due > 0:
+                _count(panels, peers, rank, last_step, last_chunk, last_count, number, CHUNKS, WORLD_SIZE)
+                due -= 1
         if step < WORLD_SIZE - 1:
             target = address_of(peers, panels, owner, rank, WORLD_SIZE)
             slot = target + DATA + rank * slot_bytes
             store_rounded(slot, total, row, column, rows, n, BLOCK_M, BLOCK_N, OUT, ALIGNED)
-            if is_last(panels, step * CHUNKS + chunk, count):
-                announce_to(target, rank, chunk, number)
+            if LATE:
+                due, last_step, last_chunk, last_count = due + 1, step, chunk, count
+            else:
+                _count(panels, peers, rank, step, chunk, count, number, CHUNKS, WORLD_SIZE)
         else:
             finish_tile(
                 total, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, number, timeout_ns, status,
                 BLOCK_M, BLOCK_N, PIECES, OUT, WORLD_SIZE, DESCRIPTOR, AVG, ALIGNED,
             )  # fmt: skip
+    if LATE:  # noqa: SIM102
+        if due > 0:
+            _count(panels, peers, rank, last_step, last_chunk, last_count, number, CHUNKS, WORLD_SIZE)
 
 
-_SPACE = tile_space(**EPILOGUE_AXES)
+_SPACE = tile_space(**EPILOGUE_AXES, late=Choice(False, True))
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -103,11 +123,12 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return closest(usual_wish(problem, limits), _SPACE, problem, limits, _infeasible)
+    return closest({**usual_wish(problem, limits), "late": False}, _SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:
-    return gemm_request(push_reduce_kernel, problem, config, **epilogue_constants(problem, config))
+    constants = {**epilogue_constants(problem, config), "LATE": bool(config["late"])}
+    return gemm_request(push_reduce_kernel, problem, config, **constants)
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:
