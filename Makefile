@@ -19,12 +19,13 @@ OLDEST := .venv-oldest-triton
 CLEAN := .venv-wheel
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-all lint docs figures build wheel-check clean oldest-triton
+.PHONY: help demo test test-all browser lint docs figures build wheel-check clean oldest-triton
 
 help:
 	@echo "make demo   install, tune all_reduce on this machine, explain the choice, run it and check the sum"
 	@echo "make test   run the tests but the slow ones (PYTEST_ARGS='-k name' for some of them)"
 	@echo "make test-all  run all tests, as CI does"
+	@echo "make browser  Debian's Chromium, without which the tests that open a report's page are skipped; as root"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
 	@echo "make oldest-triton  the Triton that 'make test-all' compiles with besides the installed one, in $(OLDEST)"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
@@ -60,7 +61,12 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed oldest-triton
-	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 REPORT_ARTIFACTS=$(CURDIR)/build/report \
+		$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
