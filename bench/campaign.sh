@@ -59,7 +59,7 @@ norms() {
 
 # In one group of ranks what waits with a bound; then, each by itself, what has the copy engine wait, which has none.
 BOUNDED_gemm_rs="library_tuned torch_fused chunked push_reduce reduce_add" UNBOUNDED_gemm_rs=copy_engine
-BOUNDED_ag_gemm="library_tuned torch_fused chunked sm_persistent" UNBOUNDED_ag_gemm=copy_engine_persistent
+BOUNDED_ag_gemm="library_tuned torch_fused chunked doubling sm_persistent" UNBOUNDED_ag_gemm=copy_engine_persistent
 BOUNDED_gemm_ar="library_tuned chunked one_shot two_shot two_shot_rolling" UNBOUNDED_gemm_ar="copy_engine lamport"
 probe() { # OP
   local bounded=BOUNDED_$1 unbounded=UNBOUNDED_$1 variant large=4096x8192x3584 log=probe_$1

@@ -144,10 +144,12 @@ def refusals(variant: str, rank: int) -> None:
 
 WHAT = (plain, fp8, gathered, same_bits, configs, refusals, lost_peer)
 CASES: dict[str, Case] = {f"{case.__name__} {name}": functools.partial(case, name) for case in WHAT for name in KERNELS}
+OF_FOUR = tuple(name for name in CASES if name.endswith(" doubling"))  # takes no fewer ranks
+OF_TWO = tuple(name for name in CASES if name not in OF_FOUR)
 CASES_OF = {
-    2: tuple(CASES),
-    3: tuple(name for name in CASES if not name.startswith(("configs", "refusals", "lost_peer"))),
-    4: tuple(name for name in CASES if name.startswith("gathered")),
+    2: OF_TWO,
+    3: tuple(name for name in OF_TWO if not name.startswith(("configs", "refusals", "lost_peer"))),
+    4: (*(name for name in OF_TWO if name.startswith("gathered")), *OF_FOUR),
 }
 
 

@@ -11,6 +11,7 @@ waits, so that streams which share one hardware queue do not wait for each other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ class Pushes:
 
     Attributes:
         num_streams: side streams; the peers share them in turn, each has one.
-        local, peers: addresses of the panels, the own ones and those of rank + 1, rank + 2, …
+        local, peers: addresses of the panels, the own ones and the peers' in the order in which they are served.
         rows, chunk_rows: of a shard and of a chunk.
         row_bytes: of A.
         scales: offset of the scales in the panels; 0 if rows have none.
@@ -115,14 +116,22 @@ class Gathered:
         self.copies.wait(stream, _SENT + _ASIDE)
 
 
-def make_pushes(problem: Problem, workspace: Workspace, panels: Panels, *, num_streams: int, chunk_rows: int) -> Pushes:
-    """The pushes of a plan."""
+def make_pushes(
+    problem: Problem, workspace: Workspace, panels: Panels, *, num_streams: int, chunk_rows: int,
+    order: Sequence[int] | None = None,
+) -> Pushes:  # fmt: skip
+    """The pushes of a plan.
+
+    Args:
+        order: peers, by how many ranks they are ahead; by default rank + 1 first, then rank + 2, …
+    """
+    ahead = order or range(1, problem.world_size)
     return Pushes(
         copies=copies_of(workspace, problem.mode),
         num_streams=num_streams,
         rank=workspace.rank,
         local=panels.local,
-        peers=panels.peers[: problem.world_size - 1],
+        peers=tuple(panels.peers[step - 1] for step in ahead),
         rows=rows_of(problem),
         chunk_rows=chunk_rows,
         row_bytes=problem.shape[2] * ITEMSIZE[problem.dtype],

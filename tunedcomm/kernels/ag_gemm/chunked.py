@@ -16,29 +16,26 @@ Source: asynchronous tensor parallelism in PyTorch, cut by chunk, with call numb
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
 
-from tunedcomm.kernels._copies import NUM_EVENTS, Copies, copies_of
+from tunedcomm.kernels._copies import Copies, copies_of
 from tunedcomm.kernels._host import Launch, closest
 from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import Operands, operands_of, product, ready_to_cut, wanted_of
-from tunedcomm.kernels._panels import await_chunk, begin_panels_kernel, begin_request, bind_begin, call_number
+from tunedcomm.kernels._panels import await_chunk, begin_panels_kernel, begin_request, call_number
 from tunedcomm.kernels.ag_gemm._common import (
-    gathered_in,
     panel_bytes,
     refuse,
     refuse_chunks,
     rows_of,
     rows_of_chunk,
-    scales_in,
     scales_offset,
 )
-from tunedcomm.kernels.ag_gemm._push import Pushes, make_gathered, make_pushes
+from tunedcomm.kernels.ag_gemm._products import Piece, bind_products, refuse_products
+from tunedcomm.kernels.ag_gemm._push import Pushes, make_pushes
 from tunedcomm.kernels.ag_gemm._send import send_kernel
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
@@ -50,8 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNKED", "await_kernel"]
 
-_HERE, _SENT = 0, 1  # events, as in `_push`; from here on of streams beyond those that push
-_START, _BEGUN, _BESIDE = NUM_EVENTS - 3, NUM_EVENTS - 2, NUM_EVENTS - 1
+_HERE, _SENT = 0, 1  # events, as in `_push`
 _MULTIPLE = 16  # of rows in a chunk
 _LEAST_BYTES = 64 * 1024  # that a block should have to send
 _SEND_WARPS = 16
@@ -85,22 +81,6 @@ class _BlockPushes:
         self.copies.wait(stream, _SENT)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One chunk's product.
-
-    Attributes:
-        ready: `(stream)` waits for it; None for the own ones.
-        begin, end: rows of the own shard, or of the gathered A.
-        target: the first of its rows in the result.
-    """
-
-    ready: Callable[..., None] | None
-    begin: int
-    end: int
-    target: int
-
-
 _SPACE = Space(
     {
         "transport": Choice("copy_engine", "sm"),
@@ -116,8 +96,8 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     senders, by_copies = int(config["comm_blocks"]), config["transport"] == "copy_engine"
     if reason := refuse(problem, limits, descriptors=not by_copies):
         return reason
-    if problem.scaling and limits.backend == "cuda" and (problem.shape[1] % 16 or problem.shape[2] % 16):
-        return f"the library multiplies fp8 matrices by whole 16 rows and columns, not {problem.shape[1:]}"
+    if reason := refuse_products(problem, limits):
+        return reason
     if by_copies and senders != 1:
         return "copy engines take no blocks: only comm_blocks=1"
     if by_copies and int(config["streams"]) > problem.world_size - 1:
@@ -154,17 +134,17 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
     return _requests_of(problem, config)
 
 
-def _pieces(problem: Problem, workspace: Workspace, panels: Panels, chunk_rows: int) -> list[_Piece]:
+def _pieces(problem: Problem, workspace: Workspace, panels: Panels, chunk_rows: int) -> list[Piece]:
     """The products in the order in which their rows come."""
     rows, rank, count = rows_of(problem), workspace.rank, problem.world_size
     waits = (workspace.timeout_ns, workspace.status_argument(problem))
     kernel = bind_kernel(CompileRequest.of(await_kernel, {}, num_warps=1), 1, workspace.device)
-    found = [_Piece(None, 0, rows, rank * rows)]
+    found = [Piece(None, 0, rows, rank * rows)]
     for turn in range(1, count):
         source = (rank - turn) % count
         for chunk, start in enumerate(range(0, rows, chunk_rows)):
             first, end = source * rows + start, source * rows + min(start + chunk_rows, rows)
-            found.append(_Piece(kernel.fix((panels.local, source, chunk, *waits)), first, end, first))
+            found.append(Piece(kernel.fix((panels.local, source, chunk, *waits)), first, end, first))
     return found
 
 
@@ -183,50 +163,9 @@ def _pushes(
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     panels = panels_of(workspace, problem.mode, panel_bytes(problem))
     chunk_rows = rows_of_chunk(problem, int(config["chunks"]), _MULTIPLE)
-    begin = bind_begin(problem, workspace, panels)
     pieces = _pieces(problem, workspace, panels, chunk_rows)
     pushes = _pushes(problem, config, workspace, panels, chunk_rows)
-    copied = make_gathered(problem, workspace, panels) if wanted_of(problem).gathered else None
-    copies, beside = copies_of(workspace, problem.mode), config["gemm_streams"] == 2
-    first, aside = copies.streams[0], copies.beside
-    everything = gathered_in(panels, problem)
-    scales = scales_in(panels, problem) if problem.scaling == "rowwise" else None
-
-    def multiply(operands: Operands, out: Any, piece: _Piece) -> None:
-        rows = slice(piece.begin, piece.end)
-        a = (operands.a if piece.ready is None else everything)[rows]
-        if scales is not None:
-            operands = operands._replace(scale_a=(operands.scale_a if piece.ready is None else scales)[rows])
-        product(problem, operands, out[piece.target : piece.target + piece.end - piece.begin], a)
-
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        operands = ready_to_cut(problem, operands_of(problem, inputs))
-        a = operands.a.data_ptr()
-        copies.record(_START, stream)
-        copies.wait(first, _START)
-        begin(first)
-        copies.record(_BEGUN, first)
-        pushes.begin(first, a, operands.scale_a.data_ptr() if problem.scaling else 0)
-        if copied is not None:
-            copied.begin(stream, a, outputs[1].data_ptr())
-        multiply(operands, outputs[0], pieces[0])
-        copies.wait(stream, _BEGUN)
-        if beside:
-            copies.wait(aside, _BEGUN)
-        for number, piece in enumerate(pieces[1:]):
-            away = beside and number % 2 == 0
-            if piece.ready is not None:
-                piece.ready(aside if away else stream)
-            with copies.current(aside) if away else contextlib.nullcontext():
-                multiply(operands, outputs[0], piece)
-        if beside:
-            copies.record(_BESIDE, aside)
-            copies.wait(stream, _BESIDE)
-        if copied is not None:
-            copied.end(stream, outputs[1].data_ptr())
-        pushes.end(stream)
-
-    return run
+    return bind_products(problem, workspace, panels, pieces, pushes, beside=config["gemm_streams"] == 2)
 
 
 CHUNKED = register_variant(

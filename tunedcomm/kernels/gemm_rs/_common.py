@@ -126,6 +126,8 @@ def refuse_epilogue(problem: Problem, config: Config, limits: Limits) -> str | N
     """Why partial results cannot be read the way that `epilogue` says."""
     if config["epilogue"] == "descriptor" and not whole_packets(problem):
         return f"rows of {problem.shape[1]} results are no whole packets, as tensor descriptors want"
+    if config["epilogue"] == "pointer" and whole_packets(problem) and limits.backend == "cuda":
+        return "plain loads of partial results take twice as long as descriptors, which suit this result"
     if limits.backend == "host" and int(config["block_n"]) > 128:
         return "interpreted tiles are small"
     return None
