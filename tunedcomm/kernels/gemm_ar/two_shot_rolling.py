@@ -19,35 +19,26 @@ A block waits for the peers' blocks of its own number alone, for rounds that end
 blocks are resident. Every slot is written once in a call, by one rank, after the first flags of the call: see `_slots`.
 
 Numerics: ordered (every element is summed once, by its tile's owner). Graph-safe: the epochs live in the lane.
-Source: `two_shot`, with one step a tile in place of one a tile of every owner.
+Source: `two_shot`, with one step a tile in place of one a tile of every owner; space and feasibility are its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels._gemm import element_type, matrix, operand_b, scaled, tile_of, tile_product
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks
+from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers_together, read_counter, write_counter
 from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels.gemm_ar._slots import (
-    bind_slots,
-    copy_slot,
-    refuse_slots,
-    rounds_of,
-    scattered_bytes,
-    slot_request,
-    slot_space,
-    slot_wish,
-    store_slot,
-)
-from tunedcomm.kernels.gemm_ar.two_shot import _sum_tile
-from tunedcomm.space import Config, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.kernels.gemm_ar._slots import bind_slots, copy_slot, rounds_of, scattered_bytes, slot_request, store_slot
+from tunedcomm.kernels.gemm_ar.two_shot import TWO_SHOT, _sum_tile
+from tunedcomm.space import Config
+from tunedcomm.spec import Problem, register_variant
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -130,17 +121,6 @@ def gemm_two_shot_rolling_kernel(
     write_counter(local, base + rounds + 1, EPOCH_OFFSET)
 
 
-_SPACE = slot_space()
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    return refuse_slots(problem, config, limits, panel_bytes=2 * scattered_bytes(problem, config))
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return closest(slot_wish(problem, limits), _SPACE, problem, limits, _infeasible)
-
-
 def _request(problem: Problem, config: Config) -> CompileRequest:
     return slot_request(gemm_two_shot_rolling_kernel, problem, config, COPY=128 * int(config["num_warps"]))
 
@@ -155,17 +135,11 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
 
 
 TWO_SHOT_ROLLING = register_variant(
-    Variant(
-        op="gemm_ar",
+    replace(
+        TWO_SHOT,
         name="two_shot_rolling",
-        numerics="ordered",
         summary="one persistent kernel: each tile scattered, summed and gathered beside the block's next two",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
         bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=rounds_of,
         kernels=(gemm_two_shot_rolling_kernel,),
         compile_requests=_requests,
     )
