@@ -279,6 +279,16 @@ def other_groups_are_untouched(rank: int) -> None:
     assert calls.num_served == 2
 
 
+def passing_on_never_hangs(rank: int) -> None:
+    """A group's worker wants the interpreter's lock for old tensors while the next call wants the worker's."""
+    x = torch.full((1024,), rank)
+    with tunedcomm.intercept() as calls:
+        for _ in range(2000):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    assert calls.num_passed_on == 2000
+    assert torch.equal(x, torch.full((1024,), dist.get_world_size() - 1))
+
+
 def nested_blocks_and_exceptions(rank: int) -> None:
     def count() -> int:
         launched.clear()
@@ -358,6 +368,7 @@ CASES = {
     "what goes to the library": what_goes_to_the_library,
     "untuned calls go to the library": untuned_calls_go_to_the_library,
     "other groups are untouched": other_groups_are_untouched,
+    "passing on never hangs": passing_on_never_hangs,
     "nested blocks and exceptions": nested_blocks_and_exceptions,
     "other forces are seen": other_forces_are_seen,
     "bad arguments": bad_arguments,
@@ -373,7 +384,7 @@ def body(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=120)
+    return run_ranks(WORLD_SIZE, body, timeout=180)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,8 +1,8 @@
-"""The kernels that stand in for those of `torch.distributed`'s operators while groups are intercepted.
+"""The kernels that stand before those of `torch.distributed`'s operators while groups are intercepted.
 
-Each asks its group's `RoutedGroup` and either runs one of tunedcomm's ops or calls the kernel that was there before,
-with the arguments as they came. The parameters are those of the operators' schemas, with their defaults: torch leaves
-out trailing arguments that are equal to them.
+Each asks its group's `RoutedGroup` and either runs one of tunedcomm's ops or goes on to the kernel that is there
+anyway, with the arguments as they came. The parameters are those of the operators' schemas, with their defaults: torch
+leaves out trailing arguments that are equal to them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tunedcomm.integrations import _run
 from tunedcomm.integrations._routed import Route, RoutedGroup, inside
 
-__all__ = ["OPERATORS", "by_group", "by_name", "make_kernels"]
+__all__ = ["KEY", "OPERATORS", "by_group", "by_name", "make_kernels"]
 
 # Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
 by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
@@ -61,6 +61,9 @@ _ALLTOALL_ROWS = Route("c10d::alltoall_base_", "all_to_all_v")
 _TO_ALL_ROWS = Route("_c10d_functional::all_to_all_single", "all_to_all_v")
 
 Kernel = Callable[..., Any]
+# Right above the kernels of devices, below autograd's, and where no operator of these has a kernel of torch's.
+KEY = "BackendSelect"
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def _of_object(group: Any) -> RoutedGroup | None:
@@ -273,9 +276,29 @@ _MAKERS: dict[tuple[str, str], Callable[[Kernel], Kernel]] = {
 }
 
 
-def make_kernels(device_key: str) -> dict[tuple[str, str], Kernel]:
-    """Operator to the kernel that stands in for the one that it has now under this dispatch key."""
-    return {
-        (namespace, name): make(torch.library.get_kernel(f"{namespace}::{name}", device_key).call_boxed)
-        for (namespace, name), make in _MAKERS.items()
-    }
+def _passed_on(namespace: str, name: str) -> Kernel:
+    """What the dispatcher would have called; it runs without the interpreter's lock, as it does for any other caller.
+
+    A kernel that is called by `torch.library.get_kernel` keeps that lock. Then a group waits for its worker's lock,
+    while the worker waits for the interpreter's to let go of a tensor: both for ever.
+    """
+    redispatch, below = getattr(getattr(torch.ops, namespace), name).default.redispatch, _BELOW
+    return lambda keys, *arguments, **named: redispatch(keys & below, *arguments, **named)
+
+
+def _on_devices(kernel: Kernel, original: Kernel, device_keys: frozenset[str]) -> Kernel:
+    """`kernel` for tensors of some devices only, which shapes that compilers try are not."""
+    wanted = [getattr(torch._C.DispatchKey, key) for key in sorted(device_keys)]
+    only = wanted[0]
+    if len(wanted) == 1:
+        return lambda keys, *given, **named: (kernel if keys.has(only) else original)(keys, *given, **named)
+    return lambda keys, *given, **named: (kernel if any(map(keys.has, wanted)) else original)(keys, *given, **named)
+
+
+def make_kernels(device_keys: frozenset[str]) -> dict[tuple[str, str], Kernel]:
+    """Operator to the kernel that is to stand above those of these devices, under `KEY`."""
+    found = {}
+    for (namespace, name), make in _MAKERS.items():
+        original = _passed_on(namespace, name)
+        found[namespace, name] = _on_devices(make(original), original, device_keys)
+    return found

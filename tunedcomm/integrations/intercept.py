@@ -6,11 +6,13 @@
 
 **The mechanism.** Every collective of PyTorch ends in an operator of the dispatcher: `torch.distributed.all_reduce` in
 `c10d::allreduce_`, a functional collective, and so DTensor, its autograd formula and compiled code, in
-`_c10d_functional::*`. Kernels for these operators are registered with `torch.library` for the device that the groups
-work on, while at least one group is intercepted. They look the group up, and call the kernel that was there before
-(`torch.library.get_kernel`, made for this) with the arguments as they came wherever the dispatcher would run the
-library, or the group is another one. What was weighed against it:
+`_c10d_functional::*`. Kernels for these operators are registered with `torch.library` while at least one group is
+intercepted, under the dispatch key that comes right before those of devices, `BackendSelect`. They look the group up,
+and redispatch the arguments as they came to the device's kernel wherever the dispatcher would run the library, or the
+group is another one. What was weighed against it:
 
+- Kernels in the devices' place would have to call the ones that were there before (`torch.library.get_kernel`), which
+  keeps the interpreter's lock: a gloo group then waits for its worker and its worker for that lock, for ever.
 - `TorchDispatchMode` would see the same operators, but every other operator of the model, too, at several microseconds
   each, and neither the autograd engine's threads nor compiled code run under the mode of the thread that entered it.
 - `TorchFunctionMode` sees functions that take part in `__torch_function__`; `torch.distributed`'s do not.
@@ -21,9 +23,8 @@ library, or the group is another one. What was weighed against it:
 
 **What follows from it.** Other operators are not touched: a call of one costs the same as before. Registration is for
 the process: autograd's threads are served, and so are other threads that call on the same group inside of the block.
-Functional operators have one kernel for all devices, beside which a device's own is registered; those of `c10d` have
-one for each device, which is replaced. Autograd's formulas lie above these kernels and stay as
-they are. Compiled code calls the operators and is served if it runs inside of the block, whenever it was compiled.
+No kernel of torch's is replaced, and autograd's formulas lie above ours. Compiled code calls the operators and is
+served if it runs inside of the block, whenever it was compiled.
 
 **Streams.** A served call runs on the current stream. With `async_op=True` it runs on a stream of the group's own, and
 the work's `wait()` makes the current stream wait for it, as the library's does. A functional collective is always
@@ -37,7 +38,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,21 +102,17 @@ def _register() -> None:
     if wanted == _device_keys:
         return
     _unregister()
-    for key in sorted(wanted):
-        made = _operators.make_kernels(key)
-        make: Any = torch.library.Library  # untyped
-        libraries = {namespace: make(namespace, "IMPL") for namespace, _ in made}
-        for (namespace, name), kernel in made.items():
-            with warnings.catch_warnings():
-                # Meant: the kernel of this device is replaced, and comes back.
-                warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
-                libraries[namespace].impl(name, kernel, key, with_keyset=True, allow_override=True)
-        _libraries.extend(libraries.values())
-        _device_keys.add(key)
+    made = _operators.make_kernels(frozenset(wanted))
+    make: Any = torch.library.Library  # untyped
+    libraries = {namespace: make(namespace, "IMPL") for namespace, _ in made}
+    for (namespace, name), kernel in made.items():
+        libraries[namespace].impl(name, kernel, _operators.KEY, with_keyset=True)
+    _libraries.extend(libraries.values())
+    _device_keys.update(wanted)
 
 
 def _unregister() -> None:
-    """A library that is dropped takes its kernels out again, and those before come back."""
+    """A library that is dropped takes its kernels out again."""
     _libraries.clear()
     _device_keys.clear()
 
@@ -124,7 +120,8 @@ def _unregister() -> None:
 def _check() -> None:
     check_torch("tunedcomm.intercept()", _operators.OPERATORS, _INSTEAD)
     for owner, name in (
-        (torch.library, "get_kernel"),
+        (torch.ops.c10d.allreduce_.default, "redispatch"),
+        (torch._C, "_dispatch_keyset_full_after"),
         (dist.ProcessGroup, "unbox"),
         (torch._C._distributed_c10d, "_create_work_from_future"),
     ):
