@@ -61,7 +61,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed oldest-triton
-	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 REPORT_ARTIFACTS=$(CURDIR)/build/report \
+	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 TUNEDCOMM_TEST_FUZZ=120 REPORT_ARTIFACTS=$(CURDIR)/build/report \
 		$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 browser:

@@ -23,21 +23,21 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-# Of a test that is made for several numbers of ranks `make test` runs this one: not a power of two, and few.
-_EVERYDAY_RANKS = 3
-
-
 def _num_ranks(item: pytest.Item) -> int | None:
     """What the test's parameter `world_size` is, if it has one."""
     return item.callspec.params.get("world_size") if hasattr(item, "callspec") else None
 
 
 def _mark_other_ranks(items: list[pytest.Item]) -> None:
-    """Mark as slow what repeats a test at other numbers of ranks."""
-    functions = {item: item.nodeid.partition("[")[0] for item in items}
-    everyday = {functions[item] for item in items if _num_ranks(item) == _EVERYDAY_RANKS}
+    """Of a test that is made for several numbers of ranks `make test` runs the fewest: mark the others as slow."""
+    fewest: dict[str, int] = {}
     for item in items:
-        if functions[item] in everyday and _num_ranks(item) != _EVERYDAY_RANKS:
+        if (ranks := _num_ranks(item)) is not None:
+            function = item.nodeid.partition("[")[0]
+            fewest[function] = min(ranks, fewest.get(function, ranks))
+    for item in items:
+        ranks = _num_ranks(item)
+        if ranks is not None and ranks > fewest[item.nodeid.partition("[")[0]]:
             item.add_marker(pytest.mark.slow)
 
 

@@ -159,6 +159,7 @@ def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path)
     assert seen[-1].trials == outcome.num_trials
 
 
+@pytest.mark.slow
 def test_faults_of_one_gang_are_nothing_to_the_other(tmp_path: Path) -> None:
     wanted = spec_of("good", "segfaults", "raises_on_one_rank", "wrong_by_one_element", gangs=2, finals=False)
     with Database.open(tmp_path / "tuned.db", create=True) as database:

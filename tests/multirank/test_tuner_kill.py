@@ -151,6 +151,7 @@ def kills(seed: int) -> list[str]:
     return order
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_the_table_is_that_of_an_undisturbed_sweep(tmp_path: Path) -> None:
     with Database.open(tmp_path / "undisturbed.db", create=True) as database:
         assert sweep(killed_spec(0.0), database).reason == "done"

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseError
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
 from tunedcomm.spec import Problem
 
 
@@ -213,6 +213,19 @@ def test_a_reader_sees_what_a_live_writer_has_committed(database_url: str) -> No
             assert len(reader.trials()) == 1
             writer.record([trial("lamport")])
             assert len(reader.trials()) == 2
+
+
+@pytest.mark.parametrize("change", ["problem SET shape = '7x'", "environment SET gpu = 'another'"])
+def test_nothing_is_recorded_that_would_refer_to_a_damaged_row(database_url: str, change: str) -> None:
+    with Database.open(database_url, create=True) as database:
+        database.record([trial()])
+        with database._engine.begin() as connection:
+            connection.execute(text(f"UPDATE {change}"))
+        table = change.partition(" ")[0]
+        with pytest.raises(DatabaseCorruptError, match=rf"{table} \d+ of the database is damaged: .*prune"):
+            database.record([trial("lamport", problem=problem(1 << 20)), trial("two_shot")])
+        with database._engine.begin() as connection:
+            assert connection.execute(text("SELECT count(*) FROM trial")).scalar() == 1
 
 
 def test_bulk_speed(database_url: str) -> None:

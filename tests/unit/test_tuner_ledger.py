@@ -250,7 +250,7 @@ def test_eight_processes_run_every_candidate_once(database_url: str, tmp_path: P
         assert Counter(record.candidate for record in database.trials()) == Counter(CANDIDATES)
 
 
-@pytest.mark.parametrize("far", [False, True], ids=["one host", "many hosts"])
+@pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one host", "many hosts"])
 def test_what_the_killed_have_left_is_run_by_others(
     request: pytest.FixtureRequest, tmp_path: Path, far: bool, database_url: str
 ) -> None:

@@ -9,7 +9,9 @@ from sqlalchemy import Connection, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from tunedcomm.db.engine import exclusive
+from tunedcomm.db.query import raw, table
 from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.rows import parse_environment, parse_problem
 from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, VariantRow
 from tunedcomm.errors import DatabaseCorruptError
 from tunedcomm.hardware import Environment
@@ -19,6 +21,7 @@ from tunedcomm.spec import Problem
 __all__ = ["VariantKey", "environment_ids", "problem_ids", "row_id", "variant_ids", "variant_key"]
 
 VariantKey: TypeAlias = tuple[str, str, str, str]
+_PARSERS: Mapping[type[Base], Any] = {EnvironmentRow: parse_environment, ProblemRow: parse_problem}
 _CHUNK = 500  # below every driver's limit of parameters in one statement
 
 
@@ -92,11 +95,33 @@ def _find(
 ) -> dict[tuple[Any, ...], int]:
     keys = set(wanted)
     first = sorted({key[0] for key in keys})
-    selected = [getattr(model, name) for name in ("id", *columns)]
+    selected = [raw(column) for column in table(model).columns]
+    names = [column.key for column in table(model).columns]
     found: dict[tuple[Any, ...], int] = {}
     for start in range(0, len(first), _CHUNK):
         chunk = first[start : start + _CHUNK]
-        for row in connection.execute(select(*selected).where(selected[1].in_(chunk))):
-            if (key := tuple(row[1:])) in keys:
-                found[key] = row_id(row[0])
+        for values in connection.execute(select(*selected).where(getattr(model, columns[0]).in_(chunk))):
+            row = dict(zip(names, values, strict=True))
+            if (key := tuple(row[name] for name in columns)) in keys:
+                found[key] = row_id(row["id"])
+                _check(model, row)
     return found
+
+
+def _check(model: type[Base], row: Mapping[str, Any]) -> None:
+    """Refuse a row that readers skip, or take for another: what refers to it would be lost.
+
+    Raises:
+        DatabaseCorruptError: it does not hold what its digest says.
+    """
+    if (parser := _PARSERS.get(model)) is None:
+        return
+    try:
+        said = "" if parser(row).digest == row["digest"] else "it is not what its digest says"
+    except ValueError as error:
+        said = str(error)
+    if said:
+        raise DatabaseCorruptError(
+            f"{model.__tablename__} {row['id']} of the database is damaged: {said}. Nothing was recorded. "
+            "`tunedcomm db check` lists such rows, `tunedcomm db prune --invalid` takes them out and their trials"
+        )
