@@ -205,11 +205,11 @@ def test_one_bad_source_of_several_brings_nothing(exported: list[str], tmp_path:
 def test_sources_that_contradict_bring_nothing(database_url: str, tmp_path: Path) -> None:
     good = store(tmp_path / "good.db", [trial(final=True)])
     import_databases([good], database_url)
-    forged = tmp_path / "forged.db"
     for statement, complaint in (
         ("UPDATE problem SET shape = '77'", "digest of another"),
         ("DELETE FROM variant", "refer to problems, environments or variants"),
     ):
+        forged = tmp_path / f"{complaint[:6]}.db"  # one each: what a log beside a file says is part of it
         shutil.copy(good, forged)
         with Database.open(forged) as database:
             database.record([trial("two_shot", 1.0, after=5)])
