@@ -17,7 +17,7 @@ from harness import run_ranks
 import tunedcomm
 
 KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_split")
-PEER_TIMEOUT_S = 1.0
+PEER_TIMEOUT_S = 2.0  # beside other tests on two cores a good call may take over one
 
 
 def miss(group: dist.ProcessGroup, variant: str, said: str) -> None:
@@ -57,7 +57,7 @@ def silent_body(rank: int, world_size: int) -> dict[str, str]:
     def case(variant: str, lost: tuple[int, ...], said: str) -> Any:
         return lambda rank: lose_peers(rank, variant, lost, said)
 
-    one = r"rank \d waited more than 1 s for its peers: all_reduce \(called eagerly\) missed rank 1 of the group of 3"
+    one = r"rank \d waited more than 2 s for its peers: all_reduce \(called eagerly\) missed rank 1 of the group of 3"
     two = r"all_reduce \(called eagerly\) missed rank 1, 2 of the group of 3"
     cases = {variant: case(variant, (1,), one) for variant in KERNELS}
     return run_cases({**cases, "two at once": case("two_shot", (1, 2), two), "recovery": recover}, rank)
