@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,8 +20,10 @@ from tunedcomm import kernels
 from tunedcomm.spec import Problem, get_op, register_variant, variants
 
 __all__ = [
+    "PEER_TIMEOUT_S",
     "Case",
     "Launched",
+    "gives_up_in_time",
     "inputs_of",
     "logged",
     "report",
@@ -31,6 +34,11 @@ __all__ = [
 ]
 
 Case = Callable[[int], None]
+
+# Where a peer is lost on purpose: beside other tests on two cores a good call may take over a second.
+PEER_TIMEOUT_S = 3.0
+# What such a machine may stand still for.
+_STALL_S = 20.0
 
 
 def run_cases(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
@@ -82,6 +90,16 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextlib.contextmanager
+def gives_up_in_time(least: float = PEER_TIMEOUT_S) -> Iterator[None]:
+    """Inside the block one waits `least` seconds for a lost peer and not for ever (0: it is refused at once)."""
+    begin = time.monotonic()
+    yield
+    took = time.monotonic() - begin
+    assert least <= took, f"gave up after {took:.2f} s"
+    assert took < (least + _STALL_S if least else PEER_TIMEOUT_S), f"waited {took:.2f} s"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, report, run_cases
+from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, report, run_cases
 from harness import run_ranks
 from variant_checks import bits_of, check_variant, inputs_of_all, limits_of
 
@@ -25,7 +25,6 @@ from tunedcomm.spec import Problem, get_variant, variants
 
 kernels.discover()
 KERNELS = sorted(name for name, variant in variants("ag_gemm").items() if variant.kernels)
-PEER_TIMEOUT_S = 1.0
 SHAPE = (21, 56, 72)  # rows of a rank, N, K: no multiples of any tile
 
 
@@ -113,11 +112,9 @@ def lost_peer(variant: str, rank: int) -> None:
     check_variant(communicator, problem, variant)
     dist.barrier()
     if rank != 1:
-        begin = time.monotonic()
         said = r"ag_gemm \(called eagerly\) missed rank 1 of the group"
-        with pytest.raises(tunedcomm.PeerTimeoutError, match=said):
+        with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError, match=said):
             check_variant(communicator, problem, variant)
-        assert PEER_TIMEOUT_S <= time.monotonic() - begin < PEER_TIMEOUT_S + 10
     dist.barrier()
 
 

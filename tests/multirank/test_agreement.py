@@ -71,7 +71,7 @@ def same_everywhere(rank: int, variant: str) -> list[str]:
                 assert same_bits(out, expected)
     assert everyones([entry.variant for entry in launched]) == [[variant] * 2] * WORLD_SIZE
     tunedcomm.check_agreement()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     return [f"{by}: {text}" for by, said in enumerate(everyones(texts)) for text in said]
 
 
@@ -236,7 +236,7 @@ def refused(rank: int, text: str) -> None:
         tunedcomm.check_agreement()
     assert len(set(everyones(str(caught.value)))) == 1, "the same on every rank"
     assert "tunedcomm.release_communicators() on all of them" in str(caught.value)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     tunedcomm.release_communicators()
     tunedcomm.check_agreement()
 

@@ -61,7 +61,7 @@ def refused_everywhere(rank: int, error: type[Exception], text: str) -> None:
     started = time.monotonic()
     with pytest.raises(error, match=text):
         tunedcomm.all_reduce(torch.ones(5))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert live_communicators() == []
 
 

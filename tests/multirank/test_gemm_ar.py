@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, report, run_cases
+from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, report, run_cases
 from harness import run_ranks
 from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
 
@@ -108,7 +108,7 @@ def shared_lane(rank: int) -> None:
 
 def lost_peers(rank: int) -> None:
     """Every variant gives up in time and names the op and whom it missed; each in a group of its own."""
-    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "1"
+    os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
     for variant in KERNELS:
         communicator = get_communicator(dist.new_group())
         problem = problem_of(SHAPES[0], communicator.world_size)
@@ -116,7 +116,8 @@ def lost_peers(rank: int) -> None:
         launch_variant(communicator, problem, variant, mine)
         dist.barrier()
         if rank != 1:
-            with pytest.raises(tunedcomm.PeerTimeoutError, match=r"gemm_ar \(called eagerly\) missed rank 1"):
+            said = r"gemm_ar \(called eagerly\) missed rank 1"
+            with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError, match=said):
                 launch_variant(communicator, problem, variant, mine)
         dist.barrier()
 

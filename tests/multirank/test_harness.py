@@ -39,4 +39,4 @@ def test_failures_name_rank_and_cause(how: str, text: str) -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=rf"(?s)rank 1 .*{text}"):
         run_ranks(2, misbehave, how, timeout=6 if how == "hang" else 60)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, inputs_of, report, run_cases, settings
+from cases import PEER_TIMEOUT_S, Case, inputs_of, report, run_cases, settings
 from harness import run_ranks
 from variant_checks import bits_of, check_variant, inputs_of_all
 
@@ -120,7 +120,7 @@ def nodes_that_differ(rank: int) -> None:
 
 def a_lost_peer_is_named_as_in_the_group(rank: int) -> None:
     """Last, for the group is out of step then."""
-    with nodes("0,1,0,1", TUNEDCOMM_PEER_TIMEOUT_S="1"), tunedcomm.force("all_reduce", "hierarchical"):
+    with nodes("0,1,0,1", TUNEDCOMM_PEER_TIMEOUT_S=str(PEER_TIMEOUT_S)), tunedcomm.force("all_reduce", "hierarchical"):
         tunedcomm.all_reduce(torch.ones(5))
         if rank == 0:  # the others are its node's peer and, behind the library, the other node
             with pytest.raises(tunedcomm.PeerTimeoutError, match=r"^rank 0 waited .* missed rank 2 of"):

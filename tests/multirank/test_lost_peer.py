@@ -5,34 +5,28 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import report, run_cases
+from cases import PEER_TIMEOUT_S, gives_up_in_time, report, run_cases
 from harness import run_ranks
 
 import tunedcomm
 
 KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport", "two_shot_split")
-PEER_TIMEOUT_S = 2.0  # beside other tests on two cores a good call may take over one
 
 
 def miss(group: dist.ProcessGroup, variant: str, said: str) -> None:
     """A call that some ranks of the group do not make: an error in time, and at once from then on."""
     x = torch.ones(600)
     with tunedcomm.force("all_reduce", variant):
-        begin = time.monotonic()
-        with pytest.raises(tunedcomm.PeerTimeoutError, match=said):
+        with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError, match=said):
             tunedcomm.all_reduce(x, group=group)
-        assert PEER_TIMEOUT_S <= time.monotonic() - begin < PEER_TIMEOUT_S + 5
-    begin = time.monotonic()
     for tensor in (x, torch.ones(7), torch.ones(4, dtype=torch.int32)):
-        with pytest.raises(tunedcomm.PeerTimeoutError):
+        with gives_up_in_time(0.0), pytest.raises(tunedcomm.PeerTimeoutError):
             tunedcomm.all_reduce(tensor, group=group)
-    assert time.monotonic() - begin < PEER_TIMEOUT_S, "the group refuses at once"
 
 
 def lose_peers(rank: int, variant: str, lost: tuple[int, ...], said: str) -> None:
@@ -57,7 +51,7 @@ def silent_body(rank: int, world_size: int) -> dict[str, str]:
     def case(variant: str, lost: tuple[int, ...], said: str) -> Any:
         return lambda rank: lose_peers(rank, variant, lost, said)
 
-    one = r"rank \d waited more than 2 s for its peers: all_reduce \(called eagerly\) missed rank 1 of the group of 3"
+    one = r"rank \d waited more than 3 s for its peers: all_reduce \(called eagerly\) missed rank 1 of the group of 3"
     two = r"all_reduce \(called eagerly\) missed rank 1, 2 of the group of 3"
     cases = {variant: case(variant, (1,), one) for variant in KERNELS}
     return run_cases({**cases, "two at once": case("two_shot", (1, 2), two), "recovery": recover}, rank)
@@ -79,10 +73,8 @@ def killed_body(rank: int, world_size: int, variant: str) -> str:
         assert torch.equal(tunedcomm.all_reduce(x), torch.full((600,), 2.0))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        with pytest.raises(tunedcomm.PeerTimeoutError) as caught:
+        with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError) as caught:
             tunedcomm.all_reduce(x)
-        assert PEER_TIMEOUT_S <= time.monotonic() - begin < PEER_TIMEOUT_S + 5
     return str(caught.value)
 
 

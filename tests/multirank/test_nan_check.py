@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, report, run_cases, settings
+from cases import PEER_TIMEOUT_S, Case, report, run_cases, settings
 from harness import run_ranks
 
 import tunedcomm
@@ -111,7 +111,7 @@ def ranks_must_agree(rank: int) -> None:
 
 def the_others_are_told_of_a_missing_rank(rank: int) -> None:
     """Last, for the group is out of step then."""
-    with settings({**ON, "TUNEDCOMM_PEER_TIMEOUT_S": "1"}), tunedcomm.force("all_reduce", "one_shot"):
+    with settings({**ON, "TUNEDCOMM_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S)}), tunedcomm.force("all_reduce", "one_shot"):
         tunedcomm.all_reduce(torch.ones(64))
         error = tunedcomm.NanInputError if rank == 1 else tunedcomm.PeerTimeoutError
         with pytest.raises(error, match="4 NaN in the input of rank 1" if rank == 1 else "missed rank 1"):

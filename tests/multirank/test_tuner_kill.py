@@ -235,7 +235,7 @@ def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
 
     few: dict[str, Any] = {"trials": 200, "variants": ("lamport",)}
     expected = searched(run(tmp_path / "alone.db", spec_of(9, **few))[1])
-    wanted = spec_of(9, gangs=2, replay_trial_s=1.0, trial_timeout_s=3.0, compile_timeout_s=3.0, **few)
+    wanted = spec_of(9, gangs=2, replay_trial_s=1.0, trial_timeout_s=10.0, compile_timeout_s=10.0, **few)
     outcome, found = run(tmp_path / "tuned.db", wanted, stop_one)
     assert (outcome.reason, outcome.num_gangs, outcome.failures) == ("done", 3, {"hung": 1})
     assert not is_alive(stopped[0][0])

@@ -80,8 +80,8 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> tuple[VerifyOutcome, P
             backend="host",
             world_size=2,
             plugins=("planted",),
-            trial_timeout_s=5.0,
-            compile_timeout_s=5.0,
+            trial_timeout_s=10.0,
+            compile_timeout_s=10.0,
             command="pytest",
         )
         return verify(wanted, database), path

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -58,17 +58,17 @@ def test_help_lists_the_verbs() -> None:
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
     code = (
-        "import sys\n"
+        "import sys, time\n"
         "from tunedcomm.cli import main\n"
         "try: main.run(['tune', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'triton', 'sqlalchemy', 'optuna', 'numpy'} & set(sys.modules)\n"
-        "sys.stderr.write(repr(sorted(heavy)))\n"
+        "sys.stderr.write(repr((sorted(heavy), time.process_time())))\n"
     )
-    begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert time.perf_counter() - begin < HELP_BUDGET_S
-    assert done.stderr == "[]"
+    heavy, seconds = ast.literal_eval(done.stderr)
+    assert heavy == []
+    assert seconds < HELP_BUDGET_S  # of the processor's, whatever else it does
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_what_is_no_plain_table_is_refused(path: Path, statements: list[str], wh
     begin = time.monotonic()
     with pytest.raises(DatabaseCorruptError, match=f"holds {what} where tunedcomm has plain tables"):
         Database.open(path, readonly=readonly)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert load_snapshot(H200, 4, layers=[Layer("user", str(path))]).rows == ()
 
 
@@ -137,7 +137,7 @@ def test_pages_that_hold_each_other_end(path: Path, table: str) -> None:
             except DatabaseCorruptError as error:
                 refused.append(str(error))
     assert any("takes more to read than a file of its size can hold" in text for text in refused)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 120
 
 
 def test_a_sound_file_stays_far_below_the_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,11 +244,11 @@ def test_bulk_speed(database_url: str) -> None:
     with Database.open(database_url, create=True) as database:
         start = time.perf_counter()
         database.record(records)
-        assert time.perf_counter() - start < 10
+        # About 2 s on an idle machine; these bounds only catch work that grows per stored row.
+        assert time.perf_counter() - start < 60
     start = time.perf_counter()
     found = load_snapshot(H200, 4, layers=[Layer("user", database_url)], strict=True)
-    # About 0.1 s on an idle machine; the bound only catches work that grows per stored row.
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 15
     assert 18 * 7 <= len(found.rows) < 600
     assert START.isoformat() <= min(r.created_at for r in found.rows)
 

@@ -16,7 +16,7 @@ from db_samples import problem, trial
 from transfer_samples import store
 
 ROOT = Path(__file__).parents[2]
-BUDGET_S = 10.0
+BUDGET_S = 60.0
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
