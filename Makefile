@@ -18,6 +18,8 @@ OLDEST_TRITON := 3.6.0
 OLDEST := .venv-oldest-triton
 CLEAN := .venv-wheel
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# What is imported is compiled then; all of torch would take half a minute.
+INSTALL := $(INSTALL) --no-compile
 
 .PHONY: help demo test test-all browser lint docs figures build wheel-check clean oldest-triton
 
@@ -34,26 +36,30 @@ help:
 	@echo "make wheel-check  install that wheel alone into a fresh environment, and try it there"
 	@echo "make clean  remove .venv, caches and what the demo wrote"
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed-demo: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.10 found; install one or run make PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "cannot make a virtual environment; install python3-venv or run make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(if $(CPU_ONLY),$(PIP) install --quiet $(CPU_PACKAGES))
-	$(PIP) install --quiet --editable ".[test,report,dashboard]"
+	$(if $(CPU_ONLY),$(INSTALL) $(CPU_PACKAGES))
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.installed-demo
+	$(INSTALL) --editable ".[test,report,dashboard]"
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed
-	$(PIP) install --quiet --editable ".[test,report,dashboard,lint]"
+	$(INSTALL) --editable ".[test,report,dashboard,lint]"
 	@touch $@
 
 $(OLDEST)/.installed-$(OLDEST_TRITON): | $(VENV)/.installed
 	rm -rf $(OLDEST)
-	$(PIP) install --quiet --no-deps --target $(OLDEST) "triton==$(OLDEST_TRITON)"
+	$(INSTALL) --no-deps --target $(OLDEST) "triton==$(OLDEST_TRITON)"
 	@touch $@
 
 oldest-triton: $(OLDEST)/.installed-$(OLDEST_TRITON)
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed-demo
 	$(BIN)/tunedcomm demo --db $(DEMO_DB)
 
 # By file: tests of one file share what their ranks have found out.
@@ -76,7 +82,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/codespell .
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) install --quiet --editable ".[test,report,dashboard,docs]"
+	$(INSTALL) --editable ".[test,report,dashboard,docs]"
 	@touch $@
 
 docs: $(VENV)/.installed-docs

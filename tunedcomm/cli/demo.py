@@ -22,7 +22,7 @@ __all__ = ["demo"]
 # Small, medium and large: enough to see the choice change, short enough to watch.
 GPU_SHAPES = ((2048,), (32768,), (524288,), (8388608,))
 GPU_BUDGET_S = 120.0
-HOST_BUDGET_S = 60.0
+HOST_BUDGET_S = 45.0
 
 
 def demo(
