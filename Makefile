@@ -19,7 +19,7 @@ OLDEST := .venv-oldest-triton
 CLEAN := .venv-wheel
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What is imported is compiled then; all of torch would take half a minute.
-INSTALL := $(INSTALL) --no-compile
+INSTALL := $(PIP) install --quiet --no-compile
 
 .PHONY: help demo test test-all browser lint docs figures build wheel-check clean oldest-triton
 
