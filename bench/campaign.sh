@@ -4,7 +4,7 @@
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
 # Stages: hot_path large norms probe_OP bodies_OP tune_OP models_OP bench_OP with OP one of ag_gemm, gemm_rs, gemm_ar; bodies
-# bench_all intercept llama. N is the number of GPUs (4). A stage that fails or runs over its time is said and the next
+# stress stress_gemm bench_all intercept llama. N is the number of GPUs (4). A stage that fails or runs over its time is said and the next
 # one begins. NVLink multicast stays off: creating a multicast object has taken shared hosts out of service.
 set -uo pipefail
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
@@ -71,7 +71,14 @@ probe() { # OP
   for variant in ${!unbounded}; do ranks 60 "$log" "${one[@]}" --shape 16x1024x1024 $large --variant "$variant"; done
   grep -h -e ' us .*cublas' -e '^[a-z_]*(.*: ' "$DIR/$log.log" | cut -c1-220
 }
-gemm_bodies() { GEMM_OP=$1 bodies 280 gemm_bodies "${2:-calls,variants,chain,stress}"; }
+gemm_bodies() {
+  GEMM_OP=$1 bodies 200 gemm_bodies "${2:-calls,variants,chain}"
+  ranks 100 "stress_$1" bench/stress.py --op "$1" --launches 200 --seconds 60 --hang-s 95
+}
+stress() { # LOG SECONDS OPTION...: --op where not all collectives are meant
+  ranks $(($2 + 150)) "$1" bench/stress.py --launches "${STRESS:-10000}" --seconds "$2" --hang-s $(($2 + 140)) --csv "$DIR/stress.csv" "${@:3}"
+  grep -h ' launches, ' "$DIR/$1.log"
+}
 tune_gemm() { # OP LARGE DECODE
   tune 300 "tune_$1" --op "$1" --shape "$2" --budget 200s
   tune 160 "tune_$1" --op "$1" --shape "$3" --budget 80s
@@ -105,6 +112,8 @@ for stage in "$@"; do
         *) say "no such op: $op"; exit 2 ;; esac
       case $stage in probe_*) probe "$op" ;; bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; models_*) models "$op" ;; bench_*) bench_gemm "$op" "${shapes[@]}" ;; esac ;;
     bodies) bodies_of_all ;;
+    stress) stress stress 300 ;;
+    stress_gemm) stress stress_gemm 300 --op ag_gemm --op gemm_rs --op gemm_ar ;;
     intercept) ranks 120 intercept bench/intercept_cost.py --csv "$DIR/intercept.csv" ;;
     llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
     hot_path | large | norms | bench_all) $stage ;;

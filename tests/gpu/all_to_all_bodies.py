@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sys
-import time
-from dataclasses import replace
 
 import bodies
 import torch
@@ -16,7 +13,7 @@ from bodies import stream
 
 import tunedcomm
 from tunedcomm.communicator import get_communicator
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 AWKWARD = (-0x80000000, -0x7FFFFFFF, -0x7FFFFFFE, 0, -1, 0x7FC00001, -0x7F7FFFFB, 0x7F800000, 1, -0x7FFF8000)
@@ -102,48 +99,6 @@ def chain_body() -> dict[str, object]:
                     assert torch.equal(bits(buffers[length % 3]), bits(x)), (name, pdl, numel, replay)
                 comm.check_peers()
     return {}
-
-
-def stress_body() -> dict[str, object]:
-    """Random variants of two ops, configs, sizes and delays on one lane, outputs poisoned, until a deadline."""
-    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
-    cases = []
-    for numel in (1, 333, 2048, 30000, 262144):
-        for op in ("all_to_all", "all_reduce"):
-            problem = asked(numel, "bfloat16", comm.world_size)
-            if op == "all_reduce":
-                problem = replace(problem, op=op, reduction="sum")
-                everyone = [get_op(op).make_inputs(problem, r, numel, "random", "cuda") for r in range(comm.world_size)]
-                x, wanted = everyone[comm.rank][0], get_op(op).ordered_reference(problem, everyone, comm.rank)[0]
-            else:
-                x, wanted = case_of(problem, numel)
-            for name, variant in variants(op).items():
-                if not variant.kernels or variant.numerics != "ordered":
-                    continue
-                feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
-                for config in shuffle.sample(feasible, min(3, len(feasible))):
-                    with contextlib.suppress(tunedcomm.InfeasibleError):
-                        cases.append((comm.bind(problem, Candidate.of(op, name, config)), x, wanted, op, name, config))
-    assert len(cases) > 30
-    launches, begin = 0, time.monotonic()
-    while True:
-        stop = [time.monotonic() - begin > float(os.environ.get("STRESS_SECONDS", "15"))]
-        dist.broadcast_object_list(stop, src=0)
-        if stop[0]:
-            return {"launches": launches}
-        pending = []
-        for _ in range(100):
-            launch, x, wanted, *told = shuffle.choice(cases)
-            out = torch.full_like(x, 7.0)
-            if noise.random() < 0.3:
-                torch.cuda._sleep(noise.randrange(200_000))
-            launch((x,), (out,), stream())
-            pending.append((out, wanted, told))
-            launches += 1
-        torch.cuda.synchronize()
-        comm.check_peers()
-        for out, wanted, told in pending:
-            assert torch.equal(bits(out), bits(wanted)), (told, out.numel(), launches)
 
 
 def public_body() -> dict[str, object]:

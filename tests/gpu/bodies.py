@@ -198,43 +198,6 @@ def groups_body() -> dict[str, object]:
     return {"calls": calls}
 
 
-def stress_body() -> dict[str, object]:
-    """Random variants, configs, sizes and per-rank delays on one lane, outputs poisoned, until a deadline."""
-    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
-    cases = []
-    for numel in (1, 333, 2048, 30000, 262144, 1_000_003):
-        problem = Problem("all_reduce", (numel,), "bfloat16", comm.world_size)
-        x, expected = expected_of(problem, numel)
-        for name in (*ORDERED, LARGE):
-            variant = get_variant("all_reduce", name)
-            feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, comm.limits) is None]
-            for config in shuffle.sample(feasible, min(3, len(feasible))):
-                with contextlib.suppress(tunedcomm.InfeasibleError):
-                    cases.append(
-                        (comm.bind(problem, Candidate.of("all_reduce", name, config)), x, expected, name, config)
-                    )
-    assert len(cases) > 30
-    launches, begin = 0, time.monotonic()
-    while True:
-        stop = [time.monotonic() - begin > float(os.environ.get("STRESS_SECONDS", "20"))]
-        dist.broadcast_object_list(stop, src=0)
-        if stop[0]:
-            return {"launches": launches}
-        pending = []
-        for _ in range(100):
-            launch, x, expected, name, config = shuffle.choice(cases)
-            out = torch.full_like(x, float("nan"))
-            if noise.random() < 0.3:
-                torch.cuda._sleep(noise.randrange(200_000))
-            launch((x,), (out,), stream())
-            pending.append((out, expected, name, config))
-            launches += 1
-        torch.cuda.synchronize()
-        comm.check_peers()
-        for out, expected, name, config in pending:
-            assert same_bits(out, expected), (name, config, out.numel(), launches)
-
-
 def symmetric_body() -> dict[str, object]:
     """Symmetric inputs, in and out of place, views at an offset, and torch's own allocations."""
     import torch.distributed._symmetric_memory as symm_mem

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -207,45 +205,6 @@ def streams_body() -> dict[str, object]:
         tunedcomm.get_communicator().check_peers()
         late.clear()
     return {"calls": len(results)}
-
-
-def stress_body() -> dict[str, object]:
-    """Random variants, configs, sizes and per-rank delays on one lane, outputs poisoned.
-
-    STRESS_LAUNCHES of every variant, but no longer than STRESS_SECONDS.
-    """
-    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
-    wanted, most_s = int(os.environ.get("STRESS_LAUNCHES", "1500")), float(os.environ.get("STRESS_SECONDS", "60"))
-    cases: dict[str, list[tuple[object, ...]]] = {}
-    for numel in (1, 333, 2048, 30_001, 262_144, 1_000_003):
-        problem = gather(numel)
-        x, expected = payload(problem, numel)
-        for name in (*PACKETS, *OTHERS):
-            found = feasible(comm, problem, name)
-            for config in shuffle.sample(found, min(3, len(found))):
-                with contextlib.suppress(tunedcomm.InfeasibleError):
-                    launch = comm.bind(problem, Candidate.of("all_gather", name, config))
-                    cases.setdefault(name, []).append((launch, problem, x, expected, name, config))
-    launches, begin = dict.fromkeys(cases, 0), time.monotonic()
-    while True:
-        stop = [min(launches.values()) >= wanted or time.monotonic() - begin > most_s]
-        dist.broadcast_object_list(stop, src=0)
-        if stop[0]:
-            return {"launches": launches}
-        pending = []
-        for _ in range(100):
-            name = shuffle.choice(sorted(cases))
-            launch, problem, x, expected, _, config = shuffle.choice(cases[name])
-            out = result_like(problem)  # type: ignore[arg-type]
-            if noise.random() < 0.3:
-                torch.cuda._sleep(noise.randrange(200_000))
-            launch((x,), (out,), stream())  # type: ignore[operator]
-            pending.append((out, expected, name, config))
-            launches[name] += 1
-        torch.cuda.synchronize()
-        comm.check_peers()
-        for out, expected, name, config in pending:
-            assert torch.equal(bytes_of(out), expected), (name, config, out.numel(), launches)  # type: ignore[arg-type]
 
 
 def symmetric_body() -> dict[str, object]:

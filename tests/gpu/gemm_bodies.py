@@ -210,57 +210,6 @@ def copy(targets: Tensors, sources: Tensors) -> None:
         target.copy_(source)
 
 
-def stress_cases(shuffle: random.Random) -> dict[str, list[Any]]:
-    """Variant to launches at random shapes with their inputs and exact results; `other` to calls of another op."""
-    comm, cases = get_communicator(), dict[str, list[Any]]()
-    for number in range(10):
-        m = 12 * shuffle.choice((1, 2, 3, 7, 16, 43, 86, 171))
-        shape = (m, 16 * shuffle.randrange(4, 130), 16 * shuffle.randrange(4, 130))
-        problem = problem_of(shape, KINDS[number % len(KINDS)], extra(number))
-        inputs, expected = case_of(problem, number, "integers")
-        for name in names():
-            for config in some_configs(problem, name, shuffle, 1):
-                launch = bound(problem, name, config, Counter())
-                if launch is not None:
-                    cases.setdefault(name, []).append((name, launch, problem, inputs, expected, config))
-    for numel in (1000, 70_000):
-        problem = Problem("all_reduce", (numel,), "bfloat16", comm.world_size)
-        inputs, expected = case_of(problem, numel, "integers")
-        for name in ("lamport", "two_shot"):
-            config = get_variant("all_reduce", name).default(problem, comm.limits)
-            launch = bound(problem, name, config)
-            cases.setdefault("other", []).append((name, launch, problem, inputs, expected, config))
-    return cases
-
-
-def stress_body() -> dict[str, object]:
-    """Random shapes and configs, random delays of each rank, poisoned outputs, calls of another op in between.
-
-    Until every variant has had STRESS_LAUNCHES launches.
-    """
-    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
-    wanted, launches = int(os.environ.get("STRESS_LAUNCHES", "200")), Counter[str]()
-    cases = stress_cases(shuffle)
-    tried = [name for name in cases if name != "other"]
-    assert tried
-    while not all(launches[name] >= wanted for name in tried):
-        pending = []
-        for number in range(40):
-            name = tried[number % len(tried)] if shuffle.random() < 0.9 else "other"
-            variant, launch, problem, inputs, expected, config = shuffle.choice(cases[name])
-            outputs = poisoned(problem)
-            if noise.random() < 0.3:
-                torch.cuda._sleep(noise.randrange(200_000))
-            launch(inputs, outputs, stream())
-            pending.append((outputs, expected, variant, problem, config))
-            launches[name] += 1
-        torch.cuda.synchronize()
-        comm.check_peers()
-        for outputs, expected, variant, problem, config in pending:
-            assert is_right(variant, problem, outputs, expected), (variant, config, str(problem), launches)
-    return {"launches": dict(launches)}
-
-
 def operands(k: int, n: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> list[tuple[Any, Any]]:
     """Every rank's a and b."""
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import sys
 import time
@@ -154,43 +153,6 @@ def chain_body() -> dict[str, object]:
                         assert torch.equal(buffer, wanted), (name, pdl, numel, replay)
                 comm.check_peers()
     return {}
-
-
-def stress_body() -> dict[str, object]:
-    """Random sizes and configs, random delays of each rank, poisoned outputs, mixed with all_reduce on one lane.
-
-    Until every variant has had STRESS_LAUNCHES launches.
-    """
-    comm, shuffle, noise = get_communicator(), random.Random(11), random.Random(dist.get_rank())
-    wanted = int(os.environ.get("STRESS_LAUNCHES", "300"))
-    cases: dict[tuple[str, str], list[Any]] = {}
-    for numel in (300_000, 1_200_007, *(int(2 ** shuffle.uniform(0, 20.5)) for _ in range(12))):
-        for op in (OP, "all_reduce"):
-            problem = Problem(op, (numel,), "bfloat16", comm.world_size)
-            x, expected = expected_of(problem, numel)
-            for name in ordered(op):
-                for config in some_configs(problem, name, shuffle, 2):
-                    with contextlib.suppress(InfeasibleError):
-                        launch = comm.bind(problem, Candidate.of(op, name, config))
-                        cases.setdefault((op, name), []).append((launch, x, expected, config))
-    assert {name for op, name in cases if op == OP} == set(ordered())
-    launches, others = Counter[str](), [case for (op, _), held in cases.items() if op != OP for case in held]
-    while not all(launches[name] >= wanted for name in ordered()):
-        pending = []
-        for i in range(100):
-            name = ordered()[i % len(ordered())] if shuffle.random() < 0.8 else ""
-            launch, x, expected, config = shuffle.choice(cases[OP, name] if name else others)
-            out = torch.full_like(expected, float("nan"))
-            if noise.random() < 0.2:
-                torch.cuda._sleep(noise.randrange(100_000))
-            launch((x,), (out,), stream())
-            pending.append((out, expected, name, config))
-            launches[name] += 1
-        torch.cuda.synchronize()
-        comm.check_peers()
-        for out, expected, name, config in pending:
-            assert same_bits(out, expected), (name, config, out.numel(), launches)
-    return {"launches": dict(launches)}
 
 
 def symmetric_body() -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Run many bodies of one module in one group of ranks; what tests start one by one costs ten seconds each.
 
-    torchrun --standalone --nproc-per-node 4 tests/gpu/run_bodies.py reduce_scatter_bodies variants,chain,stress
+    torchrun --standalone --nproc-per-node 4 tests/gpu/run_bodies.py reduce_scatter_bodies variants,chain,dispatch
 
 Prints one line a body. The first that fails ends all, since the ranks may be out of step then. `lost_peer`, after which
 they always are, goes last.

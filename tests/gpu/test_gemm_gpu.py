@@ -9,7 +9,7 @@ from test_all_reduce_gpu import run
 
 BODIES = Path(__file__).with_name("gemm_bodies.py")
 OPS = ["ag_gemm", "gemm_rs", "gemm_ar"]
-PER_OP = ["variants", "chain", "stress"]
+PER_OP = ["variants", "chain"]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -17,12 +17,6 @@ PER_OP = ["variants", "chain", "stress"]
 @pytest.mark.gpu(2)
 def test_on_two(name: str, op: str) -> None:
     assert len(run(name, 2, bodies=BODIES, timeout=900.0, GEMM_OP=op, DUMP_AFTER_S="850")) == 2
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.gpu(3)
-def test_on_three(op: str) -> None:
-    assert len(run("stress", 3, bodies=BODIES, timeout=900.0, GEMM_OP=op, DUMP_AFTER_S="850")) == 3
 
 
 @pytest.mark.parametrize("op", OPS)
