@@ -41,6 +41,11 @@ def _mark_other_ranks(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell tests that go through many cases whether some will do (quick.py), before any of them is imported."""
+    os.environ["TEST_QUICK"] = "1" if "not slow" in str(config.getoption("markexpr", "")) else "0"
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that select by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu(n)` where fewer than n GPUs are found, and mark what is slow."""

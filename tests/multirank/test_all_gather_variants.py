@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import report, run_cases
 from harness import run_ranks
+from quick import QUICK, some
 from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
@@ -36,7 +37,7 @@ def sizes(variant: str, world_size: int, rank: int) -> None:
     del rank
     communicator = get_communicator()
     dtypes = {2: ("bfloat16",), 3: ("uint8", "float16", "float64"), 4: ("float32", "int8", "int64")}[world_size]
-    for seed, numel in enumerate((*SIZES, *reversed(SIZES))):
+    for seed, numel in some(enumerate((*SIZES, *reversed(SIZES)))):
         problem = gather(numel, dtypes[seed % len(dtypes)], world_size)
         check_variant(communicator, problem, variant, seed=seed, kind="random" if seed % 3 else "integers")
 
@@ -45,7 +46,7 @@ def every_dtype(world_size: int, rank: int) -> None:
     """Every dtype through every variant, the library included."""
     del rank
     communicator = get_communicator()
-    for seed, dtype in enumerate(DTYPES):
+    for seed, dtype in some(enumerate(DTYPES)):
         for name in ("library", *KERNELS) if seed % 3 == 0 else ("library", KERNELS[seed % len(KERNELS)]):
             check_variant(communicator, gather(75 + seed, dtype, world_size), name, seed=seed, kind="integers")
 
@@ -73,7 +74,7 @@ def payloads(world_size: int, rank: int) -> None:
     """Payloads of all kinds and sizes in random order on one lane, each rank with a kind of its own."""
     communicator = get_communicator()
     shuffle = random.Random(7)
-    for seed in range(40):
+    for seed in some(range(40)):
         numel = shuffle.choice((1, 2, 3, 4, 5, 17, 64, 257, 900))
         kinds = [shuffle.choice(PAYLOADS) for _ in range(world_size)]
         name = "lamport" if seed % 4 else shuffle.choice(KERNELS)
@@ -106,14 +107,14 @@ def many_chunks(world_size: int, rank: int) -> None:
     del rank
     communicator, count = get_communicator(), 0
     for numel, blocks in ((16 * 128 * 4, 1), (13 * 128 * 4 + 123, 2), (33 * 128 * 4 + 1, 1)):
-        for chunks in (1, 2, 4, 8, 16, 32):
+        for chunks in some((1, 2, 4, 8, 16, 32)):
             config = {"num_blocks": blocks, "num_warps": 4, "items": 1, "num_chunks": chunks}
             problem, name = gather(numel, "float32", world_size), "multimem" if count % 3 == 2 else "push"
             if get_variant("all_gather", name).infeasible(problem, config, limits_of(communicator)) is None:
                 for seed in (1, 2):
                     check_variant(communicator, problem, name, seed=seed, config=config)
                 count += 1
-    assert count > 10
+    assert count > (3 if QUICK else 10)
 
 
 @contextlib.contextmanager
@@ -168,7 +169,7 @@ def mixed_with_all_reduce(world_size: int, rank: int) -> None:
     del rank
     communicator, shuffle = get_communicator(), random.Random(world_size)
     reducers = sorted(n for n, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered")
-    for seed in range(45):
+    for seed in some(range(45), 4):
         numel = shuffle.choice((1, 6, 130, 1000, 3001))
         if seed % 3 == 2:
             problem = Problem("all_reduce", (numel,), "float32", world_size, mode="eager")
@@ -186,13 +187,13 @@ def configs(world_size: int, rank: int) -> None:
     limits, shuffle = limits_of(communicator), random.Random(3)
     for name in KERNELS:
         variant = get_variant("all_gather", name)
-        for numel in (3, 1111, 20_000):
+        for numel in some((3, 1111, 20_000)):
             problem = gather(numel, "bfloat16", world_size)
             feasible = [c for c in variant.space.enumerate() if variant.infeasible(problem, c, limits) is None]
             for config in shuffle.sample(feasible, min(3, len(feasible))):
                 check_variant(communicator, problem, name, seed=count, config=config)
                 count += 1
-    assert count > 3 * len(KERNELS)
+    assert count > (1 if QUICK else 3) * len(KERNELS)
 
 
 def symmetric_input(world_size: int, rank: int) -> None:

@@ -129,6 +129,7 @@ WHY = {
 }
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_or_is_wrong_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
     for name, (run, condition, config) in PLANTED.items():
         text = ADAPTER.format(run=run, condition=condition, config=config)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, report, run_cases
 from harness import run_ranks
+from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
@@ -33,7 +34,7 @@ def problem_of(shape: tuple[int, ...], world_size: int, layout: str = "nk", **na
     return Problem("gemm_ar", shape, dtype, world_size, layout=layout, mode="eager", **named)
 
 
-def some(variant: str, problem: Problem, seed: int) -> dict[str, Any]:
+def drawn(variant: str, problem: Problem, seed: int) -> dict[str, Any]:
     """A feasible config of the variant, drawn at random, its algorithms in turn; the same on every rank."""
     found, limits = variants("gemm_ar")[variant], limits_of(get_communicator())
     feasible = [c for c in found.space.enumerate() if found.infeasible(problem, c, limits) is None]
@@ -45,7 +46,7 @@ def some(variant: str, problem: Problem, seed: int) -> dict[str, Any]:
 def check(variant: str, problem: Problem, seed: int, *, default: bool = False) -> None:
     """Random inputs within the tolerance, small integers exactly."""
     kind = "integers" if seed % 2 else "random"
-    config = None if default else some(variant, problem, seed)
+    config = None if default else drawn(variant, problem, seed)
     communicator = get_communicator()
     (out,) = check_variant(communicator, problem, variant, seed=seed, kind=kind, config=config)
     if kind == "integers" and not problem.scaling:
@@ -63,7 +64,7 @@ def reference_of(problem: Problem, everyone: Any, rank: int) -> tuple[torch.Tens
 def shapes(variant: str, rank: int) -> None:
     """Shapes, layouts and biases up and down on one lane, other ops' calls in between."""
     world_size = get_communicator().world_size
-    for seed, shape in enumerate((*SHAPES, *SHAPES[:2])):
+    for seed, shape in some(enumerate((*SHAPES, *SHAPES[:2]))):
         layout = ("nk", "kn+bias", "nk+bias+float32", "kn", "nk+bias")[seed]
         dtype = ("bfloat16", "float16")[seed % 3 == 1]
         check(variant, problem_of(shape, world_size, layout, dtype=dtype), seed, default=seed < 2)
@@ -76,7 +77,7 @@ def shapes(variant: str, rank: int) -> None:
 
 def scaled(variant: str, rank: int) -> None:
     world_size = get_communicator().world_size
-    for seed, scaling in enumerate(("tensorwise", "rowwise", "rowwise")):
+    for seed, scaling in some(enumerate(("tensorwise", "rowwise", "rowwise"))):
         layout = ("nk+float32", "kn+bias", "nk+float16")[seed]
         problem = problem_of((40, 48, 48), world_size, layout, dtype="float8_e4m3fn", scaling=scaling)
         check(variant, problem, seed)
@@ -88,7 +89,7 @@ def same_bits(rank: int) -> None:
     problem = problem_of(SHAPES[1], communicator.world_size, "nk+bias")
     mine, others = (inputs_of_all(problem, seed, "random")[rank] for seed in (1, 2))
     for variant in ORDERED:
-        config = some(variant, problem, 3)
+        config = drawn(variant, problem, 3)
         (first,) = launch_variant(communicator, problem, variant, mine, config)
         for _ in range(2):
             launch_variant(communicator, problem, variant, others, config)
@@ -101,7 +102,7 @@ def same_bits(rank: int) -> None:
 def shared_lane(rank: int) -> None:
     """Variants in random order on one lane, the same order on every rank."""
     communicator, shuffle = get_communicator(), random.Random(5)
-    for seed in range(10):
+    for seed in some(range(10)):
         variant = shuffle.choice(KERNELS)
         check(variant, problem_of(shuffle.choice(SHAPES), communicator.world_size, shuffle.choice(("nk", "kn"))), seed)
 

@@ -123,6 +123,7 @@ def test_missed_bars_end_in_an_error(eager: tuple[Rows, subprocess.CompletedProc
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", ["decode_1", "train"])
 def test_compiled_code_is_served(compiled: Rows, workload: str) -> None:
     library, ours = (of(compiled, workload, name) for name in ("library_compiled", "intercept_compiled"))
@@ -169,6 +170,7 @@ def plant(folder: Path, *, before: bool) -> Path:
     return script
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_rank_is_a_row(folder: Path) -> None:
     names, path = "library_eager,library_compiled,intercept_eager", folder / "failed.csv"
     script = plant(folder, before=False)
@@ -180,6 +182,7 @@ def test_a_failure_on_one_rank_is_a_row(folder: Path) -> None:
     assert [of(rows, "decode_1", name)["status"] for name in ("library_eager", "intercept_eager")] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_failed_one_gives_up(folder: Path) -> None:
     names, path = "library_eager,library_compiled,intercept_eager", folder / "stalled.csv"
     script, begin = plant(folder, before=True), time.monotonic()
@@ -195,6 +198,7 @@ def test_a_rank_that_waits_for_a_failed_one_gives_up(folder: Path) -> None:
     assert all("decode_1: library_compiled, first calls took over 10 s" in row["reason"] for row in rows)
 
 
+@pytest.mark.slow
 def test_what_no_time_is_left_for_is_skipped(folder: Path) -> None:
     path = folder / "skipped.csv"
     done = launch(BENCH / "llama_tp.py", "--tiny", "--limit-s", "0", "--workload", "prefill", "--csv", path)
@@ -267,6 +271,7 @@ def test_a_step_that_is_not_served_runs_none_of_our_python() -> None:
         assert "_routed.py" in passed_on, "the look sees what is routed"
 
 
+@pytest.mark.slow
 def test_the_cost_of_interception_is_measured(folder: Path) -> None:
     path = folder / "cost.csv"
     done = launch(BENCH / "intercept_cost.py", "--calls", "3", "--blocks", "3", "--csv", path)

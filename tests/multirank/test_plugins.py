@@ -96,6 +96,7 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
     return decision.candidate.variant, decision.source
 
 
+@pytest.mark.slow
 def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     database = tmp_path / "tuned.db"
     env = {**environment(site), "TUNEDCOMM_DB": str(database), "TUNEDCOMM_WORKSPACE_MIB": "1"}
@@ -165,6 +166,7 @@ def test_the_page_installs(tmp_path: Path) -> None:
     assert "gather_sum" in names
 
 
+@pytest.mark.slow
 def test_ranks_with_different_packages_do_not_run(site: Path, tmp_path: Path) -> None:
     lacks = (
         r"source hash of all_reduce\.gather_sum is '\w+' on rank 1, and rank 0 has no such variant; install the same"

@@ -76,6 +76,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SweepOutco
         yield outcome, database.trials(), path
 
 
+@pytest.mark.slow
 def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
     outcome, trials, _ = swept
     ran = {str(t.candidate) for t in trials if t.status in ("ok", "pruned")}
@@ -90,6 +91,7 @@ def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord]
     assert all(t.latency_p10_us <= t.latency_p50_us <= t.latency_p90_us for t in ok)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", sorted(BAD))
 def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecord], Path], variant: str) -> None:
     _, trials, _ = swept
@@ -98,6 +100,7 @@ def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecor
     assert mine[0].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "text"),
     [
@@ -126,10 +129,12 @@ def test_reason_says_what_happened(
     assert re.search(text, trial.reason), trial.reason
 
 
+@pytest.mark.slow
 def test_no_process_is_left(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
     assert not gang_processes()
 
 
+@pytest.mark.slow
 def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
     _, trials, path = swept
     with Database.open(path) as database:
@@ -190,6 +195,7 @@ def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
         assert again.num_trials == 1
 
 
+@pytest.mark.slow
 def test_gang_that_cannot_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "nonsense")
     with (
@@ -209,6 +215,7 @@ with Database.open(sys.argv[1], create=True) as database:
 """
 
 
+@pytest.mark.slow
 def test_killed_supervisor_takes_its_gang_along_and_the_next_one_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "tuned.db"
     Database.open(path, create=True).close()

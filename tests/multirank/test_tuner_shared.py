@@ -99,6 +99,7 @@ def test_what_a_killed_supervisor_had_claimed_is_done_by_the_other(
     check(database_url, alone, share=1)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_waited_for(
     postgres_server: PostgresServer, postgres_url: str, alone: set[tuple[str, str, bool]]
 ) -> None:

@@ -24,6 +24,8 @@ from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, verify
 
 # Shape to the stored winner there and the verdict that it must get.
 SLOW, WRONG, SEGFAULT, DEADLOCK, SOUND = 64, 1024, 4096, 8192, 16384
+pytestmark = pytest.mark.slow  # tests/unit/test_tuner_verify.py asks the same of made-up gangs
+
 STORED: dict[int, tuple[str, dict[str, Any], str, str]] = {
     SLOW: ("good", {"delay_ms": 40}, "slower", "longer than the library"),
     WRONG: ("wrong_by_one_element", {}, "failed", "incorrect: on rank 1"),

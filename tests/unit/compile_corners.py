@@ -2,6 +2,7 @@
 
     python compile_corners.py list            versions and variants with kernels, with their source hashes
     python compile_corners.py compile I N     the I-th of N parts of the corners: one JSON line a binary
+    python compile_corners.py few I N         the same, of one binary a kernel, for one generation
 
 A program of its own, because kernels that were decorated for the interpreter cannot be compiled, and because the same
 program runs under several versions of Triton. The corners are a covering set: every pair of values that two fields of
@@ -204,6 +205,16 @@ def chosen_of(variant: Variant) -> list[Corner]:
     return corners if get_rank(variant) == 3 else covering(corners)
 
 
+def few_of(variant: Variant) -> list[Corner]:
+    """Of each kernel of a variant the binary that asks for the fewest registers, for one generation."""
+    lightest: dict[str, Corner] = {}
+    for corner in every_corner(variant):
+        known = lightest.get(corner.request.function)
+        if corner.capability == CAPABILITIES[0] and (known is None or weight(corner) < weight(known)):
+            lightest[corner.request.function] = corner
+    return list(lightest.values())
+
+
 def get_rank(variant: Variant) -> int:
     """Dimensions of the variant's problems."""
     from tunedcomm.spec import get_op
@@ -266,7 +277,8 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"triton": triton.__version__, "file": str(Path(triton.__file__)), "variants": hashes}))
         return
     part, num_parts = int(arguments[1]), int(arguments[2])
-    corners = [*(corner for variant in variants for corner in chosen_of(variant)), *beside_variants()]
+    choose = few_of if arguments[0] == "few" else chosen_of
+    corners = [*(corner for variant in variants for corner in choose(variant)), *beside_variants()]
     # A kernel that several variants run is compiled for one of them.
     chosen = list({(corner.request, corner.capability): corner for corner in corners}.values())
     for corner in chosen[part::num_parts]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import compile_corners
 import pytest
+from quick import QUICK
 
 from tunedcomm import kernels
 from tunedcomm.spec import ops, variants
@@ -155,9 +156,10 @@ def name_of(binary: dict[str, Any]) -> str:
 def test_every_variant_compiles(version: str, part: int, pytestconfig: pytest.Config) -> None:
     cache = pytestconfig.cache
     assert cache is not None
-    binaries = run_corners(version, cache.mkdir("triton"), "compile", str(part), str(NUM_PARTS))
-    assert len(binaries) >= 30
-    assert {binary["capability"] for binary in binaries} == {90, 100}
+    what, least, generations = ("few", 5, {90}) if QUICK else ("compile", 30, {90, 100})
+    binaries = run_corners(version, cache.mkdir("triton"), what, str(part), str(NUM_PARTS))
+    assert len(binaries) >= least
+    assert {binary["capability"] for binary in binaries} >= generations
     wrong = {name_of(binary): found for binary in binaries if (found := complaints(binary))}
     assert wrong == {}
 

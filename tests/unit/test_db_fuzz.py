@@ -24,13 +24,14 @@ from fuzz_files import KINDS, TABLES
 from fuzz_values import CONFIGS, VALUES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import QUICK
 
 from tunedcomm.cli._output import emit, note, table
 from tunedcomm.db.layers import Layer, load_snapshot
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "db" / "db_fuzz.csv"
-CASES = int(os.environ.get("TUNEDCOMM_TEST_FUZZ", "40"))
+CASES = int(os.environ.get("TUNEDCOMM_TEST_FUZZ", "15" if QUICK else "40"))
 AXES = st.sampled_from(["num_blocks", "num_warps", "items", "num_chunks", "launch_pdl", "", "BLOCK"])
 AXIS_VALUES = st.one_of(st.booleans(), st.sampled_from([0, 1, 2, 4, 8, 32, 264, -1, 10**30]), st.text(max_size=3))
 JSON = st.recursive(
@@ -98,7 +99,7 @@ def sound() -> Iterator[Base]:
 
 @given(changes=CHANGES, untyped=st.sampled_from([None, *TABLES]))
 @settings(
-    max_examples=max(15, CASES // 4),
+    max_examples=max(6, CASES // 4),
     deadline=None,
     derandomize=True,
     database=None,

@@ -243,6 +243,7 @@ def _read(path: Path, seconds: float, counted: Any) -> None:
     counted.put(reads)
 
 
+@pytest.mark.slow
 def test_writers_and_readers_go_on(tmp_path: Path) -> None:
     """Nothing that was not selected is lost, and nobody sees an error."""
     path = make(tmp_path / "tuned.db", 7, count=2000)

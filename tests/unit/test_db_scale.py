@@ -162,6 +162,7 @@ def test_who_reads_does_not_wait_for_torch(big: tuple[str, Environment], command
     assert done.stderr.splitlines()[-1] == "0 []"
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
     command = [sys.executable, str(BENCH / "db_scale.py"), "--trials", "4000", "--hardware", "2", "--repeats", "1"]

@@ -250,6 +250,7 @@ def test_eight_processes_run_every_candidate_once(database_url: str, tmp_path: P
         assert Counter(record.candidate for record in database.trials()) == Counter(CANDIDATES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one host", "many hosts"])
 def test_what_the_killed_have_left_is_run_by_others(
     request: pytest.FixtureRequest, tmp_path: Path, far: bool, database_url: str
@@ -271,6 +272,7 @@ def test_what_the_killed_have_left_is_run_by_others(
     assert sum(count - 1 for count in again.values()) <= len(killed)
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_server_gives_no_claim_back(
     postgres_server: PostgresServer, postgres_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
