@@ -258,6 +258,7 @@ def inductor_body(rank: int, world_size: int) -> list[str]:
     return list(map(str, fusions))
 
 
+@pytest.mark.slow
 def test_inductor(tmp_path_factory: pytest.TempPathFactory) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # they take longer than what is compiled here

@@ -162,6 +162,7 @@ def six_body(rank: int, world_size: int, text: str) -> int:
         return communicator.limits.ranks_per_node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "ranks"), [("0,0,0,1,1,1", 3), ("0,1,2,2,1,0", 2)])
 def test_six_ranks(text: str, ranks: int) -> None:
     assert run_ranks(6, six_body, text, timeout=240) == [ranks] * 6

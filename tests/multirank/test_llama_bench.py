@@ -70,6 +70,7 @@ def compiled(folder: Path) -> Rows:
     return read(folder / "compiled.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_rows_are_right(eager: tuple[Rows, Any], workload: str) -> None:
     library, ours = (of(eager[0], workload, name) for name in ("library_eager", "intercept_eager"))
@@ -89,6 +90,7 @@ def test_rows_are_right(eager: tuple[Rows, Any], workload: str) -> None:
 
 
 # Behind attention and MLP a sum; before each a gather and behind each a scatter; as many again on the way back.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "served"),
     [
@@ -104,6 +106,7 @@ def test_interception_serves_the_model(eager: tuple[Rows, Any], workload: str, s
     assert (int(row["num_served"]), row["num_passed_on"]) == (sum(served.values()), "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_what_cannot_run_here_says_why(eager: tuple[Rows, Any], workload: str) -> None:
     overlapped, fused = (of(eager[0], workload, name) for name in ("async_tp_compiled", "fusion_compiled"))
@@ -112,6 +115,7 @@ def test_what_cannot_run_here_says_why(eager: tuple[Rows, Any], workload: str) -
     assert "Inductor" in fused["reason"]
 
 
+@pytest.mark.slow
 def test_missed_bars_end_in_an_error(eager: tuple[Rows, subprocess.CompletedProcess[str]], folder: Path) -> None:
     """Interpreted kernels are slower than the library by far."""
     rows, done = eager

@@ -334,6 +334,7 @@ def test_traced(traced_outcomes: list[dict[str, str]], name: str) -> None:
     report(traced_outcomes, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INDUCTOR_CASES)
 def test_inductor(inductor_outcomes: list[dict[str, str]], name: str) -> None:
     report(inductor_outcomes, name)

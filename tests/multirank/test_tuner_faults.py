@@ -186,6 +186,7 @@ def test_faults_of_one_gang_are_nothing_to_the_other(tmp_path: Path) -> None:
     assert not gang_processes()
 
 
+@pytest.mark.slow
 def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
     wanted = spec_of("wrong_by_one_element", shapes=((64,),), finals=False)
     with Database.open(tmp_path / "tuned.db", create=True) as database:

@@ -220,6 +220,7 @@ def test_killed_gang_disturbs_no_other_and_its_candidate_is_run_again(tmp_path: 
     assert searched(found) == searched(alone)
 
 
+@pytest.mark.slow
 def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
     stopped: list[tuple[int, int]] = []
     before: list[Candidate | None] = []

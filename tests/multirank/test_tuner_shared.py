@@ -81,6 +81,7 @@ def check(database: str, expected: set[tuple[str, str, bool]], *, share: int) ->
     assert sum(count > 0.1 * len(trials) for count in counts) >= share, counts
 
 
+@pytest.mark.slow
 def test_two_sweeps_at_once_are_one(database_url: str, alone: set[tuple[str, str, bool]]) -> None:
     Database.open(database_url, create=True).close()
     with supervisors(database_url, 2, 0.02) as started:
@@ -88,6 +89,7 @@ def test_two_sweeps_at_once_are_one(database_url: str, alone: set[tuple[str, str
     check(database_url, alone, share=2)
 
 
+@pytest.mark.slow
 def test_what_a_killed_supervisor_had_claimed_is_done_by_the_other(
     database_url: str, alone: set[tuple[str, str, bool]]
 ) -> None:

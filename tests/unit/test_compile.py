@@ -151,7 +151,7 @@ def name_of(binary: dict[str, Any]) -> str:
     return f"{binary['op']}.{binary['function']}({told})"
 
 
-@pytest.mark.parametrize("part", range(NUM_PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))])
 @pytest.mark.parametrize("version", ["newest", pytest.param("oldest", marks=pytest.mark.slow)])
 def test_every_variant_compiles(version: str, part: int, pytestconfig: pytest.Config) -> None:
     cache = pytestconfig.cache
@@ -219,6 +219,7 @@ def test_opcodes_are_read_from_ptx() -> None:
     assert compile_corners.instructions(ptx) == {"ld.global.v4.u32": 1, "bra": 1, "add.rn.f32": 1, "ret": 1}
 
 
+@pytest.mark.slow
 def test_the_corners_cover_every_pair_of_values() -> None:
     for variant in compile_corners.variants_with_kernels():
         if compile_corners.get_rank(variant) == 3:

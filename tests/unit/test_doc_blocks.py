@@ -138,7 +138,9 @@ def test_python_is_python_and_its_names_exist(block: Block) -> None:
             assert hasattr(tunedcomm, node.attr), f"{block}: tunedcomm.{node.attr}"
 
 
-@pytest.mark.parametrize("block", RUN, ids=str)
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, marks=() if str(b).startswith("README") else pytest.mark.slow) for b in RUN], ids=str
+)
 def test_it_runs(block: Block, tmp_path: Path) -> None:
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()

@@ -238,6 +238,7 @@ def _lines(log: Path) -> list[tuple[int, str]]:
     return [(int(pid), candidate) for pid, candidate in lines]
 
 
+@pytest.mark.slow
 def test_eight_processes_run_every_candidate_once(database_url: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with _hammer(database_url, log, [None] * 8, 0.003) as processes:
