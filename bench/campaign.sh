@@ -4,14 +4,18 @@
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
 # Stages: hot_path large norms probe_OP bodies_OP tune_OP models_OP bench_OP with OP one of ag_gemm, gemm_rs, gemm_ar; bodies
-# stress stress_gemm bench_all intercept llama. N is the number of GPUs (4). A stage that fails or runs over its time is said and the next
+# stress stress_gemm bench_all intercept llama. N is the number of GPUs (4). With PER_GPU=2 two ranks share each, which
+# shows whether N*2 ranks are right where fewer GPUs are at hand, and no times worth keeping. A stage that fails or runs over its time is said and the next
 # one begins. NVLink multicast stays off: creating a multicast object has taken shared hosts out of service.
 set -uo pipefail
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 TUNEDCOMM_MISS_LOG=0 TUNEDCOMM_PEER_TIMEOUT_S=${TUNEDCOMM_PEER_TIMEOUT_S:-5}
 cd "$(dirname "$0")/.." || exit
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-N=${N:-4}
+N=${N:-4} PER_GPU=${PER_GPU:-1}
+if ((PER_GPU > 1)); then # NCCL lets ranks of different hosts alone share a GPU
+  export PER_GPU TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
+fi
 DIR=$(mkdir -p "$1" && cd "$1" && pwd) || exit
 shift
 
@@ -33,7 +37,11 @@ limited() { # SECONDS LOG COMMAND...: the end of the log is shown where it fails
 }
 ranks() { # SECONDS LOG SCRIPT...
   local seconds=$1 log=$2; shift 2
-  limited "$seconds" "$log" torchrun --standalone --nproc-per-node "$N" "$@"
+  if ((PER_GPU > 1)); then
+    # shellcheck disable=SC2016
+    set -- --no-python bash -c 'export NCCL_HOSTID=$RANK LOCAL_RANK=$((LOCAL_RANK / PER_GPU)); exec python3 "$@"' _ "$@"
+  fi
+  limited "$seconds" "$log" torchrun --standalone --nproc-per-node $((N * PER_GPU)) "$@"
 }
 tunedcomm() { limited "$1" "$2" python3 -m tunedcomm.cli.main "${@:3}"; }
 settle() { # one file a database: nothing left in a log beside it

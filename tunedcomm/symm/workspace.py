@@ -89,8 +89,12 @@ class Workspace:
         return self._status.data_ptr() + 1 + self._callers.index((problem.op, problem.mode))
 
     def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` elements of a lane's scatter staging, for library operators on peers' memory."""
-        start = self.layout.scatter
+        """The first `numel` elements of a lane's gather area, for library operators on peers' memory.
+
+        Not of the scatter area: what they leave there is read after their last barrier, and by then a peer may be in
+        its next call and write.
+        """
+        start = self.layout.gather
         return self.buffers[mode].local[start : start + numel * dtype.itemsize].view(dtype)
 
     def rearm(self, mode: Mode) -> int:
