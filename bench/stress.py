@@ -1,6 +1,6 @@
 """Launch every variant of every op over and over on one lane, and look at every result.
 
-    torchrun --nproc-per-node 4 bench/stress.py --launches 10000 --csv bench/results/stress_h200.csv
+    torchrun --nproc-per-node 4 bench/stress.py --launches 10000 --csv bench/results/stress/stress_h200.csv
 
 Sizes and configs are random and each rank waits at random before launches. Outputs are poisoned before and compared
 after: the bits of ordered variants with the op's ordered reference, other variants with whole numbers whose sums are
@@ -47,8 +47,8 @@ from tunedcomm.tuner.compile_pool import CompilePool
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 COLUMNS = (
-    "op", "variant", "numerics", "world_size", "launches", "wrong", "configs", "problems", "not_run", "seconds", "gpu",
-    "fabric", "torch", "triton", "nccl", "driver", "tunedcomm", "command", "run_id", "date",
+    "op", "variant", "numerics", "world_size", "gpus", "launches", "wrong", "configs", "problems", "not_run", "seconds",
+    "gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm", "command", "run_id", "date",
 )  # fmt: skip
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What packets mark and disguise, zeros of both signs, NaNs with a payload, all ones.
@@ -260,10 +260,12 @@ def run(communicator: Communicator, entries: Sequence[Entry], launches: int, sec
 
 def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float) -> list[dict[str, Any]]:
     """One a variant, with what any rank saw."""
-    environment = communicator.environment
+    environment, devices = communicator.environment, [""] * communicator.world_size
+    mine = str(torch.cuda.get_device_properties(communicator.device).uuid) if communicator.device.type == "cuda" else ""
+    dist.all_gather_object(devices, mine)
     same = {
-        "world_size": communicator.world_size, "seconds": round(seconds, 1), "gpu": environment.gpu,
-        "fabric": environment.fabric, "torch": environment.torch, "triton": environment.triton,
+        "world_size": communicator.world_size, "gpus": len(set(filter(None, devices))), "seconds": round(seconds, 1),
+        "gpu": environment.gpu, "fabric": environment.fabric, "torch": environment.torch, "triton": environment.triton,
         "nccl": environment.nccl, "driver": environment.driver, "tunedcomm": environment.tunedcomm,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "run_id": secrets.token_hex(6),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from itertools import pairwise
 
+from measured_models import intercept_cost, llama, stress
 from measured_rows import MIB, ROOT, by_shape, count, newest, only, p50, rows, runs, short, size_text, table, us
 
 ALL_REDUCE, COLLECTIVES, GEMMS = "all_reduce_h200.csv", "collectives_h200.csv", "gemm_h200.csv"
@@ -242,7 +243,7 @@ _SERVES = {
     4: "4 ranks: `all_reduce`, bf16 and fp16, graph and eager, and bf16 in graphs in place; bf16 in graphs: "
     "`all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce_bias`, `all_reduce_rms_norm`; at some shapes "
     "`gemm_rs`, `ag_gemm`, `gemm_ar`",
-    2: "2 ranks: the same without the GEMMs",
+    2: "2 ranks: the same, of the GEMMs those of Llama 3 70B with 1 to 4096 tokens",
 }
 
 
@@ -279,6 +280,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "norm, 2 GPUs": lambda: norm(2),
     "gemms, 4 GPUs": lambda: gemms(4),
     "bound cost": bound_cost,
+    "llama, 2 GPUs": llama,
+    "interception": intercept_cost,
+    "stress": stress,
     "sweeps": sweeps,
     "regret rules": regret_rules,
     "scale replay": scale_replay,

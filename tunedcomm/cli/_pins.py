@@ -9,6 +9,7 @@ import typer
 
 from tunedcomm.cli._choice import environment_here, match_environments, open_layer, read_layers, stored_environments
 from tunedcomm.cli._output import note, table
+from tunedcomm.cli._problems import kind_of
 from tunedcomm.errors import DatabaseError, UnknownNameError
 from tunedcomm.shapes import format_shape
 
@@ -79,14 +80,12 @@ def print_pins(pins: Iterable[tuple[str, PinRecord]]) -> None:
 
 def _cells(pin: PinRecord) -> list[str]:
     problem = pin.problem
-    extras = [problem.input_kind, *([problem.reduction] if problem.reduction != "sum" else [])]
-    extras += ["in place"] if problem.in_place else []
     return [
         format_shape(problem.shape),
         problem.dtype,
         str(problem.world_size),
         problem.mode,
-        ", ".join(extras),
+        kind_of(problem),
         str(pin.candidate),
         pin.reason,
         pin.user or "-",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tunedcomm.cli._options import DatabaseOption, HardwareOption, JsonOption
-from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, table
+from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, table
 from tunedcomm.cli._pins import pin_to_dict, print_pins, read_pins
+from tunedcomm.cli._problems import kind_of, message_of
 from tunedcomm.cli._stored import Contest, contests, library_us, read_trials, winner
 from tunedcomm.shapes import format_shape
 
@@ -63,8 +64,8 @@ def _only_pinned(found: list[Contest], pins: list[tuple[str, PinRecord]]) -> lis
 
 def _cells(contest: Contest) -> list[str]:
     problem, best = contest.problem, winner(contest.trials)
-    kind = f"{problem.input_kind}{', in place' if problem.in_place else ''}"
-    start = [format_shape(problem.shape), format_bytes(problem.nbytes), problem.dtype, str(problem.world_size)]
+    start = [format_shape(problem.shape), message_of(problem), problem.dtype, str(problem.world_size)]
+    kind = kind_of(problem)
     if best is None:
         return [*start, problem.mode, kind, "(none ran)", "-", "-", "-", str(len(contest.trials))]
     return [

@@ -13,7 +13,8 @@ import typer
 
 from tunedcomm.cli._gang import num_gpus, swept_ranks
 from tunedcomm.cli._options import JsonOption, SweptMode, check_dtype, known_op, parse_gangs, split
-from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
+from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note, table
+from tunedcomm.cli._problems import kind_of, message_of
 from tunedcomm.cli._progress import shown
 from tunedcomm.cli.tune import Backend, is_spare_copy
 from tunedcomm.shapes import format_shape
@@ -186,12 +187,11 @@ def _cells(result: Verified) -> list[str]:
     winner = result.winner
     problem = winner.problem
     asked = "" if "default" in winner.policies else f" [numerics={winner.policies[0]}]"
-    extras = [*([problem.input_kind] if problem.input_kind != "plain" else []), *(["in place"] * problem.in_place)]
     return [
         format_shape(problem.shape),
-        format_bytes(problem.nbytes),
+        message_of(problem),
         problem.dtype,
-        ", ".join([problem.mode, *extras]),
+        f"{problem.mode}, {kind_of(problem)}",
         f"{winner.candidate}{asked}",
         format_us(winner.measured_us),
         format_ratio(winner.library_us, winner.latency_us),

@@ -25,7 +25,8 @@ from tunedcomm.cli._options import (
     WorldSizeOption,
     borrowed,
 )
-from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us
+from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us
+from tunedcomm.cli._problems import message_of
 
 __all__ = ["explain", "explanation"]
 
@@ -34,7 +35,7 @@ def explanation(choice: Choice) -> list[str]:
     """The lines that `explain` prints."""
     problem, decision = choice.problem, choice.decision
     lines = [
-        f"{problem} ({format_bytes(problem.nbytes)})",
+        f"{problem} ({message_of(problem)})",
         f"  on            {choice.environment}",
         f"  fabric        {choice.environment.fabric_in_words}",
         f"  runs          {decision.candidate}",

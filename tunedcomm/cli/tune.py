@@ -32,7 +32,8 @@ from tunedcomm.cli._options import (
     parse_gangs,
     split,
 )
-from tunedcomm.cli._output import emit, emit_json, format_bytes, format_ratio, format_us, note, table
+from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note, table
+from tunedcomm.cli._problems import kind_of, message_of
 from tunedcomm.cli._progress import shown
 from tunedcomm.shapes import format_shape
 from tunedcomm.spec import get_variant
@@ -263,10 +264,10 @@ def _cells(result: ProblemResult) -> list[str]:
     failed = ", ".join(f"{count} {status}" for status, count in sorted(result.failures.items()))
     return [
         format_shape(problem.shape),
-        format_bytes(problem.nbytes),
+        message_of(problem),
         problem.dtype,
         problem.mode,
-        problem.input_kind,
+        kind_of(problem),
         "(none runs)" if best is None else str(best.candidate),
         format_us(None if best is None else best.latency_p50_us),
         format_us(result.library_us),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tunedcomm.kernels._data import PACKET_BYTES, packets_of
 from tunedcomm.kernels._host import closest
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
 __all__ = [
     "LAMPORT_SPACE",
+    "READING_SPACE",
     "lamport_default",
     "reading_default",
     "refuse_launch_pdl",
+    "refuse_one_shot",
     "refuse_stage",
     "two_shot_lamport_default",
 ]
@@ -26,6 +29,22 @@ LAMPORT_SPACE = Space(
         "launch_pdl": Choice(False, True),
     }
 )
+
+
+READING_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
+        "num_warps": PowerOfTwo(2, 16),
+        "items": Choice(1, 2),
+    }
+)
+
+
+def refuse_one_shot(problem: Problem, limits: Limits) -> str | None:
+    """Why the message does not fit into a one-shot area, or None."""
+    if packets_of(problem.nbytes) * PACKET_BYTES > limits.one_shot_bytes:
+        return f"{problem.nbytes} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
+    return None
 
 
 def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TORCH_FUSED"]
 
+_NATIVE_ROWS = 128  # of its only tile: a shard is whole tiles
 _SPACE = Space({"native": Choice(False, True)})
 
 
@@ -40,6 +41,12 @@ def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         return None
     if problem.dtype != "bfloat16":
         return f"PyTorch's native operator multiplies bfloat16, not {problem.dtype}"
+    rows, columns, depth = problem.shape[0] // problem.world_size, *problem.shape[1:]
+    if rows % _NATIVE_ROWS or columns % 8 or depth % 8:
+        return (
+            f"PyTorch's native operator wants shards of whole {_NATIVE_ROWS} rows, and N and K whole 8, not "
+            f"{rows}x{columns}x{depth}"
+        )
     return _lack_of_native()
 
 

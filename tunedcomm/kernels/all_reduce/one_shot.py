@@ -31,10 +31,10 @@ from tunedcomm.kernels._lane import (
     write_counter,
 )
 from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._protocols import reading_default
+from tunedcomm.kernels._protocols import READING_SPACE, reading_default, refuse_one_shot
 from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import constants_of, message_rounds, refuse
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 
 if TYPE_CHECKING:
@@ -91,26 +91,14 @@ def one_shot_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
-        "num_warps": PowerOfTwo(2, 16),
-        "items": Choice(1, 2),
-    }
-)
-
-
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
+    if reason := refuse(problem, limits) or refuse_one_shot(problem, limits):
         return reason
-    packets = packets_of(problem.nbytes)
-    if packets * 16 > limits.one_shot_bytes:
-        return f"{problem.nbytes} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
-    return blocks_and_threads(config, limits, packets, most_rounds=8)
+    return blocks_and_threads(config, limits, packets_of(problem.nbytes), most_rounds=8)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return reading_default(packets_of(problem.nbytes), 64, _SPACE, problem, limits, _infeasible)
+    return reading_default(packets_of(problem.nbytes), 64, READING_SPACE, problem, limits, _infeasible)
 
 
 def _request(problem: Problem, config: Config) -> CompileRequest:
@@ -134,7 +122,7 @@ ONE_SHOT = register_variant(
         name="one_shot",
         numerics="ordered",
         summary="every rank reads all inputs and sums them; one exchange of flags",
-        space=_SPACE,
+        space=READING_SPACE,
         infeasible=_infeasible,
         default=_default,
         bind=_bind,

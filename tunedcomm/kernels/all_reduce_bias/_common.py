@@ -18,7 +18,7 @@ from tunedcomm.spec import ITEMSIZE, Limits, Problem
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["bind_flat", "flat_request", "refuse", "with_bias"]
+__all__ = ["arrange", "bind_flat", "flat_request", "refuse", "with_bias"]
 
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -45,7 +45,8 @@ def flat_request(kernel: Any, problem: Problem, config: Config) -> CompileReques
     return CompileRequest.of(kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=pdl)
 
 
-def _arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+def arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+    """Addresses of x, bias and out."""
     return (inputs[0].data_ptr(), inputs[1].data_ptr(), outputs[0].data_ptr())
 
 
@@ -60,7 +61,7 @@ def bind_flat(
         workspace.status_argument(problem), *extra,
     )  # fmt: skip
     kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    return ManyLaunch(kernel.fix((None, None, None, *tail)), _arrange)
+    return ManyLaunch(kernel.fix((None, None, None, *tail)), arrange)
 
 
 @triton.jit

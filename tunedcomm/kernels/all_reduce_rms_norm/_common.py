@@ -155,7 +155,9 @@ def rows_constants(problem: Problem) -> dict[str, Value]:
 def rows_request(kernel: Any, problem: Problem, config: Config) -> CompileRequest:
     """The binary of a kernel that talks to peers."""
     threads = 32 * int(config["num_warps"])
-    constants = {**rows_constants(problem), "WORLD_SIZE": problem.world_size, "THREADS": threads}
+    constants = {**rows_constants(problem), "WORLD_SIZE": problem.world_size}
+    if "THREADS" in kernel.arg_names:
+        constants["THREADS"] = threads
     pdl = bool(config.get("launch_pdl", False))
     if "launch_pdl" in config:
         constants["PDL"] = pdl

@@ -9,8 +9,6 @@ Numerics: ordered. Graph-safe. Lane rules: those of the all_reduce kernel; the s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -18,11 +16,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels._launch import CompileRequest, bind_kernel
 from tunedcomm.kernels._rows import finish_row, row_block, row_extras
 from tunedcomm.kernels._sync import INTERPRET, load_packets
-from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
-from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
+from tunedcomm.kernels._unfused import AXES, KERNELS, bind_sum, refuse_sum, sum_asked, sum_default, sum_rounds
 from tunedcomm.kernels.all_reduce_rms_norm._common import (
     NUM_VARYING,
     many_launch,
@@ -63,49 +60,17 @@ def rms_norm_rows_kernel(
         )  # fmt: skip
 
 
-_SPACE = Space(
-    {
-        "algorithm": Choice("two_shot", "two_shot_lamport"),
-        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-        "num_warps": PowerOfTwo(4, 16),
-        "num_chunks": PowerOfTwo(1, 16),
-        "norm_warps": PowerOfTwo(1, 16),
-        "launch_pdl": Choice(False, True),
-    }
-)
-
-
-def _reducing(problem: Problem, config: Config) -> tuple[Variant, Problem, dict[str, Value]]:
-    """The all_reduce that is asked for: variant, problem, config."""
-    shared = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
-    asked = replace(problem, op="all_reduce", shape=(problem.numel,), input_kind="plain", layout="", scaling="")
-    if config["algorithm"] == "two_shot":
-        return TWO_SHOT, asked, {**shared, "items": 1, "num_chunks": config["num_chunks"]}
-    return TWO_SHOT_LAMPORT, asked, {**shared, "launch_pdl": config["launch_pdl"]}
-
-
-def _rounds(problem: Problem, config: Config) -> int:
-    variant, asked, inner = _reducing(problem, config)
-    return variant.num_rounds(asked, inner)
+_SPACE = Space({**AXES, "norm_warps": PowerOfTwo(1, 16), "launch_pdl": Choice(False, True)})
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits, {"num_warps": config["norm_warps"], "launch_pdl": config["launch_pdl"]}):
-        return reason
-    if config["algorithm"] == "two_shot_lamport" and int(config["num_chunks"]) > 1:
-        return "two_shot_lamport has no chunks: only num_chunks=1"
-    if int(config["num_warps"]) > 8 and problem.world_size > 4:
-        return f"packets from {problem.world_size} ranks do not fit into registers with {config['num_warps']} warps"
-    variant, asked, inner = _reducing(problem, config)
-    return variant.infeasible(asked, inner, limits)
+    of_norm = {"num_warps": config["norm_warps"], "launch_pdl": config["launch_pdl"]}
+    return refuse(problem, limits, of_norm) or refuse_sum(problem, config, limits)
 
 
 def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    _, asked, _ = _reducing(problem, {"algorithm": "two_shot", "num_blocks": 1, "num_warps": 4, "num_chunks": 1})
-    inner = TWO_SHOT.default(asked, limits)
     warps = max(1, min(row_block(row_packets(problem)) // 32, 16))
-    wish = {"algorithm": "two_shot", "norm_warps": warps, "launch_pdl": limits.launch_pdl}
-    wish |= {name: inner[name] for name in ("num_blocks", "num_warps", "num_chunks")}
+    wish = {**sum_default(problem, limits), "norm_warps": warps, "launch_pdl": limits.launch_pdl}
     return closest(wish, _SPACE, problem, limits, _infeasible)  # type: ignore[arg-type]
 
 
@@ -120,24 +85,12 @@ def _norm_request(problem: Problem, config: Config) -> CompileRequest:
 
 
 def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    variant, asked, inner = _reducing(problem, config)
+    variant, asked, inner = sum_asked(problem, config)
     return (*variant.compile_requests(asked, inner), _norm_request(problem, config))
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    variant, asked, inner = _reducing(problem, config)
-    # A lost peer is to be named with the op that was called.
-    named = SimpleNamespace(
-        lanes=workspace.lanes,
-        layout=workspace.layout,
-        rank=workspace.rank,
-        device=workspace.device,
-        timeout_ns=workspace.timeout_ns,
-        status_argument=lambda _: workspace.status_argument(problem),
-    )
-    reducer = variant.bind(asked, inner, named)
-    assert isinstance(reducer, AddressLaunch), "plain inputs are launched by their addresses"
-    reduce = reducer.by_address
+    reduce = bind_sum(problem, config, workspace)
     kernel = bind_kernel(_norm_request(problem, config), _norm_blocks(problem), workspace.device)
     norm = kernel.fix((*(None,) * NUM_VARYING, problem.shape[0], row_packets(problem)))
     room = _room(problem, workspace)
@@ -173,8 +126,8 @@ UNFUSED = register_variant(
         default=_default,
         bind=_bind,
         num_blocks=lambda problem, config: max(int(config["num_blocks"]), _norm_blocks(problem)),
-        num_rounds=_rounds,
-        kernels=(two_shot_kernel, two_shot_lamport_kernel, rms_norm_rows_kernel),
+        num_rounds=sum_rounds,
+        kernels=(*KERNELS, rms_norm_rows_kernel),
         compile_requests=_requests,
     )
 )

@@ -1,0 +1,126 @@
+"""one_shot: every rank reads all ranks' rows and takes their sums through the norm; one flag exchange a block.
+
+Areas, flags and lane rules are those of all_reduce's `one_shot` on plain input, row by row: a block copies its rows
+into the one-shot area, exchanges flags with the blocks of its number, and reads from the peers the rows that those
+copied.
+
+Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
+
+Numerics: ordered. Graph-safe.
+Source: all_reduce's `one_shot`, with the norm behind it as in Kraken's one-shot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels._data import insert_own, sum_packets
+from tunedcomm.kernels._host import Launch, closest, kernel_blocks
+from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels._protocols import refuse_one_shot
+from tunedcomm.kernels._rows import finish_row, row_block, row_extras
+from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.all_reduce_rms_norm._common import (
+    bind_rows,
+    refuse,
+    row_packets,
+    row_rounds,
+    rows_grid,
+    rows_request,
+)
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant, register_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+__all__ = ["ONE_SHOT", "rms_norm_one_shot_kernel"]
+
+
+@triton.jit
+def rms_norm_one_shot_kernel(
+    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, area, area_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Publish own rows, exchange flags; then row by row: read all ranks', sum, add, normalise."""
+    epoch = read_counter(local, EPOCH_OFFSET)
+    mine = area + (epoch & 1) * area_bytes
+    peers = (q0 + mine, q1 + mine, q2 + mine, q3 + mine, q4 + mine, q5 + mine, q6 + mine)
+    at = tl.arange(0, BLOCK).to(tl.int64)
+    here = at < row
+    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        packet = at + r * row
+        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+        store_packets(local + mine + packet * 16, w0, w1, w2, w3, here)
+
+    # Releases the copies, acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    of_row = load_packets(weight + at * 16, here & (tl.program_id(0) < tokens))
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        packet = at + r * row
+        own = load_packets(x + packet * 16, here)
+        b, extra = row_extras(bias, residual, at, packet, here, BIAS, RESIDUAL)
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            source = address_of(peers, x, i, rank, WORLD_SIZE)
+            words = words + load_packets(source + packet * 16, here & (rank != i))
+        s = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+        finish_row(
+            s, b, extra, of_row, out, residual_out, scale, eps, row, packet, here, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+        )
+    write_counter(local, epoch + 1, EPOCH_OFFSET)
+
+
+_SPACE = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
+
+
+def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    if reason := refuse(problem, limits, config, slots=problem.world_size) or refuse_one_shot(problem, limits):
+        return reason
+    if int(config["num_blocks"]) > problem.shape[0]:
+        return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"
+    return rows_grid(problem, config, limits, mixed=False)
+
+
+def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
+    if limits.backend == "host":
+        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16}
+    else:
+        warps = max(1, min(row_block(row_packets(problem)) // 32, 16))
+        wish = {"num_blocks": min(problem.shape[0], 128), "num_warps": warps}
+    return closest(wish, _SPACE, problem, limits, _infeasible)
+
+
+def _requests(problem: Problem, config: Config) -> Iterable[Any]:
+    return (rows_request(rms_norm_one_shot_kernel, problem, config),)
+
+
+def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    request, layout = rows_request(rms_norm_one_shot_kernel, problem, config), workspace.layout
+    return bind_rows(problem, config, workspace, request, layout.one_shot, layout.one_shot_bytes)
+
+
+ONE_SHOT = register_variant(
+    Variant(
+        op="all_reduce_rms_norm",
+        name="one_shot",
+        numerics="ordered",
+        summary="every rank reads all ranks' rows, sums and normalises them; one exchange of flags",
+        space=_SPACE,
+        infeasible=_infeasible,
+        default=_default,
+        bind=_bind,
+        num_blocks=kernel_blocks,
+        num_rounds=row_rounds,
+        kernels=(rms_norm_one_shot_kernel,),
+        compile_requests=_requests,
+    )
+)
