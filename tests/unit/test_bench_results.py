@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tunedcomm import kernels
 from tunedcomm.cli._bench_rank import COLUMNS
+from tunedcomm.spec import get_op, ops, variants
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 PEERS = ("library", "torch_one_shot_symmetric", "torch_two_shot_symmetric")
@@ -45,6 +47,15 @@ MOST_FOR_THE_BOUND = 1.02
 
 # At 128 MiB on 2 GPUs PyTorch's two-shot, which works in place, leaves out a copy that ours makes.
 MOST_OF_A_PEER_IN_PLACE = 1.07
+
+
+# Not launched on GPUs yet, or, as `doubling`, which takes four ranks, 100 times. Multicast has to stay off there.
+LAUNCHED_LESS = {
+    ("ag_gemm", "doubling"),
+    ("all_reduce_bias", "one_shot"),
+    ("all_reduce_bias", "unfused"),
+    ("all_reduce_rms_norm", "one_shot"),
+}
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -311,3 +322,17 @@ def test_few_rows_of_gemm_ar_are_faster_than_nccl() -> None:
     few = {shape: run for shape, run in gemms("gemm_ar").items() if int(shape.partition("x")[0]) <= 256}
     assert len(few) >= 8
     assert all(run["library"] >= 1.2 * run["tuned"] for run in few.values()), few
+
+
+def test_every_variant_that_gpus_could_run_was_launched_often_and_never_wrong() -> None:
+    kernels.discover()
+    launched: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows("stress/stress_h200.csv"):
+        assert row["wrong"] == "0", row
+        assert row["gpus"], row
+        launched[row["op"], row["variant"]] += int(row["launches"])
+    for op in ops():
+        least = 2_000 if get_op(op).rank_of_shape == 3 else 10_000
+        for name in variants(op):
+            if "multimem" not in name and (op, name) not in LAUNCHED_LESS:
+                assert launched[op, name] >= least, (op, name)

@@ -74,3 +74,13 @@ def test_values_that_go_together() -> None:
 
 def test_tiles_are_points_of_their_space() -> None:
     assert tile_space().size == len(list(tile_space().enumerate()))
+
+
+@pytest.mark.parametrize(("shape", "fits"), [((512, 256, 64), True), ((384, 256, 64), False), ((512, 260, 64), False)])
+def test_the_native_operator_takes_whole_tiles(shape: tuple[int, ...], *, fits: bool) -> None:
+    """Two ranks; the operator's tile has 128 rows and 16-byte rows of operands."""
+    variant = get_variant("ag_gemm", "torch_fused")
+    problem = Problem("ag_gemm", shape, "bfloat16", 2, layout="nk")
+    refused = variant.infeasible(problem, {"native": True}, GPU) or ""
+    assert ("whole 128 rows" not in refused) is fits
+    assert variant.infeasible(problem, {"native": False}, GPU) is None
