@@ -9,6 +9,7 @@ import shlex
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import pytest
 import torch
 from harness import RankError, run_ranks
 
+from tunedcomm.spec import Problem
+
+PROBLEM = Problem("all_reduce", (65536,), "bfloat16", 2, mode="eager")
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adding_a_variant.md"
 
@@ -31,7 +35,7 @@ def commands(program: str) -> list[list[str]]:
     """Arguments of the page's command lines that call a program, in their order."""
     found = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     words = [shlex.split(line) for line in "\n".join(found).splitlines() if line.strip()]
-    assert {first for first, *_ in words} == {"pip", "tunedcomm", "torchrun"}
+    assert {first for first, *_ in words} == {"pip", "export", "tunedcomm", "torchrun"}
     return [rest for first, *rest in words if first == program]
 
 
@@ -81,19 +85,38 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
     if rank in ranks:
         sys.path.insert(0, folder)
     os.environ["TUNEDCOMM_DB"] = tuned
-    import tunedcomm
-    from tunedcomm.communicator import get_communicator
-    from tunedcomm.spec import Problem
-
-    x = torch.arange(256).float() * (rank + 1)
-    communicator = get_communicator()
     from run_page import total
 
-    assert torch.equal(total(x), torch.arange(256).float() * 3)
-    problem = Problem("all_reduce", (256,), "float32", world_size, mode="eager")
-    decision = tunedcomm.explain(communicator, problem)
-    assert torch.equal(tunedcomm.all_reduce(x), torch.arange(256).float() * 3)
+    import tunedcomm
+    from tunedcomm.communicator import get_communicator
+    from tunedcomm.spec import get_op
+
+    communicator = get_communicator()
+    x = torch.arange(65536).bfloat16()
+    (expected,) = get_op("all_reduce").ordered_reference(PROBLEM, [(x,), (x * 2,)], rank)
+    x = x * (rank + 1)
+
+    assert torch.equal(total(x), expected)
+    decision = tunedcomm.explain(communicator, PROBLEM)
+    assert torch.equal(tunedcomm.all_reduce(x), expected)
     return decision.candidate.variant, decision.source
+
+
+def triton_body(rank: int, world_size: int, folder: str) -> bool:
+    sys.path.insert(0, folder)
+    import tunedcomm
+    from tunedcomm.spec import get_op
+
+    tunedcomm.get_communicator()  # finds the package
+    for dtype, config in (("float32", {}), ("float32", {"block": 1024}), ("float16", {"block": 2048})):
+        problem = replace(PROBLEM, shape=(5000,), dtype=dtype, world_size=world_size)
+        everyone = [get_op("all_reduce").make_inputs(problem, peer, 1, "random", "cpu") for peer in range(world_size)]
+        (expected,) = get_op("all_reduce").ordered_reference(problem, everyone, rank)
+        with tunedcomm.force("all_reduce", "kernel_sum", {"block": 4096, "num_warps": 4, **config}):
+            assert torch.equal(tunedcomm.all_reduce(everyone[rank][0]), expected)
+    with tunedcomm.force("all_reduce", "kernel_sum"), pytest.raises(tunedcomm.InfeasibleError, match="bfloat16 off"):
+        tunedcomm.all_reduce(torch.ones(5000, dtype=torch.bfloat16))
+    return True
 
 
 @pytest.mark.slow
@@ -129,8 +152,9 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
             "WHERE status = 'ok' AND variant_id = (SELECT id FROM variant WHERE name = 'gather_sum')"
         )
         opened.execute("UPDATE trial SET baseline_p50_us = 1000")
-    assert "library" in shown[1]
-    assert "gather_sum" in shown[2]
+    assert "nice-variants brings all_reduce.gather_sum" in shown[0]
+    assert "library" in shown[2]
+    assert "gather_sum" in shown[3]
     found = run_ranks(2, body, str(site), (0, 1), str(database), timeout=90, fresh=True)
     assert found == [("gather_sum", "exact")] * 2
     (arguments,) = commands("torchrun")
@@ -164,6 +188,13 @@ def test_the_page_installs(tmp_path: Path) -> None:
     assert not (target / "run.py").exists()
     names, _ = discovered(target)
     assert "gather_sum" in names
+
+
+def test_the_pages_triton_kernel_sums(tmp_path: Path) -> None:
+    install(tmp_path / "site", "triton-variants", "triton_variants", block("triton_variants.py"), "triton_variants")
+    names, warnings = discovered(tmp_path / "site")
+    assert "kernel_sum" in names, warnings
+    assert run_ranks(2, triton_body, str(tmp_path / "site"), timeout=90, fresh=True) == [True, True]
 
 
 @pytest.mark.slow

@@ -53,6 +53,20 @@ def test_damaged_database_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert str(path) in check.detail
 
 
+def test_packages_with_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunedcomm.kernels import _plugins
+
+    monkeypatch.setattr(_plugins, "brought", {"nice": ["all_reduce.gather_sum", "all_reduce.swap"]})
+    monkeypatch.setattr(_plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
+    (good, bad) = _checks.check_packages()
+    assert (good.level, good.text) == ("ok", "nice brings all_reduce.gather_sum, all_reduce.swap")
+    assert (bad.level, "broken brings no variants" in bad.text) == ("warn", True)
+    monkeypatch.setattr(_plugins, "brought", {})
+    monkeypatch.setattr(_plugins, "failed", {})
+    (none,) = _checks.check_packages()
+    assert none.level == "ok"
+
+
 def test_settings_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", "soon")
     monkeypatch.setenv("TUNEDCOMM_TIMEOUT", "3")

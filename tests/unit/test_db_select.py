@@ -54,6 +54,18 @@ def test_the_fastest_challenger_wins_and_says_by_how_much() -> None:
     assert reasons(decision) == {"one_shot(num_blocks=4)": "5.00 µs against 2.50 µs of lamport(num_blocks=4)"}
 
 
+def test_a_ratio_to_a_disturbed_library_wins_nothing() -> None:
+    """Something else ran while the library was measured beside `one_shot`: its own time is what is known of it."""
+    rows = [row("library", 10.0), row("lamport", 9.5), row("two_shot", 9.8)]
+    lucky = row("one_shot", 12.0, baseline_p50_us=60.0)
+    decision = decide([*rows, lucky])
+    assert decision.candidate == candidate("lamport")
+    assert reasons(decision)["one_shot(num_blocks=4)"].startswith("12.00 µs against 9.50 µs")
+    assert decide([row("library", 10.0), lucky, row("two_shot", 10.8)]).candidate.variant == "library"
+    throttled = row("one_shot", 6.0, baseline_p50_us=14.0)
+    assert decide([*rows, throttled]).candidate == candidate("one_shot"), "within a half more, ratios are compared"
+
+
 def test_runs_are_compared_by_their_ratio_to_the_library() -> None:
     slow_run = row("one_shot", 6.0, baseline_p50_us=20.0)
     fast_run = row("two_shot", 5.0, baseline_p50_us=10.0)

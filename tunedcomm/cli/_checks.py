@@ -178,6 +178,20 @@ def _host_backend() -> Iterator[Check]:
     )
 
 
+def check_packages() -> Iterator[Check]:
+    """Other packages that bring variants."""
+    from tunedcomm import kernels
+    from tunedcomm.kernels import _plugins
+
+    kernels.discover()
+    for package, names in _plugins.brought.items():
+        yield Check("packages", "ok", f"{package} brings {', '.join(names) or 'nothing'}")
+    for package, why in _plugins.failed.items():
+        yield Check("packages", "warn", f"{package} brings no variants: {why}", "fix or uninstall it")
+    if not _plugins.brought and not _plugins.failed:
+        yield Check("packages", "ok", f"none brings variants (entry points {_plugins.GROUP})")
+
+
 def check_variables() -> Iterator[Check]:
     """Environment variables that are set: valid, invalid, unknown."""
     from tunedcomm import kernels
@@ -218,6 +232,7 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_symmetric_memory,
     check_databases,
     check_this_machine,
+    check_packages,
     check_variables,
 )
 

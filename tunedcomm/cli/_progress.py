@@ -43,7 +43,9 @@ def describe(progress: Progress, gang: GangProgress | None) -> str:
     """Where the sweep stands and what one of its gangs is at, in one line."""
     parts = [f"[{progress.problems_done}/{progress.problems}]"]
     if gang is None or gang.problem is None:
-        parts.append("starting" if progress.problems_done == 0 else "waiting")
+        parts.append("starting" if progress.problems_done == 0 else "waiting,")
+        if not progress.trials:
+            return " ".join(parts)
     else:
         parts.append(f"{'finals, ' if gang.final else ''}{gang.problem}: {_against_library(gang)},")
     parts.append(f"{progress.trials} trials")

@@ -2,7 +2,8 @@
 
 Latencies of different runs are not compared as they are: clocks, neighbours and drivers differ. Every row carries the
 library's latency in its own interleaved run, so a row's *score* is its ratio to that baseline times the median baseline
-of the rows compared. A row without a baseline counts with its latency.
+of the rows compared. A row without a baseline counts with its latency, and so does one whose baseline is far above that
+median: something else ran then, and not for as long as both were measured, or the ratio would be like the others'.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["MAX_NOISE", "MIN_NOISE", "Further", "Place", "Pool", "Scored", "betw
 # above five the bound would let a slow but erratic candidate pass for a tie.
 MIN_NOISE = 0.01
 MAX_NOISE = 0.05
+# Times the median baseline, of which a baseline on idle GPUs is within a tenth; a throttled host takes a half more.
+_DISTURBED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def _baseline(rows: Iterable[Row]) -> float | None:
 
 
 def _score(row: Row, baseline_us: float | None) -> float:
-    if row.baseline_p50_us is None or baseline_us is None:
+    if row.baseline_p50_us is None or baseline_us is None or row.baseline_p50_us > _DISTURBED * baseline_us:
         return row.latency_p50_us
     return row.latency_p50_us / row.baseline_p50_us * baseline_us
 

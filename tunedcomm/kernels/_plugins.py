@@ -15,9 +15,12 @@ from tunedcomm import spec
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.spec import Variant, get_op, ops, variants
 
-__all__ = ["GROUP", "load_plugins"]
+__all__ = ["GROUP", "brought", "failed", "load_plugins"]
 
 GROUP = "tunedcomm.variants"
+# Package to what it registered, `OP.VARIANT` each; package to why it brings nothing.
+brought: dict[str, list[str]] = {}
+failed: dict[str, str] = {}
 logger = logging.getLogger("tunedcomm")
 
 
@@ -32,14 +35,9 @@ def load_plugins(source_hash: Callable[[Variant], str]) -> None:
             with _all_or_nothing():
                 _load(point, source_hash)
         except Exception as error:  # noqa: BLE001 - somebody else's code must not take this library along
-            logger.warning(
-                "the package %s brings no variants: its entry point %s = %s failed: %s: %s; fix or uninstall it",
-                _package(point),
-                point.name,
-                point.value,
-                type(error).__name__,
-                error,
-            )
+            why = f"its entry point {point.name} = {point.value} failed: {type(error).__name__}: {error}"
+            failed[_package(point)] = why
+            logger.warning("the package %s brings no variants: %s; fix or uninstall it", _package(point), why)
 
 
 @contextlib.contextmanager
@@ -87,4 +85,6 @@ def _load(point: EntryPoint, source_hash: Callable[[Variant], str]) -> None:
     for op in ops().keys() - ops_before.keys():
         if "library" not in variants(op):
             raise ConfigError(f"its op {op!r} has no variant 'library', which serves what no kernel can")
-    logger.info("%s brings %s", _package(point), ", ".join(f"{op}.{name}" for op, name in added) or "nothing")
+    names = brought.setdefault(_package(point), [])
+    names += [f"{op}.{name}" for op, name in added]
+    logger.info("%s brings %s", _package(point), ", ".join(names) or "nothing")
