@@ -60,7 +60,7 @@ def test_a_ratio_to_a_disturbed_library_wins_nothing() -> None:
     lucky = row("one_shot", 12.0, baseline_p50_us=60.0)
     decision = decide([*rows, lucky])
     assert decision.candidate == candidate("lamport")
-    assert reasons(decision)["one_shot(num_blocks=4)"].startswith("12.00 µs against 9.50 µs")
+    assert reasons(decision)["one_shot(num_blocks=4)"].startswith("12.00 µs is not less than the library's 10.00 µs")
     assert decide([row("library", 10.0), lucky, row("two_shot", 10.8)]).candidate.variant == "library"
     throttled = row("one_shot", 6.0, baseline_p50_us=14.0)
     assert decide([*rows, throttled]).candidate == candidate("one_shot"), "within a half more, ratios are compared"
