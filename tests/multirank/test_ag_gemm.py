@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, report, run_cases
 from harness import run_ranks
+from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all, limits_of
 
 import tunedcomm
@@ -144,7 +145,7 @@ CASES: dict[str, Case] = {f"{case.__name__} {name}": functools.partial(case, nam
 OF_FOUR = tuple(name for name in CASES if name.endswith(" doubling"))  # takes no fewer ranks
 OF_TWO = tuple(name for name in CASES if name not in OF_FOUR)
 CASES_OF = {
-    2: OF_TWO,
+    2: tuple(some(OF_TWO, 2)),
     3: tuple(name for name in OF_TWO if not name.startswith(("configs", "refusals", "lost_peer"))),
     4: (*(name for name in OF_TWO if name.startswith("gathered")), *OF_FOUR),
 }

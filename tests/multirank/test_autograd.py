@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 from cases import Case, Launched, report, run_cases, spy_on_launches
 from harness import run_ranks
+from quick import some_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -97,6 +98,7 @@ GRADIENT_CASES: dict[str, Case] = {
     **{name: functools.partial(differences, name) for name in CHECKED},
     "all_gather complex": complex_numbers,
 }
+GRADIENT_CASES = some_of(GRADIENT_CASES, 2)
 
 
 def gradient_body(rank: int, world_size: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from cases import report, run_cases
 from fusion_samples import calls_of, compiled, fused_ops
 from harness import run_ranks
+from quick import some_of
 from test_intercept_models import TOKENS, WIDTH, Mlp, close, local, sequence_parallel_block, x_of
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -112,6 +113,7 @@ CASES = {
     "tensor parallel": tensor_parallel,
     "inference": inference,
 }
+CASES = some_of(CASES, 2)
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:

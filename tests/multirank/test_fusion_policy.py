@@ -235,6 +235,7 @@ def test_policy(outcomes: list[dict[str, str]], name: str) -> None:
     report(outcomes, name)
 
 
+@pytest.mark.slow
 def test_torch_logs() -> None:
     """As the page says: the log is switched on by the module's name, which is found without importing much."""
     code = "import torch, logging; logging.getLogger('tunedcomm.integrations.fusion').info('heard')"

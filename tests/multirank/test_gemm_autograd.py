@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases import Case, report, run_cases
 from gemm_samples import FP8
 from harness import run_ranks
+from quick import some_of
 from test_autograd import Recorded, as_one_function, grads, leaf, stacked
 from torch.utils.checkpoint import checkpoint
 
@@ -200,6 +201,7 @@ CASES: dict[str, Case] = {
     "compiled": compiled,
     "torch.func": transformed,
 }
+CASES = some_of(CASES, 3)
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases import Case, report, run_cases
 from gemm_samples import FP8, drawn, scale
 from harness import run_ranks
+from quick import some_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -95,6 +96,7 @@ OPCHECK_CASES: dict[str, Case] = {
     **{f"{name} fp8": functools.partial(functional, name, FP8) for name in NAMES},
     **{f"{name}.out": functools.partial(into, name) for name in NAMES if name != "ag_gemm_list"},
 }
+OPCHECK_CASES = some_of(OPCHECK_CASES, 3)
 
 
 def opcheck_body(rank: int, world_size: int) -> dict[str, str]:
@@ -252,6 +254,7 @@ TRACED_CASES: dict[str, Case] = {
     "refused in compiled code": compiled_refusals,
     "eager calls": eager_goes_past,
 }
+TRACED_CASES = some_of(TRACED_CASES, 2)
 
 
 def traced_body(rank: int, world_size: int) -> dict[str, str]:

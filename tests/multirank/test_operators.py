@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, report, run_cases
 from harness import run_ranks
+from quick import some_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -70,6 +71,7 @@ OPCHECK_CASES: dict[str, Case] = {
     **{f"{name}.out": functools.partial(into, name) for name in CHECKED},
     **{f"{name}_": functools.partial(in_place, name) for name in ("all_reduce", "all_reduce_bias")},
 }
+OPCHECK_CASES = some_of(OPCHECK_CASES, 3)
 
 
 def opcheck_body(rank: int, world_size: int) -> dict[str, str]:
@@ -303,6 +305,7 @@ TRACED_CASES: dict[str, Case] = {
     "versions": versions,
     "eager calls": eager_goes_past,
 }
+TRACED_CASES = some_of(TRACED_CASES, 2)
 INDUCTOR_CASES: dict[str, Case] = {
     "default": functools.partial(inductor, None),
     "reduce-overhead": functools.partial(inductor, "reduce-overhead"),

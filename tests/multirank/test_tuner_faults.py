@@ -151,6 +151,7 @@ def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[TrialRec
         assert outcome.problems[0].failures == {"incorrect": 5, "compile_error": 1, "hung": 3, "crashed": 2}
 
 
+@pytest.mark.slow
 def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path) -> None:
     seen: list[Progress] = []
     with Database.open(tmp_path / "tuned.db", create=True) as database:

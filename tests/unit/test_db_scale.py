@@ -72,6 +72,7 @@ def test_a_snapshot_is_fast(big: tuple[str, Environment]) -> None:
     assert statistics.median(times) < SLACK * SNAPSHOT_S, times
 
 
+@pytest.mark.slow
 def test_what_is_read_for_one_problem_decides_as_the_whole(big: tuple[str, Environment]) -> None:
     kernels.discover()
     whole = load(big)
@@ -111,6 +112,7 @@ def test_what_does_not_count_is_not_looked_at(big: tuple[str, Environment], monk
     assert steps(few) < steps() / 2
 
 
+@pytest.mark.slow
 def test_lookup_as_a_process(big: tuple[str, Environment]) -> None:
     path, environment = big
     command = "lookup --op all_reduce --shape 98304 --world-size 8 --hardware".split()

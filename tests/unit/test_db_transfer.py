@@ -95,6 +95,7 @@ def test_problems_without_finals_of_the_newest_kernels_keep_their_searches(tmp_p
         assert digests(tmp_path / name) == digests(source), name
 
 
+@pytest.mark.slow
 @given(one=contents(), other=contents(start=1000))
 @SLOW_PROPERTY
 def test_the_order_of_sources_does_not_matter(one: Content, other: Content) -> None:

@@ -45,6 +45,7 @@ def test_a_build_of_torch_without_the_hook(monkeypatch: pytest.MonkeyPatch) -> N
         tunedcomm.fusion_pass()
 
 
+@pytest.mark.slow
 def test_inductor_is_not_imported_for_other_names() -> None:
     code = "import sys, tunedcomm; tunedcomm.gemm_rs; print('tunedcomm.integrations.fusion' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
