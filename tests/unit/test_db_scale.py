@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import resource
 import random
 import runpy
 import statistics
@@ -112,15 +113,21 @@ def test_what_does_not_count_is_not_looked_at(big: tuple[str, Environment], monk
     assert steps(few) < steps() / 2
 
 
+def cpu_of_children_s() -> float:
+    """What processes that have ended took of the processors: a busy machine lengthens everything but that."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @pytest.mark.slow
 def test_lookup_as_a_process(big: tuple[str, Environment]) -> None:
     path, environment = big
     command = "lookup --op all_reduce --shape 98304 --world-size 8 --hardware".split()
     times = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = cpu_of_children_s()
         done = run(*command, environment.digest[:10], TUNEDCOMM_DB=path)
-        times.append(time.perf_counter() - begin)
+        times.append(cpu_of_children_s() - begin)
         assert done.returncode == 0, done.stderr
         assert "(" in done.stdout
     assert min(times) < SLACK * LOOKUP_S, times
