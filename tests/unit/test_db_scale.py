@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import csv
 import os
-import resource
 import random
+import resource
 import runpy
 import statistics
 import subprocess
