@@ -85,13 +85,13 @@ def body(rank: int, world_size: int, folder: str, ranks: tuple[int, ...], tuned:
     if rank in ranks:
         sys.path.insert(0, folder)
     os.environ["TUNEDCOMM_DB"] = tuned
-    from run_page import total
-
     import tunedcomm
     from tunedcomm.communicator import get_communicator
     from tunedcomm.spec import get_op
 
-    communicator = get_communicator()
+    communicator = get_communicator()  # refuses where the ranks' packages differ
+    from run_page import total
+
     x = torch.arange(65536).bfloat16()
     (expected,) = get_op("all_reduce").ordered_reference(PROBLEM, [(x,), (x * 2,)], rank)
     x = x * (rank + 1)
