@@ -3,10 +3,11 @@
 #
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
-# Stages: hot_path large norms probe_OP bodies_OP tune_OP models_OP bench_OP with OP one of ag_gemm, gemm_rs, gemm_ar; bodies
-# stress stress_gemm bench_all intercept llama. N is the number of GPUs (4). With PER_GPU=2 two ranks share each, which
-# shows whether N*2 ranks are right where fewer GPUs are at hand, and no times worth keeping. A stage that fails or runs over its time is said and the next
-# one begins. NVLink multicast stays off: creating a multicast object has taken shared hosts out of service.
+# Stages: tune_OP bench_OP stress_OP with OP any op; probe_OP bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
+# gemm_ar; hot_path large norms bodies stress (all collectives) bench_all intercept llama. N is the number of GPUs (4).
+# With PER_GPU=2 two ranks share each, which shows whether N*2 ranks are right where fewer GPUs are at hand, and no times
+# worth keeping. A stage that fails or runs over its time is said and the next one begins. NVLink multicast stays off:
+# creating a multicast object has taken shared hosts out of service.
 set -uo pipefail
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 TUNEDCOMM_MISS_LOG=0 TUNEDCOMM_PEER_TIMEOUT_S=${TUNEDCOMM_PEER_TIMEOUT_S:-5}
@@ -92,6 +93,11 @@ tune_gemm() { # OP LARGE DECODE
   tune 160 "tune_$1" --op "$1" --shape "$3" --budget 80s
   tune 120 "tune_$1" --op "$1" --dtype float8_e4m3fn --shape 4096x8192x3584,8192x8192x8192 --budget 60s
 }
+half() { # OP LARGE: fp16 behaves as bf16 does; some shapes of it
+  local shapes; shapes=$(cut -d, -f1-3 <<<"$2")
+  tune 120 "half_$1" --op "$1" --dtype float16 --shape "$shapes" --budget 60s
+  bench 60 "half_$1" --op "$1" --dtype float16 --shape "$shapes" --contender tuned,library,torch_fused,cublas
+}
 MODELS=llama3-8b,llama3-70b,llama3-405b,qwen3-32b,gpt-oss-120b,deepseek-v3
 models() { # OP: one after the other until the time is over; the same call goes on where it stopped
   tune 580 "models_$1" --op "$1" --model $MODELS --tp "$N" --tokens "${TOKENS:-4,16,64,256,1024,4096,16384}" --budget "${BUDGET:-300s}"
@@ -114,17 +120,21 @@ bench_all() {
 for stage in "$@"; do
   say "$stage"
   case $stage in
-    probe_* | bodies_*gemm* | tune_* | models_* | bench_*gemm*)
+    stress_*) stress "$stage" 300 --op "${stage#*_}" ;;
+    *_gemm_* | *_ag_gemm)
       op=${stage#*_}
       case $op in gemm_rs) shapes=("$RS" "$RS_DECODE") ;; ag_gemm) shapes=("$AG" "$AG_DECODE") ;; gemm_ar) shapes=("$AR" "$AR_DECODE") ;;
         *) say "no such op: $op"; exit 2 ;; esac
-      case $stage in probe_*) probe "$op" ;; bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; models_*) models "$op" ;; bench_*) bench_gemm "$op" "${shapes[@]}" ;; esac ;;
+      case $stage in probe_*) probe "$op" ;; bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; models_*) models "$op" ;;
+        half_*) half "$op" "${shapes[0]}" ;; bench_*) bench_gemm "$op" "${shapes[@]}" ;; *) say "no such stage: $stage"; exit 2 ;; esac ;;
+    tune_*) tune 160 "$stage" --op "${stage#*_}" --budget "${BUDGET:-120s}" ;;
+    bench_all) bench_all ;;
+    bench_*) bench 90 "$stage" --op "${stage#*_}" ;;
     bodies) bodies_of_all ;;
     stress) stress stress 300 ;;
-    stress_gemm) stress stress_gemm 300 --op ag_gemm --op gemm_rs --op gemm_ar ;;
     intercept) ranks 120 intercept bench/intercept_cost.py --csv "$DIR/intercept.csv" ;;
     llama) ranks 300 llama bench/llama_tp.py --csv "$DIR/llama.csv" ;;
-    hot_path | large | norms | bench_all) $stage ;;
+    hot_path | large | norms) $stage ;;
     *) say "no such stage: $stage"; exit 2 ;;
   esac
 done
