@@ -81,7 +81,7 @@ probe() { # OP
   grep -h -e ' us .*cublas' -e '^[a-z_]*(.*: ' "$DIR/$log.log" | cut -c1-220
 }
 gemm_bodies() {
-  GEMM_OP=$1 bodies 200 gemm_bodies "${2:-calls,variants,chain}"
+  GEMM_OP=$1 bodies 200 gemm_bodies "${2:-calls,kept,variants,chain}"
   ranks 100 "stress_$1" bench/stress.py --op "$1" --launches 200 --seconds 60 --hang-s 95
 }
 stress() { # LOG SECONDS OPTION...: --op where not all collectives are meant

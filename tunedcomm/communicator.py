@@ -22,7 +22,7 @@ from tunedcomm.db.layers import load_snapshot
 from tunedcomm.db.once import warn_once
 from tunedcomm.db.select import Snapshot
 from tunedcomm.db.sight import Sight, differences, sight
-from tunedcomm.errors import AgreementError, GroupError, NotInitializedError
+from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError
 from tunedcomm.exchange import agree, exchange, make_memory_everywhere, on_every_rank
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch, within
@@ -52,6 +52,11 @@ def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
         return group._get_backend(torch.device(device.type)) is not None
     except RuntimeError:
         return False
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Communicator:
@@ -90,6 +95,9 @@ class Communicator:
         self.fast_calls: dict[Any, Any] = {}
         self.any_symmetric = False
         self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
+        self._captured: dict[int, Any] = {}  # by id: what graphs replay
+        self._retired: list[tuple[Any, list[Any]]] = []  # dropped plans and the event after their last launch
+        self._has_graphs = self._has_large_eager = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
         self._watched = self.workspace or (self.node_groups.workspace if self.node_groups else None)
@@ -164,13 +172,40 @@ class Communicator:
 
     def forget_plans(self) -> None:
         """Choose anew from the next calls on."""
+        self._retire(list(self.plans.values()))
         self.plans.clear()
         self.forget_calls()
 
     def forget_eager_plans(self) -> None:
         """Keep those for captures, for within one nothing can be bound."""
+        self._retire([plan for key, plan in self.plans.items() if not key[-1]])
         self.plans = {key: plan for key, plan in self.plans.items() if key[-1]}
         self.forget_calls()
+
+    def captured(self, plan: Any) -> None:
+        """Note that a graph replays this plan: the buffers it owns stay for as long as the communicator.
+
+        From the first one on eager kernels leave room for those of graphs, whose order on other streams is unknown.
+        """
+        self._captured[id(plan)] = plan
+        if not self._has_graphs:
+            self._has_graphs = True
+            if self._has_large_eager:
+                self.forget_eager_plans()
+
+    def _retire(self, plans: list[Any]) -> None:
+        """Hold dropped plans until the GPU is through with their launches; then their buffers may be another's."""
+        last = self.last_streams[False]
+        if self.device.type != "cuda" or last == -1 or not plans:
+            return
+        stream = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
+        if torch.cuda.is_current_stream_capturing() or _is_capturing(stream):  # events cannot be asked about
+            self._captured.update((id(plan), plan) for plan in plans)
+            return
+        self._retired = [(event, held) for event, held in self._retired if not event.query()]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        self._retired.append((event, plans))
 
     def forget_calls(self) -> None:
         """Drop what makes calls fast; it is made anew with the next ones."""
@@ -183,15 +218,22 @@ class Communicator:
 
         Raises:
             ConfigError: the config is not in the variant's space.
-            InfeasibleError: its blocks do not fit on the GPU.
+            InfeasibleError: its blocks do not fit on the GPU, or not beside those of the group's graphs.
         """
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
         workspace = self.workspace or NoWorkspace(self.group, self.device, self.node_groups)
         with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
             launch = variant.bind(problem, config, workspace)
-        if residency.share > SHARE_OF_EAGER and problem.mode == "graph":
-            return self._lane_order.captured(launch)
+        if residency.share > SHARE_OF_EAGER:
+            if problem.mode == "graph":
+                return self._lane_order.captured(launch)
+            if self._has_graphs:
+                raise InfeasibleError(
+                    f"{candidate} takes {residency.share:.0%} of the GPU; once a group has captured graphs its eager "
+                    f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
+                )
+            self._has_large_eager = True
         if self.device.type != "cpu" or variant.is_library:
             return launch
 
@@ -219,17 +261,16 @@ class Communicator:
         """Put this call behind the lane's last one if that ran on another stream.
 
         Calls on one stream are in order by themselves. In a capture both streams must belong to it; a stream of an
-        earlier capture is left alone, because graphs of one group must not be replayed at the same time anyway.
+        earlier capture is left alone, because graphs of one group must not be replayed at the same time anyway. Nor may
+        an eager call wait for a stream that is being captured, which would draw it into the graph.
         """
         last = self.last_streams[capturing]
         self.last_streams[capturing] = stream
         if last in (-1, stream) or self.device.type != "cuda":
             return
         earlier = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
-        if capturing:
-            with torch.cuda.stream(earlier):
-                if not torch.cuda.is_current_stream_capturing():
-                    return
+        if _is_capturing(earlier) is not capturing:
+            return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(earlier)
         torch.cuda.current_stream(self.device).wait_event(event)
@@ -314,10 +355,12 @@ def live_communicators() -> list[Communicator]:
 def release_communicators() -> None:
     """Forget every communicator, so that the next call makes it anew from settings and databases.
 
-    Also to be called before `torch.distributed.destroy_process_group()` if groups are made again in the process.
+    Also to be called before `torch.distributed.destroy_process_group()` if groups are made again in the process. Wait
+    for the GPU before it, and replay no graph that was captured with one afterwards: their memory is given back.
     """
     for communicator in _communicators.values():
-        communicator.forget_plans()  # calls hold their communicator, and it them
+        communicator.plans.clear()  # calls hold their communicator, and it them
+        communicator.forget_calls()
     _communicators.clear()
     for callback in _on_release:
         callback()

@@ -293,5 +293,39 @@ def captured_calls(world_size: int, rank: int) -> None:
             near(results[3], whole[:, :128], (m * world_size, 128), "bfloat16")
 
 
+def kept_body() -> dict[str, object]:
+    """What graphs replay keeps its buffers: nobody else gets them once the plan is no longer dispatched."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    m, k, n = 256 * world_size, 512, 1024
+    every = operands(k, n, torch.bfloat16, (m,), 5)
+    a, b = every[rank]
+    total = sum(x.double() @ y.double() for x, y in every)
+    wanted = {"gemm_rs": total.chunk(world_size)[rank], "gemm_ar": total}
+    for op, names in (("gemm_rs", ("library_tuned", "chunked", "push_reduce")), ("gemm_ar", ("lamport", "two_shot"))):
+        for name in names:
+            graph, call = torch.cuda.CUDAGraph(), getattr(tunedcomm, op)
+            try:
+                with tunedcomm.force(op, name):
+                    call(a, b)
+                    torch.cuda.synchronize()
+                    with torch.cuda.graph(graph):
+                        out = call(a, b)
+            except tunedcomm.InfeasibleError as error:  # by the shape, or beside the graphs of the variant before
+                print(f"{op} {name}: {error}")
+                continue
+            torch.cuda.synchronize()
+            taken = [
+                torch.full((size,), 7.0, device="cuda") for size in (64, 4096, m * n // 2, m * n) for _ in range(8)
+            ]
+            for _ in range(3):
+                out.zero_()
+                call(a, b)  # dispatched anew
+                graph.replay()
+                torch.cuda.synchronize()
+                near(out, wanted[op], tuple(out.shape), "bfloat16")
+            assert all(bool((tensor == 7.0).all()) for tensor in taken), (op, name)
+    return {}
+
+
 if __name__ == "__main__":
     bodies.main(sys.argv[1], globals())

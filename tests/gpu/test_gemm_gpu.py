@@ -29,3 +29,8 @@ def test_on_four(name: str, op: str) -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
 def test_calls(world_size: int) -> None:
     assert len(run("calls", world_size, bodies=BODIES, timeout=300.0)) == world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_graphs_keep_their_buffers(world_size: int) -> None:
+    assert len(run("kept", world_size, bodies=BODIES, timeout=120.0)) == world_size

@@ -271,6 +271,8 @@ class ManyPath:
         targets = [result.detach() for result in results]
         sinks = [t if is_usable(t) else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in targets]
         written = tuple(self.form.written(sink) for sink in sinks)
+        if asked.capturing:
+            communicator.captured(plan)
         plan.launch((*sources, *self.form.scalars(asked.option)), written, stream)
         for sink, target in zip(sinks, targets, strict=True):
             if sink is not target:

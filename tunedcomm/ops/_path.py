@@ -269,6 +269,8 @@ class CallPath:
         stream = raw_stream(communicator.device_index)
         if stream != communicator.last_streams[asked.capturing]:
             communicator.order_streams(asked.capturing, stream)
+        if asked.capturing:
+            communicator.captured(plan)
         plan.launch((x,), (result,), stream)
         if not symmetric and isinstance(plan.launch, AddressLaunch) and count < _MAX_GUARDS:
             fast = _fast.make(communicator, plan.launch.by_address, x, result, asked)
@@ -336,6 +338,8 @@ class CallPath:
         sink = source if in_place else target
         if not direct or not is_usable(sink):
             sink = torch.empty(shape, dtype=x.dtype, device=x.device)
+        if asked.capturing:
+            communicator.captured(plan)
         plan.launch((source,), (sink,), stream)
         if sink.data_ptr() != target.data_ptr():
             left = sink if direct else form.leave(sink, x, option, world_size)

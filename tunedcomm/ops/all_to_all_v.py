@@ -101,13 +101,15 @@ def _serve(
     plan = _plan(communicator, x, row, max_count, max_sms)
     communicator.check_peers()
     stream = raw_stream(communicator.device_index) if x.is_cuda else 0
-    communicator.order_streams(is_capturing(), stream)
+    communicator.order_streams(capturing := is_capturing(), stream)
     source, sink = x, result
     if not (is_usable(x) if plan.wants_aligned else x.is_contiguous() and not x.is_neg()):
         source = x.clone(memory_format=torch.contiguous_format)
     if not (is_usable(sink) if plan.wants_aligned else sink.is_contiguous() and not sink.is_neg()):
         sink = torch.empty(result.shape, dtype=x.dtype, device=x.device)
     send, recv = (torch.tensor(of) * row for of in counts)
+    if capturing:
+        communicator.captured(plan)
     plan.launch((source, send, recv), (sink,), stream)
     if sink is not result:
         result.copy_(sink)

@@ -185,6 +185,8 @@ def all_gather_with_progress(
         gathers.sender.prepare(num_blocks)
     mode: Mode = "graph" if capturing else "eager"
     communicator.order_streams(capturing, gathers.stream())
+    if capturing:
+        communicator.captured(gathers)
     rows = x.shape[0]
     chunk_rows = -(-rows // num_chunks)
     gather = GatherProgress(
