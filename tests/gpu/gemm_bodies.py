@@ -166,6 +166,34 @@ def variants_body() -> dict[str, object]:
     return {"checked": dict(checked), "failed": dict(failed), "worst": {n: f"{e:.1e}" for n, e in worst.items()}}
 
 
+def ordered_body() -> dict[str, object]:
+    """Ordered variants and all their configs give the same bits."""
+    comm, shuffle, tried = get_communicator(), random.Random(11), Counter[str]()
+    differ: dict[str, list[str]] = {}
+    for number, shape in enumerate(SHAPES[4:]):
+        problem = problem_of(shape, KINDS[number % len(KINDS)])
+        inputs, _ = case_of(problem, number)
+        first: Tensors | None = None
+        for name in names():
+            if get_variant(OP, name).numerics != "ordered":
+                continue
+            for config in some_configs(problem, name, shuffle, 4):
+                launch = bound(problem, name, config, Counter())
+                if launch is None:
+                    continue
+                outputs = poisoned(problem)
+                launch(inputs, outputs, stream())
+                torch.cuda.synchronize()
+                tried[name] += 1
+                if first is None:
+                    first = outputs
+                elif not same_bits(outputs, first):
+                    differ.setdefault(str(problem), []).append(f"{name} {config}")
+        comm.check_peers()
+    assert not differ, differ
+    return {"tried": dict(tried)}
+
+
 def chain_body() -> dict[str, object]:
     """Graphs of launches that follow each other, with inputs that are overwritten at once, replayed with new ones."""
     comm, length, replays = get_communicator(), 6, 12

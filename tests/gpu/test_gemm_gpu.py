@@ -31,6 +31,12 @@ def test_calls(world_size: int) -> None:
     assert len(run("calls", world_size, bodies=BODIES, timeout=300.0)) == world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
 def test_graphs_keep_their_buffers(world_size: int) -> None:
     assert len(run("kept", world_size, bodies=BODIES, timeout=120.0)) == world_size
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
+def test_ordered_variants_agree(op: str, world_size: int) -> None:
+    assert len(run("ordered", world_size, bodies=BODIES, timeout=300.0, GEMM_OP=op)) == world_size

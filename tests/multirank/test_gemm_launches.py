@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -10,8 +11,12 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm import kernels
+from tunedcomm.kernels import _copies
 from tunedcomm.kernels._launch import ManyLaunch
 from tunedcomm.kernels._matmul import operands_of
+from tunedcomm.kernels.ag_gemm import _products
+from tunedcomm.kernels.all_gather import progress
+from tunedcomm.kernels.gemm_ar import one_shot
 from tunedcomm.ops import ag_gemm as ag_module
 from tunedcomm.ops import gemm_ar as ar_module
 from tunedcomm.ops import gemm_rs as rs_module
@@ -127,3 +132,36 @@ def planted_body(rank: int, world_size: int) -> bool:
 
 def test_launches_by_address() -> None:
     assert run_ranks(2, planted_body) == [True] * 2
+
+
+def slow_reader_body(rank: int, world_size: int) -> bool:
+    """The last rank is slow to read what peers left it, while they are at the next call already, of another op."""
+    a, b = torch.ones(32, 32, dtype=torch.float16), torch.eye(32, dtype=torch.float16)
+    real, seconds = one_shot.load_packets, 0.0
+
+    class Slow:
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return real(*args, **options)
+
+    one_shot.load_packets = Slow()  # type: ignore[assignment]
+    with tunedcomm.force("gemm_ar", "one_shot"), tunedcomm.force("ag_gemm", "library_tuned"):
+        tunedcomm.gemm_ar(a, b)
+        tunedcomm.ag_gemm(a[:16], b)
+        dist.barrier()
+        seconds = 0.5 if rank == world_size - 1 else 0.0
+        summed = tunedcomm.gemm_ar(a * 5, b)
+        gathered = tunedcomm.ag_gemm(a[:16] * 7, b)
+    assert torch.equal(summed, torch.full_like(summed, 5 * world_size))
+    assert torch.equal(gathered, torch.full_like(gathered, 7))
+    return True
+
+
+def test_nobody_writes_what_a_slow_peer_still_reads() -> None:
+    assert run_ranks(2, slow_reader_body) == [True] * 2
+
+
+def test_a_gather_under_way_shares_no_event_with_calls_in_between() -> None:
+    assert min(_copies.EVENTS_OF_PROGRESS) >= _copies.NUM_EVENTS
+    assert {progress._BEGUN, progress._SENT} == set(_copies.EVENTS_OF_PROGRESS)
+    assert max(_products._START, _products._BEGUN, _products._BESIDE) < _copies.NUM_EVENTS

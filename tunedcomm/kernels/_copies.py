@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from tunedcomm.spec import Mode
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["NUM_EVENTS", "NUM_STREAMS", "Copies", "copies_of"]
+__all__ = ["EVENTS_OF_PROGRESS", "NUM_EVENTS", "NUM_STREAMS", "Copies", "copies_of"]
 
 NUM_STREAMS = 9
-NUM_EVENTS = 32
+NUM_EVENTS = 32  # for what begins and ends within one call
+EVENTS_OF_PROGRESS = (NUM_EVENTS, NUM_EVENTS + 1)  # of a gather that goes on while other calls come
 _NON_BLOCKING = 1  # of cuStreamCreate: no order with the legacy default stream
 _DISABLE_TIMING = 2  # of cuEventCreate
 _AT_LEAST = 0  # of cuStreamWaitValue32
@@ -154,7 +155,7 @@ class _DeviceCopies:
         library = _driver()
         self.streams = tuple(_new_stream(first=True) for _ in range(NUM_STREAMS))
         self.beside = _new_stream(first=False)
-        self.events = tuple(_new_event() for _ in range(NUM_EVENTS))
+        self.events = tuple(_new_event() for _ in range(NUM_EVENTS + len(EVENTS_OF_PROGRESS)))
         self._copy, self._record, self._wait = library.cuMemcpyAsync, library.cuEventRecord, library.cuStreamWaitEvent
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._copies import NUM_STREAMS, copies_of
+from tunedcomm.kernels._copies import EVENTS_OF_PROGRESS, NUM_STREAMS, copies_of
 from tunedcomm.kernels._lane import (
     EPOCH_OFFSET,
     arrive,
@@ -67,7 +67,7 @@ _CHUNKS = tl.constexpr(MAX_CHUNKS)
 _RANKS = tl.constexpr(MAX_WORLD_SIZE)
 AREA_BYTES = 8 * 1024
 _STREAM = NUM_STREAMS - 2
-_BEGUN, _SENT = 30, 31  # events
+_BEGUN, _SENT = EVENTS_OF_PROGRESS
 _NUM_WARPS, _ITEMS = 16, 2
 
 

@@ -16,8 +16,8 @@ last tiles of the one before leave; sums go to one of a higher priority.
 
 No rank waits in a circle: pushes wait for the begin and for GEMMs, sums for pushes, gathers for sums; each is queued
 behind what it waits for, on whatever streams share a hardware queue. Gathers overwrite rows that peers were to sum only
-after their sum, which is after the push that reads them. Panels are written again only after the next call's begin:
-all ranks have joined the streams that read them by then.
+after their sum, which is after the push that reads them. Panels are written again only after a begin, when all ranks
+have joined the streams that read them; where peers pull, a call ends with one of its own.
 
 Numerics: library (its products; sums are ordered and made once, so all ranks get the same bits). Graph-safe: side
 streams fork from the caller's and join it; flags hold call numbers. Lane rules: begin and all_reduce follow each other.
@@ -182,6 +182,8 @@ class _Job:
         for number, side in enumerate(sides):
             self.copies.record(_DONE + number, side)
             self.copies.wait(stream, _DONE + number)
+        if self.pulled:  # the peers may still be at it
+            self.begin(stream)
 
     def _multiply(
         self, inputs: tuple[Any, ...], out: torch.Tensor, part: _Part | _Tail, number: int, stream: int

@@ -14,7 +14,8 @@ No block waits before it has pushed all that it will push, and all blocks are re
 come to a tile's counter after their part is stored and visible; the last one sets it back for the next call. Parts and
 counters belong to the plan, whose calls follow each other.
 
-Numerics: ordered: the order of the sum over the depth is the config's. Graph-safe: the call counter lives in the lane.
+Numerics: library (the order of the sum over the depth is the config's; every rank has the same bits). Graph-safe: the
+call counter lives in the lane.
 Source: the packets of TensorRT-LLM's and FlashInfer's low-latency all-reduce, in a GEMM's epilogue.
 """
 
@@ -262,7 +263,7 @@ LAMPORT = register_variant(
     Variant(
         op="gemm_ar",
         name="lamport",
-        numerics="ordered",
+        numerics="library",
         summary="a GEMM whose epilogue pushes packets that announce themselves; for few rows",
         space=_SPACE,
         infeasible=_infeasible,

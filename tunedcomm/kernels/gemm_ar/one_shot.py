@@ -1,10 +1,10 @@
 """one_shot: a persistent GEMM whose tiles are left in the own panels; every rank then reads all ranks' tiles.
 
 Block b stores its tiles, rounded, in the own panels and raises its flags on all peers after each. Then, tile by tile,
-it waits for the flags of the peers' blocks b, reads the tile on all ranks, sums in rank order and adds the bias.
+it waits for the flags of the peers' blocks b, reads the tile on all ranks, sums in rank order and adds the bias. Last
+it says that it has read, and waits until its peers have.
 
-What peers read is not overwritten too early: the panels are written again only by a call whose first flags, or those of
-`begin_panels_kernel`, say that the peers' kernels have ended (see `_slots`).
+What peers read is not overwritten too early: a rank's call is done once its peers have read its panels.
 
 A block waits for the peers' blocks of its own number alone, and all blocks are resident. The first flags are raised at
 once, the others before any but the first ones are waited for.
@@ -96,7 +96,10 @@ def gemm_one_shot_kernel(
                     words = words + load_packets(source + place + at * 16, here)
                 s0, s1, s2, s3 = sum_and_bias(words, bias, c, here, OUT, BIAS, WORLD_SIZE)
                 store_packets(out + packet * 16, s0, s1, s2, s3, here)
-    write_counter(local, epoch + 1 + rounds, EPOCH_OFFSET)
+
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + rounds, WORLD_SIZE)
+    await_peers_together(local, rank, epoch + 2 + rounds, timeout_ns, status, WORLD_SIZE)
+    write_counter(local, epoch + 2 + rounds, EPOCH_OFFSET)
 
 
 _SPACE = slot_space()

@@ -12,7 +12,8 @@ to nothing that peers reach. The caller's stream joins the side stream before th
 are theirs before a kernel spins; GEMMs of the library wait for nothing. So waits end: the peers' pushes depend on the
 begin, GEMMs and pushes alone.
 
-Numerics: ordered. Graph-safe: side streams fork from the caller's and join it; flags hold call numbers.
+Numerics: library (the products, whose order over the depth is cuBLAS's choice; the sums are ordered). Graph-safe: side
+streams fork from the caller's and join it; flags hold call numbers.
 Source: decomposed GEMM + reduce-scatter as in PyTorch's asynchronous tensor parallelism, flags and sum of our own.
 """
 
@@ -264,7 +265,7 @@ CHUNKED = register_variant(
     Variant(
         op="gemm_rs",
         name="chunked",
-        numerics="ordered",
+        numerics="library",
         summary="the library's GEMM shard by shard, each pushed to its owner during the next; then one sum",
         space=_SPACE,
         infeasible=_infeasible,

@@ -3,7 +3,7 @@
 The product goes into a tensor that the plan holds; `algorithm` names the reduce_scatter variant. Best at decode sizes,
 where a GEMM is too short to hide anything under.
 
-Numerics: ordered. Graph-safe. Lane rules: those of the reduce_scatter kernel.
+Numerics: library (the products; the sums are ordered). Graph-safe. Lane rules: those of the reduce_scatter kernel.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ LIBRARY_TUNED = register_variant(
     Variant(
         op="gemm_rs",
         name="library_tuned",
-        numerics="ordered",
+        numerics="library",
         summary="the library's GEMM, then an ordered reduce_scatter kernel of our own; best at decode sizes",
         space=_SPACE,
         infeasible=_infeasible,
