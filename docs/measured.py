@@ -13,6 +13,7 @@ power of two in KiB or MiB.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -150,6 +151,7 @@ def written(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
 
 def main() -> int:
     """Write the tables; 1 if there are numbers in the text that do not agree."""
+    argparse.ArgumentParser(description=main.__doc__).parse_args()
     from measured_figures import FIGURES
     from measured_tables import TABLES
 

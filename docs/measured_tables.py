@@ -23,11 +23,14 @@ _PEERS = {
 def all_reduce(world_size: int, mode: str = "graph") -> str:
     """Medians by size, from the newest run with PyTorch's operators; Kraken's from the newest that has it."""
     lines = []
-    for size, run in newest(ALL_REDUCE, "all_reduce", world_size, mode, needs=TORCH[1]).items():
-        kraken = next((held for held in runs(ALL_REDUCE, "all_reduce", world_size, mode)[size] if "kraken" in held), {})
-        cells = [us({**kraken, **run} if name == "kraken" else run, name) for name in _PEERS]
+    found = newest(ALL_REDUCE, "all_reduce", world_size, mode, needs=TORCH[1])
+    held = runs(ALL_REDUCE, "all_reduce", world_size, mode)
+    kraken = {size: next((run for run in held[size] if "kraken" in run), {}) for size in found}
+    peers = {name: head for name, head in _PEERS.items() if name != "kraken" or any(kraken.values())}
+    for size, run in found.items():
+        cells = [us({**kraken[size], **run} if name == "kraken" else run, name) for name in peers]
         lines.append([size_text(size), *cells, us(run, "tuned"), f"`{run['tuned']['config']}`"])
-    numbers = dict.fromkeys([*_PEERS.values(), "tunedcomm"], "r")
+    numbers = dict.fromkeys([*peers.values(), "tunedcomm"], "r")
     return table({"message": "l", **numbers, "what ran": "l"}, lines)
 
 

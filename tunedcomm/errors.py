@@ -61,9 +61,10 @@ class TunedCommError(Exception):
 
 
 class NotInitializedError(TunedCommError, RuntimeError):
-    """`torch.distributed` has no default process group yet.
+    """There is no process group yet, or a group's first call was captured in a CUDA graph.
 
-    Call `torch.distributed.init_process_group` before the first call, and start the program with `torchrun`.
+    Call `torch.distributed.init_process_group` before the first call, and start the program with `torchrun`. Before a
+    capture make the same calls once outside of it, as a warm-up.
     """
 
 
