@@ -10,9 +10,8 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from tunedcomm import kernels
 from tunedcomm.kernels.all_to_all_v._counts import layout_of
@@ -129,8 +128,7 @@ PROBE = Limits(
 )
 
 
-@dataclass(frozen=True)
-class Docstring:
+class Docstring(NamedTuple):
     """A public function's docstring, taken apart.
 
     Attributes:

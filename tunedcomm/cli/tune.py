@@ -87,8 +87,8 @@ def tune(
         Backend | None, typer.Option(help="By default cuda where there are two GPUs or more, else host.")
     ] = None,
     reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="Layouts. By default the op's first.")] = None,
-    scaling: Annotated[list[str] | None, typer.Option(help="Of fp8 operands. By default rowwise.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="Layouts (docs/ops.md). By default the op's first.")] = None,
+    scaling: Annotated[list[str] | None, typer.Option(help="Scalings (docs/ops.md). Fp8: by default rowwise.")] = None,
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
     in_place: Annotated[SweptPlace, typer.Option(help="Whether the result overwrites the input.")] = SweptPlace.no,
     variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides `library`.")] = None,
