@@ -23,6 +23,9 @@ HEAD = """# Command line
 Results go to stdout, progress and messages to stderr. Exit codes: 0 done, 1 a check failed or the work could not be
 finished, 2 bad usage, input or database. Every verb takes `--json`, which prints the result as JSON, and `--help`.
 
+The library, here, is what every kernel is compared with, the variant `library` of each op: NCCL on GPUs, gloo on CPUs,
+with PyTorch's own operators beside it where an op computes more than a collective ([ops.md](ops.md)).
+
 This page is written by `python docs/generate_cli.py`.
 """
 

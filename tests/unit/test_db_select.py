@@ -111,10 +111,24 @@ def test_near_ties_go_to_the_candidate_that_wins_nearby() -> None:
     assert decision.candidate == candidate("two_shot")
     assert decision.runner_up == candidate("one_shot")
     assert "a tie within the noise" in reasons(decision)["one_shot(num_blocks=4)"]
+    assert (
+        "0.6% slower than the runner-up one_shot(num_blocks=4) (5.00 µs), a tie within the noise of 1.0% that the "
+        "neighbouring sizes and the name decide"
+    ) in decision.why
     against = [row("one_shot", 3.0, size) for size in (1024, 2048)] + [
         row("two_shot", 4.0, size) for size in (1024, 2048)
     ]
     assert decide(tie + near + against).candidate == candidate("one_shot")
+
+
+def test_a_faster_runner_up_that_is_too_noisy_to_beat_the_library_is_said_to_be() -> None:
+    noisy = row("one_shot", 9.60, latency_p10_us=5.0, latency_p90_us=15.0, samples=1)
+    decision = decide([row("library", 10.0), noisy, row("two_shot", 9.70)])
+    assert (decision.candidate, decision.runner_up) == (candidate("two_shot"), candidate("one_shot"))
+    assert (
+        "1.0% slower than the runner-up one_shot(num_blocks=4) (9.60 µs), which does not beat the library by more than "
+        f"its noise of {MAX_NOISE:.1%}"
+    ) in decision.why
 
 
 def test_re_measuring_within_the_noise_does_not_flip_a_tie() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -10,7 +11,16 @@ from tunedcomm.cli._options import split
 from tunedcomm.cli._output import emit_json, table
 from tunedcomm.tuner.catalog import DEFAULT_TOKENS, Model, catalog, find_model, shapes_for
 
-__all__ = ["ModelOptions", "list_models"]
+__all__ = ["ModelOptions", "TokensOption", "list_models"]
+
+TokensOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tokens",
+        help="Tokens a step of --model; by default the powers of two from "
+        f"{DEFAULT_TOKENS[0]} to {DEFAULT_TOKENS[-1]}.",
+    ),
+]
 
 COLUMNS = (
     "model",

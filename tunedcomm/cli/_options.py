@@ -150,11 +150,17 @@ MaxSmsOption: TypeAlias = Annotated[
 ]
 LayoutOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--layout", help="What the op is given besides, or how it lies; by default the op's first layout."),
+    typer.Option(
+        "--layout",
+        help="What the op is given besides, or how it lies, as docs/ops.md lists it; by default the op's first layout.",
+    ),
 ]
 ScalingOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--scaling", help="How fp8 operands are scaled: rowwise (the default) or tensorwise."),
+    typer.Option(
+        "--scaling",
+        help="How fp8 operands are scaled: rowwise (the default) or tensorwise. docs/ops.md has each op's.",
+    ),
 ]
 DatabaseOption: TypeAlias = Annotated[
     str | None,

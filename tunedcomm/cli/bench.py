@@ -15,7 +15,7 @@ import typer
 
 from tunedcomm.cli._bench_table import print_left_out, print_table
 from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
-from tunedcomm.cli._models import ModelOptions
+from tunedcomm.cli._models import ModelOptions, TokensOption
 from tunedcomm.cli._options import (
     BorrowOption,
     JsonOption,
@@ -49,7 +49,7 @@ def bench(
     tp: Annotated[
         int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
     ] = None,
-    tokens: Annotated[list[str] | None, typer.Option(help="Tokens a step of --model; by default 1 to 8192.")] = None,
+    tokens: TokensOption = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; by default all GPUs.")] = None,
     mode: Annotated[
@@ -75,7 +75,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare what dispatch runs with the library and every other contender, in one run.
+    """Compare what dispatch runs with the variant `library` (NCCL, gloo on CPUs) and every other contender, in one run.
 
     Options with several values may be repeated or take them separated by commas.
 

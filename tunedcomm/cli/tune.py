@@ -16,7 +16,7 @@ import typer
 from tunedcomm.cli._fates import broken, fate_lines, fate_to_dict
 from tunedcomm.cli._gang import num_gpus, swept_ranks
 from tunedcomm.cli._misses import check_alone, missed_problems
-from tunedcomm.cli._models import ModelOptions, list_models
+from tunedcomm.cli._models import ModelOptions, TokensOption, list_models
 from tunedcomm.cli._options import (
     JsonOption,
     SweptKind,
@@ -72,7 +72,7 @@ def tune(
     tp: Annotated[
         int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
     ] = None,
-    tokens: Annotated[list[str] | None, typer.Option(help="Tokens a step of --model; by default 1 to 16384.")] = None,
+    tokens: TokensOption = None,
     models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
     from_misses: Annotated[
         bool, typer.Option("--from-misses", help="Tune what was called here without having been tuned.")
@@ -87,11 +87,11 @@ def tune(
         Backend | None, typer.Option(help="By default cuda where there are two GPUs or more, else host.")
     ] = None,
     reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="Layouts. By default the op's first.")] = None,
-    scaling: Annotated[list[str] | None, typer.Option(help="Of fp8 operands. By default rowwise.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="Layouts (docs/ops.md). By default the op's first.")] = None,
+    scaling: Annotated[list[str] | None, typer.Option(help="Scalings (docs/ops.md). Fp8: by default rowwise.")] = None,
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
     in_place: Annotated[SweptPlace, typer.Option(help="Whether the result overwrites the input.")] = SweptPlace.no,
-    variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides the library.")] = None,
+    variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides `library`.")] = None,
     budget: Annotated[str | None, typer.Option(help="Time for the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Most candidates a problem.")] = None,
     gangs: Annotated[

@@ -188,7 +188,7 @@ def settle(
     return Decision(
         candidate=winner.candidate,
         source=source,
-        why=text + _margins(winner, found.library_us, runner_up),
+        why=text + _margins(winner, found.library_us, runner_up, tied),
         latency_us=winner.score,
         library_us=found.library_us,
         runner_up=runner_up.candidate if runner_up else None,
@@ -253,12 +253,24 @@ def _preference(pools: Sequence[Pool]) -> Callable[[Scored], tuple[int, int, str
     return key
 
 
-def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None) -> str:
+def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None, tied: Sequence[Scored]) -> str:
     parts = [f"{winner.candidate} takes {winner.score:.2f} µs"]
     if library_us is not None:
         parts.append(f"{library_us / winner.score:.2f}x as fast as the library ({library_us:.2f} µs)")
     if runner_up is not None:
-        ahead = runner_up.score / winner.score - 1
-        parts.append(f"{ahead:+.1%} to the runner-up {runner_up.candidate} ({runner_up.score:.2f} µs)")
+        named = f"the runner-up {runner_up.candidate} ({runner_up.score:.2f} µs)"
+        if runner_up.score >= winner.score:
+            parts.append(f"{runner_up.score / winner.score - 1:+.1%} to {named}")
+        elif runner_up in tied:
+            level = max(winner.noise, runner_up.noise)
+            parts.append(
+                f"{winner.score / runner_up.score - 1:.1%} slower than {named}, a tie within the noise of {level:.1%} "
+                "that the neighbouring sizes and the name decide"
+            )
+        else:
+            parts.append(
+                f"{winner.score / runner_up.score - 1:.1%} slower than {named}, which does not beat the library by "
+                f"more than its noise of {runner_up.noise:.1%}"
+            )
     trial = "" if winner.row.trial_id is None else f"trial {winner.row.trial_id} of "
     return f"{', '.join(parts)}; {trial}the {winner.row.layer} layer"

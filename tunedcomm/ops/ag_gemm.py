@@ -83,34 +83,39 @@ def ag_gemm(
     """Gather the ranks' `a_shard` along the first dimension and multiply: `all_gather(a_shard) @ b`.
 
     Args:
-        a_shard: [m, ..., K], bf16, fp16 or fp8 e4m3 (kernels), fp32 or fp64 (library); any strides. The same shape and
-            dtype on every rank.
-        b: [K, N] of `a`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are taken as
-            they lie, anything else is copied; which of the two it is must be alike on every rank, as all shapes must.
-            A list or tuple of them is multiplied one by one by what was gathered once: the first of the widest as
-            one `b` would be, the others by the library.
-        scale_a, scale_b: fp32 on the device, with fp8 operands only. Either one element each, `scale_a` the same on
-            every rank, for it is that of the whole gathered matrix; or [m, ..., 1], gathered with `a_shard`, and
-            [1, N]. They multiply the product. With a list of b `scale_b` is a list as long.
-        out_dtype: of the result: `a_shard`'s (as None) or fp32; of fp8 operands bf16 (as None), fp16 or fp32.
+        a_shard: [m, ..., K], any strides: this rank's rows of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64
+            always run the variant `library`. The same shape and dtype on every rank.
+        b: [K, N] of `a_shard`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are
+            taken as they lie, anything else is copied; which of the two it is must be alike on every rank, as all
+            shapes must. A list or tuple of them is multiplied one by one by what was gathered once: the first of the
+            widest as one `b` would be, the others by cuBLAS (PyTorch's product on CPUs).
+        scale_a, scale_b: fp32 on the device, with fp8 operands and only then. Either one element each, `scale_a` the
+            same on every rank, for it is that of the whole gathered matrix; or [m, ..., 1], gathered with `a_shard`,
+            and [1, N]. They multiply the product. With a list of b `scale_b` is a list as long.
+        out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
+            None), fp16 or fp32; fp32 and fp64 operands keep their own.
         return_gathered: also return the gathered `a_shard`.
-        out: where to write, [m · world_size, ..., N] of the result's dtype; any strides, memory of its own. With a list
-            of b a list as long.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        numerics: `default` allows variants whose results do not depend on timing; `ordered` only those that multiply in
-            fp32 with one accumulator, and round
-            once; `any` allows all.
-        max_sms: SMs at most that the kernels may take, the same on every rank, for callers that compute beside them.
+        out: where to write: [m · world_size, ..., N] of the result's dtype, any strides, memory of its own. With a list
+            of b a list as long. None allocates it.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: multiplied in fp32 with one accumulator, rounded once.
+        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
 
     Returns:
-        `out`, or a new contiguous tensor, or a list of them; with `return_gathered` that and the gathered `a_shard`,
-        [m · world_size, ..., K].
+        `out`, or a new contiguous tensor, or a list of them; with `return_gathered` that and the gathered `a_shard`, [m
+        · world_size, ..., K].
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `a`'s device.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
         UnsupportedInputError: shapes, dtypes, scales, a device, option or output that cannot be served; says what to
             do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.

@@ -87,22 +87,27 @@ def all_gather(
     """Concatenate the tensors of all ranks of `group` along `dim`, in rank order; every rank gets the result.
 
     Args:
-        x: any shape, any strides, any dtype; the same shape and dtype on every rank. A tensor without dimensions counts
-            as one of one element. Left as it is. Gathering along another dimension than the first that is longer than 1
-            costs a copy of the result.
+        x: any shape, any strides, any dtype but quantized ones; the same shape and dtype on every rank. A tensor
+            without dimensions counts as one of one element. Left as it is. Gathering along another dimension than the
+            first that is longer than 1 costs a copy of the result.
         dim: dimension along which to concatenate, from the end if negative.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        out: where to write, of the result's shape, dtype and device; any strides; must not overlap `x`.
-        max_sms: SMs at most that the kernel may take, the same on every rank, for callers that compute beside it; the
-            best candidate that takes no more is run, and the library, which chooses for itself, where there is none.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        out: where to write: of the result's shape, dtype and device, any strides; must not overlap `x`. None allocates
+            it.
+        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. 0 admits copy engines alone. None: no limit.
 
     Returns:
-        `out`, or a new contiguous tensor of `x`'s shape with `dim` `world_size` times as long.
+        `out`, or a new contiguous tensor of `x`'s shape and dtype with `dim` `world_size` times as long.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `x`'s device.
-        UnsupportedInputError: a layout, device, dimension or `out` that cannot be served; says what to do.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
+        UnsupportedInputError: a layout, device, dimension, option or `out` that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call, or with TUNEDCOMM_MODE=force no database has an
+            answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
     Moves bytes: every bit arrives as it was, NaN payloads and the sign of zeros included. Can be captured in CUDA

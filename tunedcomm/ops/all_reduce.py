@@ -60,27 +60,32 @@ def all_reduce(
     """Reduce `x` elementwise over all ranks of `group`; every rank gets the result.
 
     Args:
-        x: any shape, any strides, bf16, fp16 or fp32 (kernels), fp64 or an integer type (library). The same number of
-            elements and dtype on every rank. Left as it is unless `out` is `x`.
-        op: `sum`, `avg`, `max` or `min`; `avg` not for integers.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        out: where to write, same shape, dtype and device as `x`; any strides; may be `x`.
-        numerics: `default` allows variants whose results are the same bits on every rank; `ordered` only those that sum
-            in fp32 in rank order with one rounding at the end, whose bits do not depend on tuning; `any` allows all.
-        max_sms: SMs at most that the kernel may take, the same on every rank, for callers that compute beside it; the
-            best candidate that takes no more is run, and the library, which chooses for itself, where there is none.
+        x: any shape, any strides. Kernels take bf16, fp16 and fp32; fp64, int8, uint8, int32 and int64 always run the
+            variant `library`. The same number of elements and dtype on every rank. Left as it is unless `out` is `x`.
+        op: `sum`, `avg`, `max` or `min`; `avg` not for integers. Kernels do `sum` and `avg`, the variant `library` does
+            all.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not depend on tuning.
+        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `x`'s device.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
         UnsupportedInputError: a dtype, layout, device, option or `out` that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
-    Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
-    synchronises the host.
+    `tunedcomm.all_reduce_(x)` is the same with `out=x`. Can be captured in CUDA graphs; enqueues on the current stream;
+    never synchronises the host.
     """
     if is_dynamo_compiling():
         return _path.operate(x, op, out, group, numerics, max_sms)

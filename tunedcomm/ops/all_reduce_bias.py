@@ -74,26 +74,31 @@ def all_reduce_bias(
     The sum is rounded to `x`'s dtype as `all_reduce` rounds it, then the bias is added in fp32 and rounded once more.
 
     Args:
-        x: [..., n], bf16, fp16 or fp32 (kernels) or fp64 (library); any strides. The same shape and dtype on every
-            rank. Left as it is unless `out` is `x`.
+        x: [..., n], any strides. Kernels take bf16, fp16 and fp32; fp64 always runs the variant `library`. The same
+            shape and dtype on every rank. Left as it is unless `out` is `x`.
         bias: [n], of `x`'s dtype, the same on every rank.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        out: where to write, same shape, dtype and device as `x`; any strides; may be `x`.
-        numerics: `default` allows variants whose results are the same bits on every rank; `ordered` only those by the
-            rule above with sums in rank order, whose bits do not depend on tuning; `any` allows all.
-        max_sms: SMs at most that the kernel may take, the same on every rank.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: summed in fp32 in rank order, then the rule above; the bits do not depend on tuning.
+        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `x`'s device.
-        UnsupportedInputError: a dtype, layout, device, option or `out` that cannot be served; says what to do.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
+        UnsupportedInputError: a dtype, layout, device, shape, option or `out` that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
-    Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host. Rows that are no
-    multiple of 16 bytes go to the library.
+    Rows that are no multiple of 16 bytes run the variant `library`. Can be captured in CUDA graphs; enqueues on the
+    current stream; never synchronises the host.
     """
     if is_dynamo_compiling():
         return _path.operate((x, bias, out), None, group, numerics, max_sms)[0]

@@ -112,32 +112,39 @@ def all_reduce_rms_norm(
         y = residual_out / sqrt(mean(residual_out²) + eps) · weight           from the rounded residual_out, in fp32
 
     Args:
-        x: partial sums, [..., hidden], bf16, fp16 or fp32 (kernels) or fp64 (library); any strides. The same shape and
-            dtype on every rank. Left as it is.
+        x: partial sums, [..., hidden], any strides. Kernels take bf16, fp16 and fp32; fp64 always runs the variant
+            `library`. The same shape and dtype on every rank. Left as it is.
         weight: [hidden], of `x`'s dtype. As bias, residual, eps and scale the same on every rank for the results to be.
-        bias: [hidden], of `x`'s dtype, or None.
-        residual: of `x`'s shape and dtype, or None.
-        eps: added to the mean of squares.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        out: where to write y, of `x`'s shape; any strides, memory of its own.
-        residual_out: where to write s + bias + residual, of `x`'s shape and dtype; any strides; may be `residual`.
-        out_dtype: torch.float8_e4m3fn for y / scale, saturated, in that dtype; None for `x`'s.
-        scale: one fp32 on the device, with `out_dtype` only. y is multiplied by its reciprocal.
-        numerics: `default` allows variants whose results are the same bits on every rank; `ordered` only those by the
-            rule above with all sums in a fixed order, whose bits do not depend on tuning; `any` allows all.
-        max_sms: SMs at most that the kernels may take, the same on every rank.
+        bias: [hidden], of `x`'s dtype, added to every row of the sum; None adds nothing.
+        residual: of `x`'s shape and dtype, added to the sum; None adds nothing.
+        eps: added to the mean of squares; a number from 0 on.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        out: where to write y: of `x`'s shape and `out_dtype`, any strides, memory of its own. None allocates it.
+        residual_out: where to write s + bias + residual: of `x`'s shape and dtype, any strides; may be `residual`. None
+            allocates it.
+        out_dtype: `torch.float8_e4m3fn` for y / scale, saturated, in that dtype; None for y in `x`'s.
+        scale: one fp32 on the device, with `out_dtype` and only then. y is multiplied by its reciprocal.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: summed in fp32 in rank order, then the rule above with all sums in a fixed order; the
+            bits do not depend on tuning.
+        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
 
     Returns:
         (y, residual_out): what was given, or new contiguous tensors.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `x`'s device.
-        UnsupportedInputError: a dtype, layout, device, option or output that cannot be served; says what to do.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
+        UnsupportedInputError: a dtype, layout, device, shape, option or output that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
-    Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host. Rows that are no
-    multiple of 16 bytes go to the library.
+    Rows that are no multiple of 16 bytes, or longer than 32 KiB, run the variant `library`. Can be captured in CUDA
+    graphs; enqueues on the current stream; never synchronises the host.
     """
     tensors = (x, weight, bias, residual, scale, out, residual_out)
     option = (eps, out_dtype)

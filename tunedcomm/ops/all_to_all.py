@@ -54,21 +54,26 @@ def all_to_all(
     """Send chunk j of `x` to rank j of `group`; chunk i of the result comes from rank i.
 
     Args:
-        x: any shape whose dimension 0 is a multiple of the group's size, any strides, any dtype but complex ones. It is
-            cut along dimension 0 into a chunk for each rank. The same number of elements and dtype on every rank. Left
-            as it is.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        out: where to write, same shape, dtype and device as `x`; any strides; no memory in common with `x`.
-        max_sms: SMs at most that the kernel may take, the same on every rank, for callers that compute beside it; the
-            best candidate that takes no more is run, and the library, which chooses for itself, where there is none.
+        x: any shape whose dimension 0 is a multiple of the group's size, any strides, any floating-point (fp8 too),
+            integer or bool dtype; complex ones as `torch.view_as_real(x)`. It is cut along dimension 0 into a chunk for
+            each rank. The same number of elements and dtype on every rank. Left as it is.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        out: where to write: same shape, dtype and device as `x`, any strides; no memory in common with `x`. None
+            allocates it.
+        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. 0 admits copy engines alone. None: no limit.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `x`'s device.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
         UnsupportedInputError: a shape, dtype, layout, device, option or `out` that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call, or with TUNEDCOMM_MODE=force no database has an
+            answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
     Every bit comes through as it was sent, NaN payloads and negative zeros included. Can be captured in CUDA graphs;

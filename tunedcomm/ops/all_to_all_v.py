@@ -139,26 +139,35 @@ def all_to_all_v(
     """Send the first `send_counts[0]` rows of `x` to rank 0, the next `send_counts[1]` to rank 1, and so on.
 
     Args:
-        x: rows along dimension 0, as many as `send_counts` names; any strides, any dtype but complex ones. Dtype and
-            all dimensions but the first are the same on every rank. Left as it is.
-        send_counts: rows for each rank of the group, on the host; 0 is allowed.
-        recv_counts: rows that come from each rank, on the host: `recv_counts[i]` here is `send_counts[r]` on rank i.
-        max_count: rows at most that any rank sends any rank, the same on every rank, e.g. a capacity. Ranks do not
-            know each other's counts, and all must run the same kernel: it is chosen by this bound alone, and tuned for
-            it. Without it the library serves the call. Round it up to few different values, e.g. to powers of two:
+        x: rows along dimension 0, as many as `send_counts` names; any strides, any floating-point (fp8 too), integer or
+            bool dtype; complex ones as `torch.view_as_real(x)`. Dtype and all dimensions but the first are the same on
+            every rank. Left as it is.
+        send_counts: rows for each rank of the group, one integer a rank, on the host (a list or a CPU tensor); 0 is
+            allowed.
+        recv_counts: rows that come from each rank, likewise: `recv_counts[i]` here is `send_counts[r]` on rank i, where
+            r is this rank.
+        max_count: rows at most that any rank sends any rank, the same on every rank, e.g. a capacity. Ranks do not know
+            each other's counts, and all must run the same kernel: it is chosen by this bound alone, and tuned for it.
+            As None the variant `library` serves the call. Round it up to few different values, e.g. to powers of two:
             every new one is a new problem.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        out: where to write, `sum(recv_counts)` rows; any strides; no memory in common with `x`.
-        max_sms: SMs at most that the kernel may take, the same on every rank; see `all_reduce`.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        out: where to write: `sum(recv_counts)` rows of `x`'s dtype and device, any strides; no memory in common with
+            `x`. None allocates it.
+        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
 
     Returns:
         `out`, or a new contiguous tensor: the rows from rank 0, then those from rank 1, and so on.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `x`'s device.
-        UnsupportedInputError: counts that do not fit `x`, each other or `max_count`, a dtype, layout, device or `out`
-            that cannot be served; says what to do.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
+        UnsupportedInputError: counts that do not fit `x`, each other or `max_count`, a dtype, layout, device, option or
+            `out` that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call, or with TUNEDCOMM_MODE=force no database has an
+            answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
     Every bit comes through as it was sent. Can be captured in CUDA graphs, which replay the counts of the capture;

@@ -43,29 +43,36 @@ def gemm_ar(
     """Multiply `a @ b` on every rank and sum the products over all ranks of `group`; every rank gets the whole sum.
 
     Args:
-        a: [..., K], bf16, fp16 or fp8 e4m3 (kernels), fp32 or fp64 (library); any strides. The same shape and dtype on
-            every rank.
+        a: [..., K], any strides: this rank's columns of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64 always
+            run the variant `library`. The same shape and dtype on every rank.
         b: [K, N] of `a`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are taken as
             they lie, anything else is copied; which of the two it is must be alike on every rank, as all shapes must.
-        bias: [N] of the result's dtype, added once to the sum, or None. The same on every rank for the results to be.
-        scale_a, scale_b: fp32 on the device, with fp8 operands only: one element each, or [..., 1] and [1, N] for
-            every row of `a` and every column of `b`. They multiply the product before it is rounded and summed.
-        out_dtype: of the result: `a`'s (as None) or fp32; of fp8 operands bf16 (as None), fp16 or fp32.
-        out: where to write, [..., N] of the result's dtype; any strides, memory of its own.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        numerics: `default` allows variants whose results do not depend on timing; `ordered` only those that multiply in
-            fp32 with one accumulator, round
-            each rank's product once, and sum in rank order with one rounding at the end; `any` allows all.
-        max_sms: SMs at most that the kernels may take, the same on every rank, for callers that compute beside them.
+        bias: [N] of the result's dtype, added once to the sum; None adds nothing. The same on every rank for the
+            results to be.
+        scale_a, scale_b: fp32 on the device, with fp8 operands and only then: one element each, or [..., 1] and [1, N]
+            for every row of `a` and every column of `b`. They multiply the product before it is rounded and summed.
+        out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
+            None), fp16 or fp32; fp32 and fp64 operands keep their own.
+        out: where to write: [..., N] of the result's dtype, any strides, memory of its own. None allocates it.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded once, summed in
+            rank order with one rounding at the end.
+        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
 
     Returns:
-        `out`, or a new contiguous tensor.
+        `out`, or a new contiguous tensor [..., N].
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `a`'s device.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
         UnsupportedInputError: shapes, dtypes, scales, a device, option or output that cannot be served; says what to
             do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.

@@ -148,7 +148,7 @@ def all_gather_with_progress(
         group: process group, by default the default group. The group's first such call is collective set-up, and the
             first with a `num_blocks` compiles: neither can be captured.
         num_chunks: chunks of a shard, 1 to 64; fewer where it has fewer rows.
-        num_blocks: SMs that send.
+        num_blocks: SMs that send, 1 to 512.
         aside: send on a stream beside the current one. A kernel that waits for chunks must then leave `num_blocks` SMs
             free: if it took all of them on every rank, nobody could send, and the waits would run into their bound.
 

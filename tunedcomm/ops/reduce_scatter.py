@@ -87,31 +87,36 @@ def reduce_scatter(
     """Reduce `x` elementwise over all ranks of `group`; rank r gets the r-th of as many equal chunks along `dim`.
 
     Args:
-        x: any shape whose extent along `dim` is a multiple of the group's size, any strides, bf16, fp16 or fp32
-            (kernels), fp64 or an integer type (library). The same shape and dtype on every rank. Left as it is.
-        op: `sum`, `avg`, `max` or `min`; `avg` not for integers.
-        dim: the dimension to split. Where it is not the first, `x` is copied into an order in which chunks are
-            contiguous, and the result copied back.
-        group: process group, by default the default group. Its first call is collective set-up and cannot be captured.
-        out: where to write, `x`'s shape with `dim` divided by the group's size, same dtype and device; any strides; no
-            memory shared with `x`.
-        numerics: `default` allows variants whose results do not depend on timing; `ordered` only those that sum in fp32
-            in rank order with one rounding at the end, whose bits do not depend on tuning and are those of the same
-            part of an ordered `all_reduce`; `any` allows all.
-        max_sms: SMs at most that the kernel may take, the same on every rank, for callers that compute beside it; the
-            best candidate that takes no more is run, and the library, which chooses for itself, where there is none.
+        x: any shape whose extent along `dim` is a multiple of the group's size, any strides. Kernels take bf16, fp16
+            and fp32; fp64, int8, uint8, int32 and int64 always run the variant `library`. The same shape and dtype on
+            every rank. Left as it is.
+        op: `sum`, `avg`, `max` or `min`; `avg` not for integers. Kernels do `sum` and `avg`, the variant `library` does
+            all.
+        dim: dimension to split, from the end if negative. Where it is not the first, `x` is copied into an order in
+            which chunks are contiguous, and the result copied back.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        out: where to write: `x`'s shape with `dim` divided by the group's size, same dtype and device, any strides; no
+            memory shared with `x`. None allocates it.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not depend on tuning
+            and are those of the same part of an ordered `all_reduce`.
+        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
 
     Returns:
-        `out`, or a new contiguous tensor.
+        `out`, or a new contiguous tensor of `x`'s dtype, `dim` divided by the group's size.
 
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: not a member of `group`, or it has no backend for `x`'s device.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
         UnsupportedInputError: a shape, dtype, layout, device, option or `out` that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
 
-    Accumulates in fp32 (ordered kernels). Can be captured in CUDA graphs; enqueues on the current stream; never
-    synchronises the host.
+    Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
     if is_dynamo_compiling():
         return _path.operate(x, (op, dim), out, group, numerics, max_sms)
