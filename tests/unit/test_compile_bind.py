@@ -88,6 +88,11 @@ def panels_without_memory(workspace: Any, mode: str, nbytes: int) -> Panels:
     return Panels(0, (0,) * (MAX_WORLD_SIZE - 1), 16, buffer)
 
 
+def scratch_without_memory(workspace: Any, mode: str, nbytes: int) -> torch.Tensor:
+    """Scratch that no kernel may touch."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
 @pytest.mark.parametrize(("rank", "cases"), [(0, messages_of), (3, products_of)])
 def test_bind_uses_the_binaries_that_were_compiled_ahead(
     rank: int, cases: Any, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +107,7 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(
         bound.append(request)
         return BoundKernel(lambda *arguments: lambda *varying: None, 0, 0)
 
-    replaced = {"bind_kernel": spy, "panels_of": panels_without_memory}
+    replaced = {"bind_kernel": spy, "panels_of": panels_without_memory, "scratch_of": scratch_without_memory}
     for name, module in list(sys.modules.items()):
         for attribute, stand_in in replaced.items():
             if name.startswith("tunedcomm.kernels.") and hasattr(module, attribute):

@@ -23,7 +23,8 @@ def symmetric_empty(
 ) -> torch.Tensor:
     """A zero-filled tensor in symmetric memory of `group`; collective over the group, never inside a graph capture.
 
-    Pass it, or views of it at the same offset on every rank, to ops of the same group.
+    Pass it, or views of it at the same offset on every rank, to ops of the same group. The memory stays allocated until
+    `tunedcomm.release_communicators()`, for peers may read it at any time: make it once and reuse it.
 
     Args:
         size: the shape, the same on every rank.

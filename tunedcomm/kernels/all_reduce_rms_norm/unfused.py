@@ -29,6 +29,7 @@ from tunedcomm.kernels.all_reduce_rms_norm._common import (
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.symm.scratch import scratch_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -110,9 +111,7 @@ def _room(problem: Problem, workspace: Workspace) -> Any:
     """A tensor for the sum, where neither output can be relied on to have room for it."""
     if not (problem.scaling and "residual" in problem.layout):
         return None
-    import torch
-
-    return torch.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=workspace.device)
+    return scratch_of(workspace, problem.mode, problem.nbytes)
 
 
 UNFUSED = register_variant(

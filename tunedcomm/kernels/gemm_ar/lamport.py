@@ -40,6 +40,7 @@ from tunedcomm.kernels.gemm_ar._launches import bind_addresses
 from tunedcomm.kernels.gemm_ar._sums import refuse_packets, sum_and_bias
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
+from tunedcomm.symm.scratch import scratch_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -232,10 +233,13 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
     return (_request(problem, config),)
 
 
+def _parts(problem: Problem, config: Config) -> int:
+    return num_tiles(problem.shape[0], problem, config) * int(config["split_k"])
+
+
 def _blocks(problem: Problem, config: Config, num_sms: int) -> int:
     """Blocks of the grid: one for each part of a tile, as many as are resident at once for certain."""
-    parts = num_tiles(problem.shape[0], problem, config) * int(config["split_k"])
-    return min(parts, _per_sm(problem, config) * num_sms)
+    return min(_parts(problem, config), _per_sm(problem, config) * num_sms)
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -248,7 +252,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     kernel = bind_kernel(_request(problem, config), max(_blocks(problem, config, sms), 1), device)
     tiles, split = num_tiles(problem.shape[0], problem, config), int(config["split_k"])
     room = tiles * split * int(config["block_m"]) * int(config["block_n"]) if split > 1 else 4
-    parts = torch.empty(room, dtype=torch.float32, device=device)
+    parts = scratch_of(workspace, problem.mode, room * 4)
     counters = torch.zeros(tiles, dtype=torch.int32, device=device)
     if on_gpu:
         torch.cuda.synchronize(device)  # a launch may be on any stream
@@ -269,7 +273,7 @@ LAMPORT = register_variant(
         infeasible=_infeasible,
         default=_default,
         bind=_bind,
-        num_blocks=lambda problem, config: _blocks(problem, config, 132),
+        num_blocks=_parts,  # at most, whatever the GPU
         kernels=(gemm_lamport_kernel,),
         compile_requests=_requests,
     )

@@ -14,13 +14,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._matmul import DTYPES, operands_of, product, wanted_of
+from tunedcomm.kernels._matmul import DTYPES, operands_of, out_itemsize, product, wanted_of
 from tunedcomm.kernels.gemm_rs._common import rows_of
 from tunedcomm.kernels.reduce_scatter.lamport import LAMPORT, lamport_kernel
 from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT, one_shot_kernel
 from tunedcomm.kernels.reduce_scatter.push import PUSH, push_kernel
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.symm.scratch import scratch_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -103,8 +104,10 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
         status_argument=lambda _: workspace.status_argument(problem),
     )
     scatter = variant.bind(asked, inner, named)
-    dtype = getattr(torch, wanted_of(problem).dtype)
-    partial = torch.empty(problem.shape[:2], dtype=dtype, device=workspace.device)
+    rows, columns = problem.shape[:2]
+    nbytes = rows * columns * out_itemsize(problem)
+    room = scratch_of(workspace, problem.mode, nbytes)[:nbytes]
+    partial = room.view(getattr(torch, wanted_of(problem).dtype)).view(rows, columns)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         product(problem, operands_of(problem, inputs), partial)
