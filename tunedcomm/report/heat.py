@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tunedcomm.report.curves import rows_table
+from tunedcomm.report.library import library_of
 from tunedcomm.report.measured import CHOSEN, TUNED, Group, Measured, speedup
 from tunedcomm.report.panels import Figure, Panel, Table
 
@@ -30,6 +31,7 @@ def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
     columns, rows, values = grid_of(found)
     says = any(one.contender in (TUNED, CHOSEN) or one.is_chosen for one in found)
     what = "what dispatch runs" if says else "the fastest contender"
+    note = f"Speed-up of {what} over {library_of(group)} by problem MxNxK; above 1 it is faster. From {group.origin}."
     table = Table(
         ("N×K \\ M", *columns),
         [
@@ -41,7 +43,7 @@ def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
     return Panel(
         title=group.title,
         anchor=group.slug,
-        note=f"Speed-up of {what} over the library by problem MxNxK; above 1 it is faster. From {group.origin}.",
+        note=note,
         figures=[("Speed-up over the library", _heat(columns, rows, values))] if values else [],
         tables=[table, rows_table(group, found, None)],
     )
