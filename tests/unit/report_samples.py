@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tunedcomm import dispatcher, kernels
+from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.spec import get_variant
 from tunedcomm.symm.limits import limits_for
@@ -22,10 +23,15 @@ GEMM_SPEEDUPS = {
 }
 
 
+def recorded_trials() -> list[TrialRecord]:
+    """The sweep's trials."""
+    return list(read_recording(RECORDING))
+
+
 def recorded_database(path: Path) -> Path:
     """The sweep as the database that it made; searches and finals."""
     with Database.open(path, create=True) as database:
-        database.record(read_recording(RECORDING))
+        database.record(recorded_trials())
     return path
 
 

@@ -13,6 +13,7 @@ from tunedcomm.db.records import utc_now
 from tunedcomm.errors import MissingPackageError
 from tunedcomm.report.bench_rows import BenchFile, read_csv
 from tunedcomm.report.curves import HOW, curves_panel
+from tunedcomm.report.failures import failure_panels
 from tunedcomm.report.glance import glance_panels
 from tunedcomm.report.heat import heat_panel
 from tunedcomm.report.measured import Group, Measured, group_up, in_order
@@ -22,7 +23,7 @@ from tunedcomm.report.png import write_images
 from tunedcomm.report.regret import regret_panels
 from tunedcomm.report.stored import Chooser, StoredFile, measurements, read_layer
 from tunedcomm.report.styles import Style, styles_of
-from tunedcomm.report.sweeps import convergence_panels, failures_panel
+from tunedcomm.report.sweeps import sweep_panels
 from tunedcomm.version import VERSION
 
 __all__ = ["Material", "gather", "need", "render", "write_png"]
@@ -117,8 +118,6 @@ def render(material: Material, *, title: str = "tunedcomm report") -> str:
 
 
 def _sections(material: Material) -> list[Section]:
-    sweeps = [panel for database in material.databases for panel in convergence_panels(database)]
-    failures = [panel for database in material.databases if (panel := failures_panel(database)) is not None]
     regret = [panel for file in material.files for panel in regret_panels(file)]
     return [
         Section("At a glance", "glance", panels=glance_panels({**material.bench, **material.stored})),
@@ -136,8 +135,10 @@ def _sections(material: Material) -> list[Section]:
         ),
         Section("Fused GEMMs", "gemms", HOW, _heats({**material.bench, **material.stored})),
         Section("Regret", "regret", "What is lost at sizes that were not tuned.", regret),
-        Section("Sweeps", "sweeps", "How fast the search came to its best.", sweeps),
-        Section("Failures", "failures", "Trials that did not end well, by kind.", failures),
+        Section("Sweeps", "sweeps", "How fast the search came to its best.", sweep_panels(material.databases)),
+        Section(
+            "Failures", "failures", "Trials that failed or could not run, by kind.", failure_panels(material.databases)
+        ),
         Section("Environment", "environment", panels=_environments(material)),
     ]
 
