@@ -114,7 +114,7 @@ def test_the_page_says_what_the_library_is(tmp_path: Path) -> None:
     }
     assert named == {
         "all_reduce": "NCCL",
-        "all_reduce_rms_norm": "NCCL, then PyTorch operators",
+        "all_reduce_rms_norm": "NCCL, then PyTorch operators, not compiled",
         "gemm_rs": "cuBLAS and NCCL",
         "another": "the library",
     }

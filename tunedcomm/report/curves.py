@@ -33,10 +33,10 @@ _COLUMNS = (
 )
 # Beside tables of rows of several runs.
 HOW = (
-    "vs library is the library's time in the row's own run over the row's p50: as dispatch does, it compares runs by "
-    "their ratio to the library, so of two rows the one with more µs may be the faster. † marks a library's time that "
-    "something disturbed, or none; there the library's median at that size counts, which stands after it. ‡ marks what "
-    "is uncertain: in that run the library took a half more or less than in its own row."
+    "vs library is the library's time in the row's own run over the row's p50. Dispatch compares rows by that ratio, "
+    "so of two rows the one with more µs may be the faster. †: the library's time is missing or was disturbed, and its "
+    "median at that size, after the mark, counts instead. ‡: uncertain, for in that run the library took a half more "
+    "or less than in its own row."
 )
 
 
@@ -117,7 +117,9 @@ def axis_of_values(values: Sequence[float], title: str) -> dict[str, Any]:
     if high / low < 4:
         steps = (1, 1.1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    ticks: list[float] = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    if low < high and sum(low <= tick <= high for tick in ticks) < 2:
+        ticks = _even_ticks(low, high)
     return {
         "type": "log",
         "tickmode": "array",
@@ -125,6 +127,14 @@ def axis_of_values(values: Sequence[float], title: str) -> dict[str, Any]:
         "ticktext": [f"{tick:g}" for tick in ticks],
         "title": {"text": title},
     }
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    """Some three to six round values from `low` to `high`, and one beyond either."""
+    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
+    step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 5)
+    first = max(1, math.floor(low / step))
+    return [round(i * step, 12) for i in range(first, math.ceil(high / step) + 1)]
 
 
 def _latency(

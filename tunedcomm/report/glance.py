@@ -13,7 +13,7 @@ __all__ = ["glance_panels"]
 _COLUMNS = ("problems", "mean", "least", "most", "sizes", "over", "from")
 _NOTE = (
     "How many times as fast as the library what dispatch runs is: the geometric mean over the sizes, the least and the "
-    "most. The column over says what the library is; PyTorch's operators in it run one by one, not compiled."
+    "most. Under “over” stands what the library is."
 )
 _UNCERTAIN = " ‡: the library took a half more or less in that run than in its own row, and the number is uncertain."
 

@@ -10,11 +10,13 @@ __all__ = ["library_of"]
 
 
 def library_of(group: Group) -> str:
-    """`NCCL, then PyTorch operators`; `the library` of an op that this tunedcomm does not have."""
+    """`NCCL, then PyTorch operators, not compiled`; `the library` of an op that this tunedcomm does not have."""
     kernels.discover()
     found = variants(group.op).get("library")
     if found is None:
         return "the library"
     here, elsewhere = (" on CPUs", " on GPUs") if group.fabric == "host" else (" on GPUs", " on CPUs")
     parts = [part for part in found.summary.split(", ") if not part.endswith(elsewhere)]
-    return ", ".join(part.removesuffix(here) for part in parts)
+    said = ", ".join(part.removesuffix(here) for part in parts)
+    # What follows the collective are calls of PyTorch, as a program without torch.compile makes them.
+    return f"{said}, not compiled" if ", then " in said else said
