@@ -16,6 +16,7 @@ from report_samples import gemm_csv, stored_trials
 
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
+from tunedcomm.db.store import Database
 from tunedcomm.report.bench_rows import read_csv
 from tunedcomm.report.build import gather, render
 from tunedcomm.report.curves import rows_table
@@ -45,6 +46,19 @@ def test_speedups_are_those_of_dispatch(tmp_path: Path) -> None:
     assert {name: row.over_library for name, row in rows.items()} == pytest.approx(
         {"library": 1.0, "one_shot": 14 / 6, "two_shot": 2.1, "lamport": 12.25 / 6.5}
     )
+
+
+def test_of_a_variants_configs_the_one_is_shown_that_dispatch_takes_for_the_fastest(tmp_path: Path) -> None:
+    path = stored_trials(tmp_path / "t.db", {"library": (10.0, 10.0), "one_shot": (3.0, 10.0), "two_shot": (5.0, 10.0)})
+    with Database.open(path) as database:
+        like = next(trial for trial in database.trials() if trial.variant == "two_shot")
+        warps = 4 if like.config["num_warps"] != 4 else 8
+        slow_run = replace(like, config={**like.config, "num_warps": warps}, latency_p50_us=5.5, baseline_p50_us=12.0)
+        database.record([replace(slow_run, latency_p10_us=5.5, latency_p90_us=5.5, id=None)])
+    row = shown(path)["two_shot"]
+    assert not row.is_chosen
+    assert row.latency_p50_us == 5.5, "12 / 5.5 is more than 10 / 5"
+    assert row.over_library == pytest.approx(12 / 5.5)
 
 
 def test_the_shipped_databases_speedups_are_those_of_dispatch() -> None:

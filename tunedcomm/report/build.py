@@ -124,7 +124,7 @@ def _sections(material: Material) -> list[Section]:
         Section(
             "Benchmarks",
             "benchmarks",
-            "Contenders that were measured beside each other, by message size. Tap a name to hide it.",
+            f"Contenders that were measured beside each other, by message size. Tap a name to hide it. {HOW}",
             _curves(material, material.bench),
         ),
         Section(
