@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from tunedcomm import dispatcher, kernels
+from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.spec import get_variant
+from tunedcomm.symm.limits import limits_for
 from tunedcomm.tuner.recording import read_recording
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
@@ -17,10 +23,45 @@ GEMM_SPEEDUPS = {
 }
 
 
+def recorded_trials() -> list[TrialRecord]:
+    """The sweep's trials."""
+    return list(read_recording(RECORDING))
+
+
 def recorded_database(path: Path) -> Path:
     """The sweep as the database that it made; searches and finals."""
     with Database.open(path, create=True) as database:
-        database.record(read_recording(RECORDING))
+        database.record(recorded_trials())
+    return path
+
+
+def stored_trials(path: Path, times: Mapping[str, tuple[float, float]]) -> Path:
+    """A database of finals of all_reduce of 512 elements: variant to its µs and the library's in its run."""
+    kernels.discover()
+    like = next(t for t in read_recording(RECORDING) if t.problem.shape == (512,) and t.variant == "library")
+    limits = limits_for(like.environment, like.problem.world_size)
+    trials = []
+    for name, (us, library_us) in times.items():
+        variant = get_variant("all_reduce", name)
+        trials.append(
+            replace(
+                like,
+                variant=name,
+                numerics=variant.numerics,
+                source_hash=dispatcher.source_hash_of("all_reduce", name) or "",
+                config=variant.default(like.problem, limits),
+                latency_p10_us=us,
+                latency_p50_us=us,
+                latency_p90_us=us,
+                baseline_p50_us=library_us,
+                final=True,
+                status="ok",
+                run_id=None,
+                id=None,
+            )
+        )
+    with Database.open(path, create=True) as database:
+        database.record(trials)
     return path
 
 

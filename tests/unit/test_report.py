@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,8 @@ from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.bench_rows import read_csv
 from tunedcomm.report.build import Material, gather, render
-from tunedcomm.report.heat import grid_of
+from tunedcomm.report.curves import axis_of_values
+from tunedcomm.report.heat import INK, SCALE, grid_of, heat_panel
 from tunedcomm.report.measured import group_up, speedup
 from tunedcomm.report.panels import size_ticks
 from tunedcomm.report.sweeps import best_so_far
@@ -111,6 +115,52 @@ def test_gemm_shapes_become_a_grid_of_speedups(everything: Material) -> None:
     assert values[0][0] == pytest.approx(GEMM_SPEEDUPS["512x8192x3584"], rel=1e-3)
     assert values[1][1] == pytest.approx(GEMM_SPEEDUPS["4096x8192x8192"], rel=1e-3)
     assert values[1][0] is None  # not measured
+
+
+def luminance(colour: Sequence[float]) -> float:
+    """Relative luminance by WCAG of red, green and blue from 0 to 255."""
+    linear = [part / 3294.6 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_digits_read_on_every_colour_of_a_heat_map() -> None:
+    def rgb(colour: str) -> list[int]:
+        return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+
+    ink = luminance(rgb(INK))
+    for (_, first), (_, second) in itertools.pairwise(SCALE):
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+            mixed = [a + (b - a) * share for a, b in zip(rgb(first), rgb(second), strict=True)]
+            assert (luminance(mixed) + 0.05) / (ink + 0.05) >= 4.5, (first, second, share)
+
+
+def test_a_colour_says_the_same_in_every_heat_map(everything: Material) -> None:
+    ((group, found),) = ((group, rows) for group, rows in everything.bench.items() if group.op == "ag_gemm")
+    faster = [replace(one, library_us=5 * (one.library_us or 0.0)) for one in found]
+    first, second = (heat_panel(group, rows).figures[0][1]["data"][0] for rows in (found, faster))
+    for trace in (first, second):
+        assert (trace["zmin"], trace["zmax"]) == (-1.0, 1.0)
+        assert [stop[0] for stop in trace["colorscale"] if stop[1] == SCALE[2][1]] == [0.5], "as fast as the library"
+        assert trace["textfont"]["color"] == INK
+    assert first["z"] != second["z"]
+
+
+def test_one_column_of_speedups_is_a_table(everything: Material) -> None:
+    ((group, found),) = ((group, rows) for group, rows in everything.bench.items() if group.op == "ag_gemm")
+    assert heat_panel(group, found).figures
+    column = heat_panel(group, [one for one in found if one.shape.startswith("4096x")])
+    assert not column.figures
+    assert column.tables[0].is_open
+    assert column.tables[0].rows == [["8192×3584", "0.94×"], ["8192×8192", "1.12×"]]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(1.0, 1.03), (1.0, 1.4), (2.1, 2.9), (31.66, 33.0), (1.0, 900.0), (9e-3, 4.0)]
+)
+def test_an_axis_of_values_has_ticks_enough(low: float, high: float) -> None:
+    ticks = axis_of_values([low, high], "µs")["tickvals"]
+    assert 2 <= sum(low <= tick <= high for tick in ticks) <= 12
+    assert len(set(ticks)) == len(ticks)
 
 
 def test_best_so_far_falls_to_one_and_counts_failures(database: Path) -> None:

@@ -18,6 +18,7 @@ from report_samples import gemm_csv, recorded_database
 
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.build import gather, render
+from tunedcomm.report.heat import INK
 
 BROWSER = chromium.find()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (apt-get install chromium)")
@@ -86,6 +87,26 @@ def test_every_figure_is_drawn_and_fits(browser: chromium.Chromium, page: Path, 
     assert browser.evaluate(CLASHES) == []
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground[4:-1].split(","))) < 3 * 64) == is_dark, ground
+
+
+def test_a_phone_shows_the_speedups_at_a_glance(browser: chromium.Chromium, page: Path) -> None:
+    browser.resize(400, 844, is_phone=True)
+    browser.open(page, until=READY)
+    head = browser.evaluate(
+        "[...document.querySelectorAll('#glance th')].map(th => [th.textContent, th.getBoundingClientRect().right])"
+    )
+    assert [name for name, _ in head][:4] == ["problems", "mean", "least", "most"]
+    assert max(right for _, right in head[:4]) <= 400 - 10, head
+
+
+def test_digits_of_heat_maps_stay_dark_in_the_dark(browser: chromium.Chromium, page: Path) -> None:
+    browser.resize(1280, 900, is_dark=True)
+    browser.open(page, until=READY)
+    fills = browser.evaluate(
+        "[...document.querySelectorAll('.heatmap-label text')].map(text => getComputedStyle(text).fill)"
+    )
+    assert len(fills) >= 3
+    assert set(fills) == {f"rgb({', '.join(str(int(INK[i : i + 2], 16)) for i in (1, 3, 5))})"}
 
 
 def test_the_toggle_turns_the_page_dark_and_the_figures_with_it(browser: chromium.Chromium, page: Path) -> None:

@@ -12,16 +12,18 @@ from tunedcomm.db.layers import Layer
 from tunedcomm.db.records import utc_now
 from tunedcomm.errors import MissingPackageError
 from tunedcomm.report.bench_rows import BenchFile, read_csv
-from tunedcomm.report.curves import curves_panel
+from tunedcomm.report.curves import HOW, curves_panel
+from tunedcomm.report.failures import failure_panels
+from tunedcomm.report.glance import glance_panels
 from tunedcomm.report.heat import heat_panel
-from tunedcomm.report.measured import Group, Measured, geomean, group_up, speedup
+from tunedcomm.report.measured import Group, Measured, group_up, in_order
 from tunedcomm.report.page import page
 from tunedcomm.report.panels import Panel, Section, Table
 from tunedcomm.report.png import write_images
 from tunedcomm.report.regret import regret_panels
 from tunedcomm.report.stored import Chooser, StoredFile, measurements, read_layer
 from tunedcomm.report.styles import Style, styles_of
-from tunedcomm.report.sweeps import convergence_panels, failures_panel
+from tunedcomm.report.sweeps import sweep_panels
 from tunedcomm.version import VERSION
 
 __all__ = ["Material", "gather", "need", "render", "write_png"]
@@ -116,27 +118,27 @@ def render(material: Material, *, title: str = "tunedcomm report") -> str:
 
 
 def _sections(material: Material) -> list[Section]:
-    sweeps = [panel for database in material.databases for panel in convergence_panels(database)]
-    failures = [panel for database in material.databases if (panel := failures_panel(database)) is not None]
     regret = [panel for file in material.files for panel in regret_panels(file)]
     return [
-        Section("At a glance", "glance", panels=_glance(material)),
+        Section("At a glance", "glance", panels=glance_panels({**material.bench, **material.stored})),
         Section(
             "Benchmarks",
             "benchmarks",
-            "Contenders that were measured beside each other, by message size. Tap a name to hide it.",
+            f"Contenders that were measured beside each other, by message size. Tap a name to hide it. {HOW}",
             _curves(material, material.bench),
         ),
-        Section("Fused GEMMs", "gemms", panels=_heats({**material.bench, **material.stored})),
         Section(
             "Tuned",
             "tuned",
-            "The best config of each variant at each size in the databases; a star marks what dispatch runs.",
+            f"The best config of each variant at each size in the databases; a star marks what dispatch runs. {HOW}",
             _curves(material, material.stored),
         ),
+        Section("Fused GEMMs", "gemms", HOW, _heats({**material.bench, **material.stored})),
         Section("Regret", "regret", "What is lost at sizes that were not tuned.", regret),
-        Section("Sweeps", "sweeps", "How fast the search came to its best.", sweeps),
-        Section("Failures", "failures", "Trials that did not end well, by kind.", failures),
+        Section("Sweeps", "sweeps", "How fast the search came to its best.", sweep_panels(material.databases)),
+        Section(
+            "Failures", "failures", "Trials that failed or could not run, by kind.", failure_panels(material.databases)
+        ),
         Section("Environment", "environment", panels=_environments(material)),
     ]
 
@@ -149,29 +151,7 @@ def _curves(material: Material, groups: Mapping[Group, Sequence[Measured]]) -> l
 
 
 def _heats(groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
-    return [heat_panel(group, found) for group, found in groups.items() if group.is_gemm]
-
-
-def _glance(material: Material) -> list[Panel]:
-    rows = []
-    for group, found in {**material.bench, **material.stored}.items():
-        if ratios := speedup(found):
-            mean = geomean(ratios.values())
-            rows.append(
-                [
-                    group.title,
-                    group.origin,
-                    str(len(ratios)),
-                    f"{mean:.2f}×",
-                    f"{min(ratios.values()):.2f}×",
-                    f"{max(ratios.values()):.2f}×",
-                ]
-            )
-    if not rows:
-        return []
-    columns = ("problems", "from", "sizes", "over the library, mean", "least", "most")
-    note = "What dispatch runs against the library: its time over ours, geometric mean over the sizes."
-    return [Panel("", "speedups", note, tables=[Table(columns, rows, summary="Speed-ups", is_open=True)])]
+    return [heat_panel(group, found) for group, found in in_order(groups).items() if group.is_gemm]
 
 
 def _environments(material: Material) -> list[Panel]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.report import ceiling
+from tunedcomm.report.library import library_of
 from tunedcomm.report.measured import CHOSEN, TUNED, Group, Line, Measured, lines
 from tunedcomm.report.panels import Figure, KeyEntry, Panel, Table, size_text, size_ticks
 from tunedcomm.report.styles import CEILING, CHOSEN_COLOUR, Style
@@ -14,7 +15,7 @@ from tunedcomm.report.styles import CEILING, CHOSEN_COLOUR, Style
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-__all__ = ["CEILING_NAME", "axis_of_sizes", "axis_of_values", "curves_panel", "rows_table"]
+__all__ = ["CEILING_NAME", "HOW", "axis_of_sizes", "axis_of_values", "curves_panel", "rows_table"]
 
 CEILING_NAME = "measured ceiling"
 _COLUMNS = (
@@ -24,10 +25,18 @@ _COLUMNS = (
     "p10 µs",
     "p50 µs",
     "p90 µs",
+    "library in that run µs",
+    "vs library",
     "busbw GB/s",
     "of ceiling",
-    "vs library",
     "config",
+)
+# Beside tables of rows of several runs.
+HOW = (
+    "vs library is the library's time in the row's own run over the row's p50. Dispatch compares rows by that ratio, "
+    "so of two rows the one with more µs may be the faster. †: the library's time is missing or was disturbed, and its "
+    "median at that size, after the mark, counts instead. ‡: uncertain, for in that run the library took a half more "
+    "or less than in its own row."
 )
 
 
@@ -55,7 +64,7 @@ def curves_panel(
     return Panel(
         title=group.title,
         anchor=group.slug,
-        note=f"From {group.origin}.",
+        note=f"The library is {library_of(group)}. From {group.origin}.",
         figures=figures,
         key=key,
         tables=[rows_table(group, found, link)],
@@ -74,13 +83,19 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
                 one.shape,
                 one.contender + (" ★" if one.is_chosen else ""),
                 *("–" if value is None else f"{value:.2f}" for value in times),
+                _library(one),
+                one.over_library_text,
                 "–" if one.busbw_gb_s is None else f"{one.busbw_gb_s:.1f}",
                 "–" if floor is None else f"{floor / one.latency_p50_us:.0%}",
-                "–" if one.library_us is None else f"{one.library_us / one.latency_p50_us:.2f}×",
                 one.config,
             ]
         )
     return Table(_COLUMNS, rows, summary=f"Table of {len(rows)} rows; ★ is what dispatch runs")
+
+
+def _library(one: Measured) -> str:
+    own = "–" if one.library_us is None else f"{one.library_us:.2f}"
+    return own if one.library_median_us is None else f"{own} † {one.library_median_us:.2f}"
 
 
 def axis_of_sizes(sizes: Sequence[int]) -> dict[str, Any]:
@@ -102,7 +117,9 @@ def axis_of_values(values: Sequence[float], title: str) -> dict[str, Any]:
     if high / low < 4:
         steps = (1, 1.1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    ticks: list[float] = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    if low < high and sum(low <= tick <= high for tick in ticks) < 2:
+        ticks = _even_ticks(low, high)
     return {
         "type": "log",
         "tickmode": "array",
@@ -110,6 +127,14 @@ def axis_of_values(values: Sequence[float], title: str) -> dict[str, Any]:
         "ticktext": [f"{tick:g}" for tick in ticks],
         "title": {"text": title},
     }
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    """Some three to six round values from `low` to `high`, and one beyond either."""
+    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
+    step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 5)
+    first = max(1, math.floor(low / step))
+    return [round(i * step, 12) for i in range(first, math.ceil(high / step) + 1)]
 
 
 def _latency(
@@ -169,7 +194,7 @@ def _hover(one: Measured) -> str:
     spread = ""
     if one.latency_p10_us is not None and one.latency_p90_us is not None:
         spread = f"<br>p10 {one.latency_p10_us:.2f}, p90 {one.latency_p90_us:.2f} µs"
-    versus = f"<br>{one.library_us / one.latency_p50_us:.2f}× the library" if one.library_us else ""
+    versus = "" if one.over_library is None else f"<br>{one.over_library_text} the library, {_library(one)} µs"
     return f"{size_text(one.message_bytes)} ({one.shape}){spread}{versus}<br>{one.config}"
 
 

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tunedcomm import metrics
 from tunedcomm.shapes import parse_shape
 
-__all__ = ["CHOSEN", "LIBRARY", "TUNED", "Group", "Line", "Measured", "geomean", "group_up", "lines", "speedup"]
+__all__ = [
+    "CHOSEN",
+    "LIBRARY",
+    "TUNED",
+    "Group",
+    "Line",
+    "Measured",
+    "best_by_shape",
+    "geomean",
+    "group_up",
+    "in_order",
+    "lines",
+    "speedup",
+]
 
 LIBRARY = "library"
+T = TypeVar("T")
 # What dispatch ran, in a benchmark.
 TUNED = "tuned"
 # What dispatch would run by a database: a mark on the variants' lines, no line of its own.
 CHOSEN = "chosen"
 _ORDER = {TUNED: 0, LIBRARY: 1}
+_OPS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_v",
+    "all_reduce_rms_norm",
+    "all_reduce_bias",
+)
+# The library's times in two runs differ so much where a host was throttled, and a ratio to one of them says little.
+_UNSTEADY = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -79,10 +105,13 @@ class Measured:
         config: the candidate that ran, in words.
         latency_p10_us, latency_p50_us, latency_p90_us: percentiles of the slowest rank.
         library_us: the library's median in the same run; None where it is not known.
+        library_median_us: the library's median over the rows of the problem, where dispatch goes by that: `library_us`
+            is not known or was disturbed.
         error: ||out - ref|| / ||ref||; None if it was not checked.
         date, run_id: when and in which run.
         is_chosen: what dispatch runs here.
         why: the reason, where it is chosen.
+        is_unsteady: the library took a half more or less in this run than in the one of its own row.
     """
 
     group: Group
@@ -94,11 +123,13 @@ class Measured:
     latency_p10_us: float | None = None
     latency_p90_us: float | None = None
     library_us: float | None = None
+    library_median_us: float | None = None
     error: float | None = None
     date: str = ""
     run_id: str = ""
     is_chosen: bool = False
     why: str = ""
+    is_unsteady: bool = False
 
     @property
     def busbw_gb_s(self) -> float | None:
@@ -111,6 +142,17 @@ class Measured:
             return metrics.busbw_gb_s(op, payload, self.latency_p50_us, world_size)
         except ValueError:
             return None
+
+    @property
+    def over_library(self) -> float | None:
+        """How many times as fast as the library, in a database as dispatch reckons; None where it is not known."""
+        library_us = self.library_median_us or self.library_us
+        return None if library_us is None else library_us / self.latency_p50_us
+
+    @property
+    def over_library_text(self) -> str:
+        """For tables."""
+        return "–" if self.over_library is None else f"{self.over_library:.2f}×" + (" ‡" if self.is_unsteady else "")
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -128,29 +170,44 @@ class Line:
 
 def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
     """Measurements by figure, one of each contender at each problem: of the newest run, and there the fastest."""
+    found = list(found)
     newest: dict[tuple[Group, str, str], Measured] = {}
     for one in found:
         key = (one.group, one.shape, one.contender)
         other = newest.get(key)
         if other is None or _rank(one) > _rank(other):
             newest[key] = one
+    library = {_run_of(one): one.latency_p50_us for one in found if one.contender == LIBRARY}
+    shown = {(one.group, one.shape): one.latency_p50_us for one in newest.values() if one.contender == LIBRARY}
     grouped: dict[Group, list[Measured]] = {}
-    for one in newest.values():
-        grouped.setdefault(one.group, []).append(one)
-    return {group: _with_library(grouped[group]) for group in sorted(grouped)}
+    for one in sorted(newest.values(), key=lambda one: (one.message_bytes, one.shape, one.contender)):
+        library_us = one.library_us or (None if one.library_median_us else library.get(_run_of(one)))
+        own_us = shown.get((one.group, one.shape))
+        is_unsteady = one.library_median_us is None and _differ(library_us, own_us)
+        grouped.setdefault(one.group, []).append(replace(one, library_us=library_us, is_unsteady=is_unsteady))
+    return in_order(grouped)
+
+
+def in_order(groups: Mapping[Group, T]) -> dict[Group, T]:
+    """By op as people look for them, GEMMs last; then as groups are ordered."""
+
+    def place(group: Group) -> tuple[bool, int, str, Group]:
+        known = _OPS.index(group.op) if group.op in _OPS else len(_OPS)
+        return group.is_gemm, known, group.op, group
+
+    return {group: groups[group] for group in sorted(groups, key=place)}
 
 
 def _rank(one: Measured) -> tuple[str, bool, float]:
     return one.date, one.is_chosen, -one.latency_p50_us
 
 
-def _with_library(found: list[Measured]) -> list[Measured]:
-    """The library's time added where only its own row says it."""
-    by_shape = {one.shape: one.latency_p50_us for one in found if one.contender == LIBRARY}
-    return [
-        one if one.library_us is not None else replace(one, library_us=by_shape.get(one.shape))
-        for one in sorted(found, key=lambda one: (one.message_bytes, one.shape, one.contender))
-    ]
+def _differ(one_us: float | None, other_us: float | None) -> bool:
+    return bool(one_us and other_us) and not 1 / _UNSTEADY < (one_us or 0.0) / (other_us or 1.0) < _UNSTEADY
+
+
+def _run_of(one: Measured) -> tuple[Group, str, str, str]:
+    return one.group, one.shape, one.date, one.run_id
 
 
 def lines(found: Sequence[Measured]) -> list[Line]:
@@ -162,21 +219,26 @@ def lines(found: Sequence[Measured]) -> list[Line]:
     return [Line(name, tuple(sorted(by_name[name], key=lambda one: one.message_bytes))) for name in names]
 
 
-def speedup(found: Sequence[Measured]) -> dict[str, float]:
-    """Shape to the library's time over that of what dispatch runs, where both are known.
+def best_by_shape(found: Sequence[Measured]) -> dict[str, Measured]:
+    """Shape to what dispatch runs there, where it is known how it compares with the library.
 
     Where nothing says what dispatch runs, the fastest contender stands for it.
     """
     by_shape: dict[str, list[Measured]] = {}
     for one in found:
         by_shape.setdefault(one.shape, []).append(one)
-    ratios = {}
+    best = {}
     for shape, members in by_shape.items():
         ours = [one for one in members if one.is_chosen or one.contender == TUNED]
-        best = min(ours or members, key=lambda one: one.latency_p50_us)
-        if best.library_us:
-            ratios[shape] = best.library_us / best.latency_p50_us
-    return ratios
+        first = min(ours or members, key=lambda one: one.latency_p50_us)
+        if first.over_library is not None:
+            best[shape] = first
+    return best
+
+
+def speedup(found: Sequence[Measured]) -> dict[str, float]:
+    """Shape to how many times as fast as the library what dispatch runs is; see `best_by_shape`."""
+    return {shape: one.over_library for shape, one in best_by_shape(found).items() if one.over_library is not None}
 
 
 def geomean(values: Iterable[float]) -> float | None:

@@ -26,6 +26,8 @@ _MARKS = {
     "star": '<path d="M15 1l2 4 4 .5-3 3 1 4.300-4-2.100-4 2.100 1-4.300-3-3 4-.5z" {fill}/>',
     "line-ew": "",
 }
+# Tables of no more are as wide as what is in them.
+_FEW_COLUMNS = 3
 
 
 def page(title: str, subtitle: str, sections: Sequence[Section], footer: str) -> str:
@@ -136,11 +138,12 @@ def _table(table: Table) -> str:
         f'<th scope="col"{" class=number" if right else ""}>{_text(name)}</th>'
         for name, right in zip(table.columns, numeric, strict=True)
     )
+    narrow = " narrow" if len(table.columns) <= _FEW_COLUMNS else ""
     body = "".join(f"<tr>{_cells(row, numeric)}</tr>\n" for row in table.rows)
     return (
         f"<details{' open' if table.is_open else ''}><summary>{_text(table.summary)}</summary>"
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-        "</details>"
+        f'<div class="scroll{narrow}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>\n{body}</tbody></table></div></details>"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.report import ceiling
-from tunedcomm.report.heat import SCALE, grid_of
+from tunedcomm.report.heat import INK, MOST, SCALE, grid_of
 from tunedcomm.report.measured import Group, Measured, lines
 from tunedcomm.report.panels import size_text, size_ticks
 from tunedcomm.report.styles import CEILING, CHOSEN_COLOUR, Style
@@ -155,14 +155,13 @@ def _heat(axes: Axes, found: Sequence[Measured]) -> None:
 
     columns, rows, values = grid_of(found)
     logs = [[math.nan if not value else math.log2(value) for value in line] for line in values]
-    most = max(0.1, *(abs(value) for line in logs for value in line if not math.isnan(value)))
     scale = LinearSegmentedColormap.from_list("speedup", SCALE)
-    axes.imshow(logs, cmap=scale, vmin=-most, vmax=most, aspect="auto", origin="lower")
+    axes.imshow(logs, cmap=scale, vmin=-MOST, vmax=MOST, aspect="auto", origin="lower")
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     for i, line in enumerate(values):
         for j, value in enumerate(line):
             if value is not None:
-                axes.text(j, i, f"{value:.2f}×", ha="center", va="center", color="#ffffff", fontsize=10, weight="bold")
+                axes.text(j, i, f"{value:.2f}×", ha="center", va="center", color=INK, fontsize=10, weight="bold")
     axes.set_xlabel("M")
     axes.set_ylabel("N×K")

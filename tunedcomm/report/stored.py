@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tunedcomm import dispatcher, kernels
+from tunedcomm.db.decision import Call
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import RunRecord, TrialRecord
+from tunedcomm.db.score import Scored, pool
 from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.report.measured import LIBRARY, Group, Measured
 from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Candidate, Problem, get_op
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, variants
 from tunedcomm.symm.limits import limits_for
 
-__all__ = ["Chooser", "StoredFile", "group_of", "measurements", "read_layer"]
+__all__ = ["Answer", "Chooser", "StoredFile", "group_of", "measurements", "read_layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,33 @@ def read_layer(layer: Layer, *, name: str, op: str | None = None) -> StoredFile:
         return StoredFile(name, str(database.path or database.url), trials, tuple(database.runs()), environments)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What dispatch makes of a problem that was measured.
+
+    Attributes:
+        candidate: what it would run; None where this tunedcomm does not have the op.
+        why: the reason.
+        scored: the candidates that it compares.
+        library_us: what it takes the library to need; None where that was never measured.
+    """
+
+    candidate: Candidate | None = None
+    why: str = ""
+    scored: Mapping[Candidate, Scored] = field(default_factory=dict)
+    library_us: float | None = None
+
+    def library_median_us(self, trial: TrialRecord) -> float | None:
+        """The library's time that dispatch sets against a trial's; None where that is the one of the trial's run."""
+        found = self.scored.get(trial.candidate)
+        if found is None or self.library_us is None or found.row.latency_p50_us != trial.latency_p50_us:
+            return None  # dispatch goes by other rows
+        is_by_ratio = trial.baseline_p50_us is not None and math.isclose(
+            self.library_us / found.score, trial.baseline_p50_us / found.row.latency_p50_us
+        )
+        return None if is_by_ratio else self.library_us
+
+
 class Chooser:
     """What dispatch would run by the databases given, on the hardware that they were measured on."""
 
@@ -59,18 +89,30 @@ class Chooser:
         self._layers = layers
         self._snapshots: dict[tuple[Environment, int], Snapshot] = {}
 
-    def choose(self, problem: Problem, environment: Environment) -> tuple[Candidate, str] | None:
-        """The candidate and why; None where this tunedcomm does not have the op."""
+    def choose(self, problem: Problem, environment: Environment) -> Answer:
+        """What dispatch would run there, and what it goes by."""
         try:
-            get_op(problem.op)
+            spec = get_op(problem.op)
         except UnknownNameError:
-            return None
+            return Answer()
         key = (environment, problem.world_size)
         if key not in self._snapshots:
             self._snapshots[key] = load_snapshot(environment, problem.world_size, layers=self._layers)
-        limits = limits_for(environment, problem.world_size)
-        decision = dispatcher.decide(problem, self._snapshots[key], limits)
-        return decision.candidate, decision.why
+        snapshot, limits = self._snapshots[key], limits_for(environment, problem.world_size)
+        decision = dispatcher.decide(problem, snapshot, limits)
+        call = Call(
+            snapshot,
+            problem,
+            feasible=lambda candidate: check_candidate(problem, candidate, limits, by_name=False),
+            source_hash=dispatcher.source_hash_of,
+            numerics_of=lambda op, name: known.numerics if (known := variants(op).get(name)) is not None else None,
+            policy="default",
+            message_bytes=spec.message_bytes,
+        )
+        rows = [row for row in call.rows(problem) if row.problem == problem]
+        found = pool(call.fresh(rows), call.usable(rows, predicted=False))
+        scored = {one.candidate: one for one in found.scored}
+        return Answer(decision.candidate, decision.why, scored, found.library_us)
 
 
 def group_of(origin: str, problem: Problem, environment: Environment) -> Group:
@@ -116,9 +158,9 @@ def _of_problem(
     origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, TrialRecord], chooser: Chooser
 ) -> Iterable[Measured]:
     answer = chooser.choose(problem, environment)
-    chosen, why = answer if answer is not None else (None, "")
+    chosen = answer.candidate
     kept: dict[str, TrialRecord] = {}
-    for trial in sorted(trials.values(), key=lambda t: (not t.final, t.latency_p50_us)):
+    for trial in sorted(trials.values(), key=lambda trial: _rank(trial, answer)):
         kept.setdefault(trial.variant, trial)
     if chosen is not None and chosen in trials:
         kept[chosen.variant] = trials[chosen]
@@ -139,9 +181,17 @@ def _of_problem(
             latency_p10_us=trial.latency_p10_us,
             latency_p90_us=trial.latency_p90_us,
             library_us=trial.latency_p50_us if name == LIBRARY else trial.baseline_p50_us,
+            library_median_us=None if name == LIBRARY else answer.library_median_us(trial),
             error=trial.error,
             date=trial.created_at.isoformat(timespec="seconds"),
             run_id="" if trial.run_id is None else str(trial.run_id),
             is_chosen=is_chosen,
-            why=why if is_chosen else "",
+            why=answer.why if is_chosen else "",
         )
+
+
+def _rank(trial: TrialRecord, answer: Answer) -> tuple[bool, bool, float]:
+    """Order of one variant's trials: what dispatch compares first, then finals, then by what they are taken to need."""
+    assert trial.latency_p50_us is not None
+    found = answer.scored.get(trial.candidate)
+    return found is None, not trial.final, trial.latency_p50_us if found is None else found.score

@@ -30,7 +30,6 @@ STATUS_COLOURS = {
     "incorrect": "#d678ac",
     "crashed": "#e05a2b",
     "hung": "#8b6cf0",
-    "pruned": "#e69f00",
 }
 
 

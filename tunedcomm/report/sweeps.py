@@ -1,4 +1,4 @@
-"""How sweeps went: best so far against trial number, and failures by kind."""
+"""How sweeps went: best so far against trial number."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from tunedcomm.db.query import BEST_OF_VARIANT
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.report.curves import axis_of_values
-from tunedcomm.report.measured import Group
+from tunedcomm.report.measured import Group, in_order
 from tunedcomm.report.panels import Figure, KeyEntry, Panel, Table, size_text
 from tunedcomm.report.stored import StoredFile, group_of
-from tunedcomm.report.styles import STATUS_COLOURS, Style, between
+from tunedcomm.report.styles import Style, between
 from tunedcomm.shapes import format_shape
 from tunedcomm.spec import Problem, get_op
 
-__all__ = ["best_so_far", "convergence_panels", "failures_panel"]
+__all__ = ["best_so_far", "sweep_panels"]
 
-# Fewer trials of the search show no course; a database that was exported keeps but the finals.
-_LEAST_TRIALS = 6
+# Fewer trials of the search show no course.
+_LEAST_TRIALS = 12
+_NO_SEARCH = (
+    "No database here holds a search: one that was exported keeps the finals. After a sweep, report from the database "
+    "that tune wrote, which is the user database unless --db named another one."
+)
 _MEDIAN = "median of the problems"
 
 
@@ -38,19 +43,32 @@ def best_so_far(trials: Iterable[TrialRecord]) -> list[float | None]:
     return [None if value is None or best is None else value / best for value in course]
 
 
-def convergence_panels(stored: StoredFile) -> list[Panel]:
+def sweep_panels(databases: Sequence[StoredFile]) -> list[Panel]:
+    """The courses of all searches; where there is none, a sentence that says why. Nothing of no databases."""
+    panels = [panel for stored in databases for panel in _panels(stored)]
+    return [Panel("", "no-sweeps", _NO_SEARCH)] if databases and not panels else panels
+
+
+def _panels(stored: StoredFile) -> list[Panel]:
     """One for each op, dtype, world size and mode whose search is stored."""
     searched: dict[Group, dict[Problem, list[TrialRecord]]] = {}
     for trial in stored.trials:
         group = group_of(stored.name, trial.problem, trial.environment)
         searched.setdefault(group, {}).setdefault(trial.problem, []).append(trial)
     panels = []
-    for group, by_problem in sorted(searched.items()):
-        courses = {problem: best_so_far(trials) for problem, trials in by_problem.items()}
+    for group, by_problem in in_order(searched).items():
+        whole = {problem: trials for problem, trials in by_problem.items() if _is_whole(trials)}
+        courses = {problem: best_so_far(trials) for problem, trials in whole.items()}
         courses = {problem: course for problem, course in courses.items() if _shows(course)}
         if courses:
             panels.append(_panel(group, courses))
     return panels
+
+
+def _is_whole(trials: Iterable[TrialRecord]) -> bool:
+    """An export keeps no more of a search than the few best of each variant, which show no course."""
+    counts = Counter(trial.variant for trial in trials if trial.status == "ok" and not trial.final)
+    return max(counts.values(), default=0) > BEST_OF_VARIANT
 
 
 def _shows(course: Sequence[float | None]) -> bool:
@@ -145,53 +163,6 @@ def _course(
     figure.update_layout(
         xaxis={"title": {"text": "trial"}, "type": "log", "dtick": 1},
         yaxis=axis_of_values([value for course in courses.values() for value in course if value], "× the best"),
-        showlegend=False,
-        template="none",
-    )
-    plain: Figure = figure.to_plotly_json()
-    return plain
-
-
-def failures_panel(stored: StoredFile) -> Panel | None:
-    """Trials that did not end well, by variant and status; None if every trial did."""
-    failed = [trial for trial in stored.trials if trial.status != "ok"]
-    if not failed:
-        return None
-    counts: Counter[tuple[str, str]] = Counter((f"{t.problem.op} {t.variant}", t.status) for t in failed)
-    names = sorted({name for name, _ in counts})
-    statuses = [status for status in STATUS_COLOURS if any(status == other for _, other in counts)]
-    reasons = Counter((t.problem.op, t.variant, t.status, t.reason) for t in failed)
-    rows = [[str(count), *entry] for entry, count in reasons.most_common(50)]
-    return Panel(
-        title=f"{len(failed)} of {len(stored.trials)} trials in {stored.name}",
-        anchor=f"failures-{stored.name}",
-        note="pruned is no failure: what was slow at first sight was not measured to its end.",
-        figures=[("Trials", _failures(names, statuses, counts))],
-        key=[KeyEntry(status, Style(STATUS_COLOURS[status], "square", "none")) for status in statuses],
-        tables=[Table(("trials", "op", "variant", "status", "reason"), rows, summary="Reasons, the commonest first")],
-    )
-
-
-def _failures(names: Sequence[str], statuses: Sequence[str], counts: Counter[tuple[str, str]]) -> Figure:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for status in statuses:
-        figure.add_trace(
-            go.Bar(
-                x=[counts[name, status] for name in names],
-                y=list(names),
-                name=status,
-                orientation="h",
-                marker={"color": STATUS_COLOURS[status]},
-                hovertemplate=f"<b>%{{y}}</b> {status}: %{{x}}<extra></extra>",
-            )
-        )
-    figure.update_layout(
-        barmode="stack",
-        xaxis={"title": {"text": "trials"}},
-        yaxis={"autorange": "reversed", "automargin": True},
-        height=max(220, 110 + 28 * len(names)),
         showlegend=False,
         template="none",
     )
