@@ -110,7 +110,7 @@ bench_gemm() { # OP LARGE DECODE
 }
 bodies_of_all() {
   bodies 200 bodies variants,chain,streams,symmetric
-  TUNEDCOMM_NODE_OF_RANK=0,0,1,1 bodies 60 call_bodies nodes,dispatch,current_device
+  TUNEDCOMM_NODE_OF_RANK=0,0,1,1 bodies 60 call_bodies nodes,dispatch,current_device,stream_order
 }
 bench_all() {
   local op

@@ -198,7 +198,7 @@ class Communicator:
         last = self.last_streams[False]
         if self.device.type != "cuda" or last == -1 or not plans:
             return
-        stream = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.get_stream_from_external(last, self.device)
         if torch.cuda.is_current_stream_capturing() or _is_capturing(stream):  # events cannot be asked about
             self._captured.update((id(plan), plan) for plan in plans)
             return
@@ -268,7 +268,7 @@ class Communicator:
         self.last_streams[capturing] = stream
         if last in (-1, stream) or self.device.type != "cuda":
             return
-        earlier = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
+        earlier = torch.cuda.get_stream_from_external(last, self.device)  # ExternalStream takes 0 for a new one
         if _is_capturing(earlier) is not capturing:
             return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -89,5 +89,30 @@ def current_device_body() -> dict[str, object]:
     return {}
 
 
+def stream_order_body() -> dict[str, object]:
+    """A call waits for the group's call before it on another stream, the default one too."""
+    x = torch.ones(4096, device="cuda")
+    streams = (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream())
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            tunedcomm.all_reduce(x)
+    torch.cuda.synchronize()
+    for first in streams:
+        for second in streams:
+            ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            dist.barrier()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(first):
+                torch.cuda._sleep(20_000_000)
+                tunedcomm.all_reduce(x)
+                ends[0].record()
+            with torch.cuda.stream(second):
+                tunedcomm.all_reduce(x)
+                ends[1].record()
+            torch.cuda.synchronize()
+            assert ends[0].elapsed_time(ends[1]) >= 0.0, (streams.index(first), streams.index(second))
+    return {}
+
+
 if __name__ == "__main__":
     main(sys.argv[1], globals())

@@ -56,7 +56,7 @@ def test_on_three() -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 3, 4)])
-@pytest.mark.parametrize("name", ["dispatch", "current_device"])
+@pytest.mark.parametrize("name", ["dispatch", "current_device", "stream_order"])
 def test_calls(name: str, world_size: int) -> None:
     assert len(run(name, world_size, bodies=CALLS)) == world_size
 

@@ -170,7 +170,7 @@ class _DeviceCopies:
     def current(self, stream: int) -> AbstractContextManager[object]:
         import torch
 
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream))
+        return torch.cuda.stream(torch.cuda.get_stream_from_external(stream))
 
     def await_count(self, stream: int, counter: int, count: int) -> None:
         _check(_driver().cuStreamWaitValue32_v2(stream, counter, count, _AT_LEAST), "to wait for a count")
