@@ -92,6 +92,10 @@ def differences(name: str, rank: int) -> None:
 def complex_numbers(rank: int) -> None:
     x = stacked(2, 3, dtype=torch.complex128)
     assert torch.autograd.gradcheck(as_one_function(functools.partial(tunedcomm.all_gather, dim=-1)), (x,))
+    leaf = x[rank].detach().requires_grad_()
+    gathered = tunedcomm.all_gather(leaf)
+    (found,) = torch.autograd.grad(gathered, leaf, torch.full_like(gathered, 1j).conj())  # lazily conjugated
+    assert torch.equal(found, torch.full_like(found, -1j * WORLD_SIZE))
 
 
 GRADIENT_CASES: dict[str, Case] = {
