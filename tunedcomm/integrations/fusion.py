@@ -153,7 +153,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             graph.lint()
 
     def uuid(self) -> str:
-        """What Inductor's cache tells passes apart by: code, arguments, the groups' tables, and what is known of shards."""
+        """What Inductor's cache tells passes apart by: code, arguments, groups' tables, and what is known of shards."""
         known: list[Any] = []
         for group in self._groups:
             communicator = get_communicator(group)
@@ -258,9 +258,9 @@ def fusion_pass(
         numerics, max_sms: for the fused ops, and for what they are judged by.
         mode: whether the compiled code runs in CUDA graphs (`graph`) or not (`eager`), which decides what pays. None:
             as `torch.compile` is asked for by `mode="reduce-overhead"`; pass `graph` if you capture it yourself.
-        even_shards: the caller's word that every product has the same sizes on all ranks, which nothing checks: where it
-            does not hold, ranks wait for each other in different kernels. Without it products are fused whose shards are
-            those of parameters that are DTensors split evenly over the group.
+        even_shards: the caller's word that every product has the same sizes on all ranks, which nothing checks: where
+            it does not hold, ranks wait for each other in different kernels. Without it products are fused whose shards
+            are those of parameters that are DTensors split evenly over the group.
 
     Raises:
         NotInitializedError: no default process group.
