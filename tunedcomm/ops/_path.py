@@ -109,7 +109,8 @@ class Form(ABC):
 
 def is_usable(tensor: torch.Tensor) -> bool:
     """True if the bytes at the tensor's address are its elements, in order, for kernels to take as they are."""
-    return tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED and not tensor.is_neg()
+    plain = tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED
+    return plain and not tensor.is_neg() and not tensor.is_conj()
 
 
 def communicator_for(op: str, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
@@ -279,12 +280,13 @@ class CallPath:
 
     @staticmethod
     def _is_plain(tensor: torch.Tensor) -> bool:
-        """True for dense, contiguous tensors without gradients; lazily negated memory holds the opposite."""
+        """True for dense, contiguous tensors without gradients; memory of lazy ones holds something else."""
         return (
             not tensor.requires_grad
             and tensor.layout is torch.strided
             and tensor.is_contiguous()
             and not tensor.is_neg()
+            and not tensor.is_conj()
         )
 
     def _target(
