@@ -227,7 +227,7 @@ class CallPath:
         return self._slow(communicator, x, out, asked) if result is None else result
 
     def planned(self, x: torch.Tensor, option: Hashable, group: dist.ProcessGroup, *, in_place: bool) -> Plan:
-        """The plan of a call with this input, by the default policy; made and bound now, but not launched.
+        """The plan of a call with such an input in plain memory, by the default policy; bound now, but not launched.
 
         Raises:
             UnsupportedInputError: the call would be refused.
@@ -236,8 +236,7 @@ class CallPath:
         communicator, x = communicator_for(self.form.op, x, group), x.detach()
         asked = Asked(option, "input" if in_place else "new", "default", None, is_capturing())
         self._check(x, None, asked, communicator.world_size)
-        symmetric = communicator.is_symmetric(x) and self.form.is_direct(x, option)
-        return self._plan(communicator, x, asked, in_place=in_place, symmetric=symmetric)
+        return self._plan(communicator, x, asked, in_place=in_place, symmetric=False)
 
     def _known_call(
         self,
