@@ -95,12 +95,14 @@ class RoutedGroup:
         group: the process group.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         depth: how many blocks and installs hold it.
+        device: where it works; None: on the current CUDA device, or the CPU where there is none.
         record: every choice that was made, also those that were made anew since.
     """
 
     group: dist.ProcessGroup
     max_count: int | None = None
     depth: int = 0
+    device: torch.device | None = None
     record: dict[RoutedCall, Choice] = field(default_factory=dict)
     side_stream: Any = None
     _communicator: Communicator | None = None
@@ -112,9 +114,10 @@ class RoutedGroup:
     @property
     def communicator(self) -> Communicator:
         """The group's communicator; made anew, collectively, after it was released."""
-        if self._communicator is None:
-            self._communicator = get_communicator(self.group)
-        return self._communicator
+        known = self._communicator
+        if known is None:  # another thread may forget it as soon as it is there
+            known = self._communicator = get_communicator(self.group, self.device)
+        return known
 
     def choose(self, route: Route, x: torch.Tensor) -> Choice:
         """Where this call goes; counted as made."""
