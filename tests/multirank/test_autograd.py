@@ -13,6 +13,7 @@ import torch.distributed.nn.functional as dist_nn
 from cases import Case, Launched, report, run_cases, spy_on_launches
 from harness import run_ranks
 from quick import some_of
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -92,6 +93,10 @@ def differences(name: str, rank: int) -> None:
 def complex_numbers(rank: int) -> None:
     x = stacked(2, 3, dtype=torch.complex128)
     assert torch.autograd.gradcheck(as_one_function(functools.partial(tunedcomm.all_gather, dim=-1)), (x,))
+    leaf = x[rank].detach().requires_grad_()
+    gathered = tunedcomm.all_gather(leaf)
+    (found,) = torch.autograd.grad(gathered, leaf, torch.full_like(gathered, 1j).conj())  # lazily conjugated
+    assert torch.equal(found, torch.full_like(found, -1j * WORLD_SIZE))
 
 
 GRADIENT_CASES: dict[str, Case] = {
@@ -297,7 +302,30 @@ def transformed(rank: int) -> None:
             torch.vmap(function)(x)
 
 
+def forward_mode(rank: int) -> None:
+    """No result would have the tangent, so such a call is refused, also where the call before it was fast."""
+    x, weight, counts = leaf(rank, 4, 8).detach(), torch.ones(8), [2, 2]
+    calls: tuple[Callable[..., Any], ...] = (
+        tunedcomm.all_reduce,
+        tunedcomm.all_reduce_,
+        tunedcomm.all_gather,
+        lambda x: tunedcomm.all_reduce_rms_norm(x, weight),
+        lambda x: tunedcomm.all_to_all_v(x, counts, counts, max_count=2),
+        lambda x: tunedcomm.ag_gemm(x, [x.new_ones(8, 8)]),
+    )
+    with tunedcomm.force("all_reduce", "lamport"), tunedcomm.force("all_reduce_rms_norm", "lamport"):
+        for call in calls:
+            for _ in range(3):
+                call(x.clone())
+            with forward_ad.dual_level():
+                plain = call(x.clone())
+                with pytest.raises(tunedcomm.UnsupportedInputError, match="no forward-mode derivatives"):
+                    call(forward_ad.make_dual(x.clone(), torch.ones_like(x)))
+                assert plain is not None
+
+
 USE_CASES: dict[str, Case] = {
+    "forward mode": forward_mode,
     "as torch.distributed.nn.functional": as_pytorch,
     "views and expanded gradients": non_leaf_and_broadcast,
     "no collective that nobody needs": only_what_is_needed,

@@ -60,7 +60,7 @@ def outcome(
     function: Callable[..., Any], *inputs: Tensor, when: Any = "always"
 ) -> tuple[list[str], list[str], tunedcomm.FusionPass]:
     """The graph's communication after the pass, what was fused, and the pass; results are as without it."""
-    fusion = tunedcomm.fusion_pass(when=when)
+    fusion = tunedcomm.fusion_pass(when=when, even_shards=True)
     graphs: list[fx.Graph] = []
     with torch.no_grad():
         got = compiled(function, fusion, graphs)(*inputs)
@@ -157,6 +157,27 @@ def fuses(name: str, dtype: torch.dtype, rank: int) -> None:
     assert not any(call.startswith(("ag_", "gemm_")) or "norm" in call for call in kept)
 
 
+def norm_of_converted(dtype: torch.dtype, after: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """A norm in which numbers are rounded to another dtype, before it or in it."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        h = reduce(x)
+        wide = h if after else h.to(dtype).float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return w * (normal.to(dtype).float() if after else normal)
+
+    return function
+
+
+def lossy_norms(rank: int) -> None:
+    """What a conversion drops is no part of the fused op."""
+    x, w = drawn(rank, M, K) * 3, drawn(9, K)
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
+        for after in (False, True):
+            calls, fused, _ = outcome(norm_of_converted(dtype, after), x, w)
+            assert (calls, fused) == (["all_reduce"], []), (dtype, after)
+
+
 def through_gather_order(x: Tensor, w: Tensor) -> Tensor:
     return gather(x, 1) @ w
 
@@ -207,7 +228,7 @@ def other_groups(rank: int) -> None:
     calls, _, fusion = outcome(function, x, w)
     assert calls == ["all_reduce", "ag_gemm"]
     assert f"all_reduce: left (group {other.group_name!r} is not among the pass's)" in str(fusion)
-    both = tunedcomm.fusion_pass(other, None, when="always")
+    both = tunedcomm.fusion_pass(other, None, when="always", even_shards=True)
     graphs: list[fx.Graph] = []
     with torch.no_grad():
         torch.testing.assert_close(compiled(function, both, graphs)(x, w), function(x, w), rtol=1e-4, atol=1e-4)
@@ -249,6 +270,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "other groups", other_groups
     yield "dynamic shapes", dynamic_shapes
     yield "refused operands", refused_operands
+    yield "lossy norms", lossy_norms
 
 
 CASES = some_of(dict(cases()))

@@ -11,7 +11,7 @@ from cases import report, run_cases
 from fusion_samples import calls_of, compiled, fused_ops
 from harness import run_ranks
 from quick import some_of
-from test_intercept_models import TOKENS, WIDTH, Mlp, close, local, sequence_parallel_block, x_of
+from test_intercept_models import HIDDEN, TOKENS, WIDTH, Mlp, close, local, sequence_parallel_block, x_of
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -107,7 +107,37 @@ def inference(rank: int) -> None:
     assert calls_of(*graphs) == ["all_reduce_rms_norm", "all_reduce", "gemm_ar"], str(fusion)
 
 
+class Uneven(nn.Module):
+    """As many hidden features as cannot be split evenly over the ranks, beside layers that can."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(hidden, WIDTH, bias=False)
+        self.even = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.even(self.down(torch.relu(self.up(x))))
+
+
+def uneven_shards(rank: int) -> None:
+    """What ranks differ in is left on all of them, also where one rank's part looks like that of an even layer."""
+    for hidden, fused in ((HIDDEN - 1, 0), (HIDDEN + 5, 2)):
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        torch.manual_seed(1)
+        plan: dict[str, Any] = {}
+        for prefix in ("", "even."):
+            up = ColwiseParallel(use_local_output=False)  # as a local tensor it counts as one of equal parts
+            plan |= {f"{prefix}up": up, f"{prefix}down": RowwiseParallel()}
+        model, x = parallelize_module(Uneven(hidden), mesh, plan), x_of(rank, TOKENS, WIDTH, same=True)
+        expected = step(model, model, x)
+        fusion = tunedcomm.fusion_pass(mesh.get_group(), when="always")
+        close(step(model, compiled(model, fusion), x), expected)
+        assert fused_ops(fusion) == ["gemm_ar"] * fused, str(fusion)
+        assert str(fusion).count("ranks may differ in") == 4 - fused, str(fusion)
+
+
 CASES = {
+    "uneven shards": uneven_shards,
     "sequence parallel": sequence_parallel,
     "sequence parallel in a batch": sequence_parallel_in_a_batch,
     "tensor parallel": tensor_parallel,
@@ -122,7 +152,7 @@ def body(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    return run_ranks(WORLD_SIZE, body, timeout=240)
+    return run_ranks(WORLD_SIZE, body, timeout=120)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -81,7 +81,7 @@ def table(*rows: Row) -> Iterator[None]:
 
 def outcome(function: Callable[..., Any], rank: int, rows: int = M, **options: Any) -> tuple[list[str], str]:
     """What was fused, and the records in words; results are as without the pass."""
-    fusion = tunedcomm.fusion_pass(**options)
+    fusion = tunedcomm.fusion_pass(**{"even_shards": True, **options})
     x, w = operands(rank, rows)
     with torch.no_grad():
         torch.testing.assert_close(compiled(function, fusion)(x, w), function(x, w), rtol=3e-2, atol=3e-1)
@@ -145,6 +145,7 @@ def identity(rank: int) -> None:
     plain = tunedcomm.fusion_pass()
     found = [plain.uuid(), tunedcomm.fusion_pass(when="always").uuid(), tunedcomm.fusion_pass(max_sms=8).uuid()]
     found += [tunedcomm.fusion_pass(mode="graph").uuid(), tunedcomm.fusion_pass(numerics="any").uuid()]
+    found.append(tunedcomm.fusion_pass(even_shards=True).uuid())
     other = dist.new_group(list(range(WORLD_SIZE)))
     found.append(tunedcomm.fusion_pass(other).uuid())
     with table(row(GEMM, "one_shot", 10.0, 30.0)):
@@ -154,6 +155,19 @@ def identity(rank: int) -> None:
     assert len(set(found)) == len(found)
     assert plain.uuid() == found[0] == tunedcomm.fusion_pass(group).uuid() == tunedcomm.fusion_pass(None, group).uuid()
     assert get_communicator().exchange(found) == [found] * WORLD_SIZE
+
+
+def shards_of_plain_tensors(rank: int) -> None:
+    """Of the sizes of other ranks nothing is known, so all leave a product: 127 features over two are 64 and 63."""
+    width = (64, 63)[rank]
+    x, w = torch.ones(M, width, dtype=torch.bfloat16), torch.ones(width, N, dtype=torch.bfloat16)
+    fusion = tunedcomm.fusion_pass()
+    with table(row(GEMM, "one_shot", 10.0, 30.0)), torch.no_grad():
+        torch.testing.assert_close(compiled(product, fusion)(x, w), product(x, w))
+        fused, said = outcome(product, rank, even_shards=False)
+    assert not fused_ops(fusion)
+    assert not fused
+    assert "ranks may differ in the rows of arg1_1, 64: it is not known from parameters" in said
 
 
 def logs(rank: int) -> None:
@@ -183,7 +197,7 @@ class Counting(CustomGraphPass):
 
 def beside_another_pass(rank: int) -> None:
     """A pass that is set already goes on; what was set comes back, also from nested blocks."""
-    counting, fusion = Counting(), tunedcomm.fusion_pass(when="always")
+    counting, fusion = Counting(), tunedcomm.fusion_pass(when="always", even_shards=True)
     x, w = operands(rank)
     with torch.no_grad(), config.patch(post_grad_custom_post_pass=counting):
         compiled(product, fusion)(x, w)
@@ -215,6 +229,7 @@ CASES = {
     "biases cost": biases_cost,
     "forced": forced,
     "identity": identity,
+    "shards of plain tensors": shards_of_plain_tensors,
     "logs": logs,
     "beside another pass": beside_another_pass,
     "bad arguments": bad_arguments,
@@ -250,7 +265,7 @@ def test_torch_logs() -> None:
 def inductor_body(rank: int, world_size: int) -> list[str]:
     """By `torch.compile` itself, from the cache the second time."""
     x, w = operands(rank)
-    fusions = [tunedcomm.fusion_pass(when="always") for _ in range(2)]
+    fusions = [tunedcomm.fusion_pass(when="always", even_shards=True) for _ in range(2)]
     with torch.no_grad():
         for fusion in fusions:
             torch._dynamo.reset()

@@ -104,9 +104,9 @@ def only_what_is_needed(rank: int) -> None:
     assert called(lambda x, up: ops.ag_gemm(x, up.t()), x, up) == ["ag_gemm", "gemm_rs", "all_gather"]
     assert called(lambda x: ops.ag_gemm(x, plain.t()), x) == ["ag_gemm", "gemm_rs"]
     assert called(lambda up: ops.ag_gemm(fixed, up.t()), up) == ["ag_gemm", "all_gather"]
-    assert called(pair, x, up) == ["ag_gemm_gathered", "gemm_rs"], "what was returned is kept"
+    assert called(pair, x, up) == ["ag_gemm_gathered", "reduce_scatter"], "what was returned is kept"
     assert called(lambda up: pair(fixed, up), up) == ["ag_gemm_gathered"]
-    assert called(lambda x, up: ops.ag_gemm(x, [up.t()] * 2)[1], x, up) == ["ag_gemm_list", "gemm_rs"]
+    assert called(lambda x, up: ops.ag_gemm(x, [up.t()] * 2)[1], x, up) == ["ag_gemm_list", "reduce_scatter"]
     assert called(lambda x, up: sum(ops.ag_gemm(x, [up.t()] * 2)), x, up) == ["ag_gemm_list", "reduce_scatter"]
     assert called(lambda x, up: ops.gemm_rs(x, up.t()), x, up) == ["gemm_rs", "ag_gemm_gathered"]
     assert called(lambda x: ops.gemm_rs(x, plain.t()), x) == ["gemm_rs", "ag_gemm"]
@@ -114,6 +114,26 @@ def only_what_is_needed(rank: int) -> None:
     assert called(lambda x, up: ops.gemm_ar(x, up.t()), x, up) == ["gemm_ar", "all_reduce"]
     bias = leaf(5, 8)
     assert called(lambda bias: ops.gemm_ar(fixed, plain.t(), bias=bias), bias) == ["gemm_ar"]
+
+
+def gradients_of_some_ranks(rank: int) -> None:
+    """A gradient of what was gathered, or of one product of several, may come on some ranks only."""
+    x, up = torch.ones(4, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
+
+    def gathered() -> torch.Tensor:
+        y, rows = tunedcomm.ag_gemm(x, up.t(), return_gathered=True)
+        return y.sum() + rows.sum() if rank == 0 else y.sum()
+
+    def several() -> torch.Tensor:
+        y, z = tunedcomm.ag_gemm(x, [up.t(), up])
+        return y.sum() + z.sum() if rank == 0 else y.sum()
+
+    for loss, total in ((gathered, 8 * WORLD_SIZE + 1.0), (several, 8 * WORLD_SIZE + 8.0)):
+        value = loss()
+        with Recorded() as recorded:
+            (found,) = torch.autograd.grad(value, x)
+        assert [call[0].split(".")[1] for call in recorded.calls] == ["reduce_scatter"]
+        assert torch.equal(found, torch.full_like(x, total))
 
 
 def settings_carry_over(rank: int) -> None:
@@ -194,6 +214,7 @@ CASES: dict[str, Case] = {
     "as by parts": as_by_parts,
     "wider results": wider_results,
     "no collective that nobody needs": only_what_is_needed,
+    "gradients of some ranks": gradients_of_some_ranks,
     "settings carry over": settings_carry_over,
     "layouts of gradients": layouts,
     "refused": refused,

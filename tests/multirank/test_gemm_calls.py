@@ -183,6 +183,18 @@ def empty_body(rank: int, world_size: int) -> bool:
     assert torch.equal(tunedcomm.gemm_ar(a[:, :0], deep, bias=b[0]), torch.ones(world_size, 16))
     assert torch.equal(tunedcomm.gemm_rs(a[:, :0], deep), torch.zeros(1, 16))
     assert torch.equal(tunedcomm.ag_gemm(a[:, :0], [deep, deep])[1], torch.zeros(world_size**2, 16))
+    for first in (True, False):  # a feature that some ranks have and others have not
+        width = int((rank == 0) == first)
+        total = 1.0 if first else float(sum(range(2, world_size + 1)))
+        for weight in (b[:width], torch.ones(16, width).t()):
+            some = a[:, :width].contiguous()
+            assert torch.equal(tunedcomm.gemm_ar(some, weight), torch.full((world_size, 16), total))
+            assert torch.equal(tunedcomm.gemm_ar(some, weight, bias=b[0]), torch.full((world_size, 16), total + 1))
+            assert torch.equal(tunedcomm.gemm_rs(some, weight), torch.full((1, 16), total))
+    with tunedcomm.force("gemm_ar", "one_shot"):
+        for _ in range(3):
+            found = tunedcomm.gemm_ar(torch.ones(64, 0).bfloat16(), torch.ones(0, 64).bfloat16())
+            assert torch.equal(found, torch.zeros_like(found))
     near(
         tunedcomm.gemm_ar(a, b),
         8.0 * sum(range(1, world_size + 1)) * torch.ones(world_size, 16),

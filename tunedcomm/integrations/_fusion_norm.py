@@ -44,9 +44,21 @@ def find_norms(graph: fx.Graph) -> dict[Node, Node]:
     return {norm.wait: root for root in roots if (norm := norm_of(root)) is not None}
 
 
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """True if every number of `narrow` is one of `wide`; of floating-point numbers only."""
+    if not (wide.is_floating_point and narrow.is_floating_point):
+        return False
+    a, b = torch.finfo(wide), torch.finfo(narrow)
+    return wide == narrow or (a.eps <= b.eps and a.max >= b.max and a.tiny <= b.tiny and a.bits > b.bits)
+
+
+def _is_cast(node: Any) -> bool:
+    return is_call(node, _prims.convert_element_type.default, _aten._to_copy.default)
+
+
 def _uncast(node: Any) -> Any:
-    """What a node converts to another dtype, or the node."""
-    while is_call(node, _prims.convert_element_type.default, _aten._to_copy.default):
+    """What a node converts to another dtype in which nothing is lost, or the node."""
+    while _is_cast(node) and _holds(val(node).dtype, val(node.args[0]).dtype):
         node = node.args[0]
     return node
 
@@ -77,9 +89,10 @@ def _factor(product: Node, one: Node) -> Any:
     return product.args[1] if product.args[0] is one else product.args[0]
 
 
-def _with_casts(node: Node) -> Iterator[Node]:
+def _with_casts(node: Node, least: torch.dtype) -> Iterator[Node]:
+    """The node and its conversions to dtypes that hold all numbers of `least`."""
     yield node
-    yield from (user for user in node.users if _uncast(user) is not user)
+    yield from (user for user in node.users if _is_cast(user) and _holds(val(user).dtype, least))
 
 
 def norm_of(rsqrt: Node) -> Norm | None:
@@ -93,12 +106,12 @@ def norm_of(rsqrt: Node) -> Norm | None:
     if total is None:
         return None
     for normal in (user for user in rsqrt.users if _factor(user, rsqrt) in (x, h)):
-        for scaled in _with_casts(normal):
+        for scaled in _with_casts(normal, val(h).dtype):
             for product in scaled.users:
                 weight = _uncast(_factor(product, scaled))
                 if not isinstance(weight, fx.Node) or tuple(val(weight).shape) != tuple(val(h).shape[-1:]):
                     continue
-                for y in _with_casts(product):
+                for y in _with_casts(product, val(h).dtype):
                     if val(y).dtype == val(h).dtype and val(y).shape == val(h).shape:
                         wait, bias, residual, added = total
                         return Norm(wait, h, y, weight, eps, bias, residual, added)

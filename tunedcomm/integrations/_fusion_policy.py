@@ -6,7 +6,7 @@ measured beside the kernels. So a fused kernel pays where the dispatcher chooses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +16,7 @@ from tunedcomm.communicator import Communicator
 from tunedcomm.dispatcher import explain
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations._fusion_graph import LeftError, Node, static
+from tunedcomm.integrations._fusion_shards import Shards
 from tunedcomm.ops import _operators
 from tunedcomm.ops._path import paths
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
@@ -24,6 +25,7 @@ __all__ = ["WHEN", "Policy", "Verdict", "When"]
 
 When: TypeAlias = Literal["pays", "always", "never"]
 WHEN: tuple[When, ...] = ("pays", "always", "never")
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How one group's patterns are judged; arguments as `fusion_pass` has them."""
+    """How one group's patterns are judged; arguments as `fusion_pass` has them.
+
+    Attributes:
+        shards: what is known of sizes that ranks may differ in; None: they differ in none.
+    """
 
     communicator: Communicator
     when: When
     numerics: NumericsPolicy
     max_sms: int | None
     mode: Mode
+    shards: Shards | None = None
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -59,14 +66,27 @@ class Policy:
         communicator = self.communicator
         return communicator.world_size, communicator.group.group_name, self.numerics, self.max_sms
 
-    def judge(self, operator: str, inputs: Sequence[Any], option: Any) -> Verdict:
-        """Whether the operator is to stand for its parts.
+    def judge(self, operator: str, inputs: Sequence[Any], option: Any, own: Mapping[str, Any] = _NONE) -> Verdict:
+        """Whether the operator is to stand for its parts; the same on every rank.
 
         Args:
             operator: its name.
             inputs: its tensors as nodes or fake tensors, None for those that are not there.
             option: as its path takes it.
+            own: sizes that ranks may differ in, by what they are of.
         """
+        verdict = self._judge(operator, inputs, option)
+        if not verdict.fuse or self.shards is None:
+            return verdict
+        try:
+            for what, size in own.items():
+                self.shards.check(what, size)
+        except LeftError as left:
+            return replace(verdict, fuse=False, why=str(left))
+        return verdict
+
+    def _judge(self, operator: str, inputs: Sequence[Any], option: Any) -> Verdict:
+        """The verdict on this rank's sizes."""
         fakes = tuple(each.meta["val"] if isinstance(each, fx.Node) else each for each in inputs)
         try:
             problem = self._problem(operator, fakes, option)

@@ -76,7 +76,8 @@ class Gather:
         several = len(self.products) > 1
         b = max((b for _, b, _ in self.products), key=lambda b: val(b).shape[1])
         operator = "ag_gemm_gathered" if several or self.kept else "ag_gemm"
-        return policy.judge(operator, (self.collective.args[0], b, None, None), (None,))
+        own = {f"the columns of {b.name}": val(b).shape[1] for _, b, _ in self.products}
+        return policy.judge(operator, (self.collective.args[0], b, None, None), (None,), own)
 
     def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
         """Put the fused op where the gather was waited for."""
@@ -183,10 +184,11 @@ class Reduce:
 
     def judge(self, policy: Policy) -> Verdict:
         a, b, bias = self._operands()
+        own = {f"the rows of {b.name}": val(b).shape[0]}
         if self.scatters:
-            verdict = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction))
+            verdict = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction), own)
         else:
-            verdict = policy.judge("gemm_ar", (a, b, bias, None, None), (None,))
+            verdict = policy.judge("gemm_ar", (a, b, bias, None, None), (None,), own)
         return verdict if bias is None else policy.with_bias(verdict, bias, self.reduction)
 
     def rewrite(self, graph: fx.Graph, policy: Policy) -> None:

@@ -7,7 +7,8 @@ With G the gathered rows of all ranks, ' for a gradient and ᵀ for a transpose:
     gemm_ar   y = all_reduce(a·b) + bias       a' = all_reduce(y')·bᵀ                      b' = aᵀ·all_reduce(y')
 
 `ag_gemm` keeps this rank's rows only and gathers once more for b'; `ag_gemm_gathered` and `ag_gemm_list` keep the G
-that they return. Gradients are rounded to the operands' dtype where the result has another.
+that they return, and their a' is a reduce_scatter of the sum of what reached it. Gradients are rounded to the operands'
+dtype where the result has another.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def _ag_gemm(ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | 
     rows, b = ctx.saved_tensors
     wants_a, wants_b, *_ = ctx.needs_input_grad
     group_size, group, _, max_sms = ctx.settings
-    grad_a = _scattered([grad], [b], grad_gathered, rows.dtype, ctx.settings) if wants_a else None
+    grad_a = None
+    if wants_a and ctx.from_gathered:
+        grad_a = _scattered([grad], [b], grad_gathered, rows, ctx.settings)
+    elif wants_a:
+        grad_a = _ops.gemm_rs(grad.to(rows.dtype), b.t(), None, None, None, "sum", *ctx.settings)  # type: ignore[union-attr]
     grad_b = None
     if wants_b and grad is not None:
         gathered = rows if ctx.from_gathered else _ops.all_gather(rows, 0, group_size, group, max_sms)
@@ -72,21 +77,20 @@ def _scattered(
     grads: Sequence[torch.Tensor | None],
     several: Sequence[torch.Tensor],
     grad_gathered: torch.Tensor | None,
-    dtype: torch.dtype,
+    gathered: torch.Tensor,
     settings: Sequence[Any],
-) -> torch.Tensor | None:
-    """This rank's rows of the sum over ranks of what reached the gathered a; None if nothing did."""
-    reached = [(grad.to(dtype), b) for grad, b in zip(grads, several, strict=True) if grad is not None]
-    group_size, group, numerics, max_sms = settings
-    if grad_gathered is None and len(reached) == 1:
-        grad, b = reached[0]
-        return _ops.gemm_rs(grad, b.t(), None, None, None, "sum", *settings)  # type: ignore[no-any-return]
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of what reached the gathered a.
+
+    Which of several results a gradient reaches may differ from rank to rank, so the collective does not depend on it.
+    """
     total = grad_gathered
-    for grad, b in reached:
-        part = grad @ b.t()
-        total = part if total is None else total + part
-    if total is None:
-        return None
+    for grad, b in zip(grads, several, strict=True):
+        if grad is not None:
+            part = grad.to(gathered.dtype) @ b.t()
+            total = part if total is None else total + part
+    total = torch.zeros_like(gathered) if total is None else total
+    group_size, group, numerics, max_sms = settings
     return _ops.reduce_scatter(total, "sum", 0, group_size, group, numerics, max_sms)  # type: ignore[no-any-return]
 
 
@@ -102,7 +106,7 @@ def _ag_gemm_list(ctx: Any, found: Sequence[torch.Tensor | None]) -> tuple[Any, 
     *grads, grad_gathered = found
     gathered, *several = ctx.saved_tensors
     wants_a, wants_b, *_ = ctx.needs_input_grad
-    grad_a = _scattered(grads, several, grad_gathered, gathered.dtype, ctx.settings) if wants_a else None
+    grad_a = _scattered(grads, several, grad_gathered, gathered, ctx.settings) if wants_a else None
     grad_b = [
         _of_b(gathered, grad.to(b.dtype), b) if wants and grad is not None else None
         for wants, grad, b in zip(wants_b, grads, several, strict=True)

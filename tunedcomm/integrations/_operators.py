@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tunedcomm.integrations import _run
-from tunedcomm.integrations._routed import Route, RoutedGroup, inside
+from tunedcomm.integrations._routed import Route, RoutedGroup
+from tunedcomm.kernels._own import own
 
-__all__ = ["KEY", "OPERATORS", "by_group", "by_name", "make_kernels"]
+__all__ = ["KEY", "OPERATORS", "by_group", "by_name", "drop", "is_live", "make_kernels"]
 
 # Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
 by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
@@ -68,12 +70,27 @@ _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect
 
 def _of_object(group: Any) -> RoutedGroup | None:
     """The intercepted group behind an operator's argument; None while a served call runs."""
-    return None if inside.yes else by_group.get(dist.ProcessGroup.unbox(group))
+    return None if own.yes else by_group.get(dist.ProcessGroup.unbox(group))
 
 
 def _of_name(group: Any) -> RoutedGroup | None:
     """The same for functional operators, which are given a name or, by newer torch, the group."""
-    return None if inside.yes else by_name.get(group) if isinstance(group, str) else _of_object(group)
+    if not isinstance(group, str):
+        return _of_object(group)
+    of = None if own.yes else by_name.get(group)
+    return of if of is not None and is_live(of.group) else None
+
+
+def is_live(group: dist.ProcessGroup) -> bool:
+    """True unless the group was destroyed: one that is made later may have its name."""
+    return group in distributed_c10d._world.pg_names
+
+
+def drop(routed: RoutedGroup) -> None:
+    """Intercept a group no more; another one of its name stays."""
+    by_group.pop(routed.group, None)
+    for name in [name for name, held in by_name.items() if held is routed]:
+        del by_name[name]
 
 
 def _chosen(of: RoutedGroup | None, route: Route | None, x: torch.Tensor) -> bool:
@@ -254,11 +271,11 @@ def _all_to_all(original: Kernel) -> Kernel:
 
 def _inside(run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     """A served call on the current stream; nothing is left to wait for, and waiting for it is allowed."""
-    inside.yes = True
+    own.yes = True
     try:
         return run(*arguments)
     finally:
-        inside.yes = False
+        own.yes = False
 
 
 _MAKERS: dict[tuple[str, str], Callable[[Kernel], Kernel]] = {

@@ -8,7 +8,6 @@ lies in memory is this rank's own matter and is dealt with by copies.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -28,16 +27,7 @@ from tunedcomm.ops._path import paths
 # Whose paths are asked: a path is known once its module is imported.
 _SERVING = (all_gather, all_reduce, all_to_all, reduce_scatter)
 
-__all__ = ["Choice", "Route", "RoutedCall", "RoutedGroup", "inside"]
-
-
-class _Inside(threading.local):
-    """True while a served call runs: what the library is asked for then is the library's."""
-
-    yes = False
-
-
-inside = _Inside()
+__all__ = ["Choice", "Route", "RoutedCall", "RoutedGroup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +95,14 @@ class RoutedGroup:
         group: the process group.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         depth: how many blocks and installs hold it.
+        device: where it works; None: on the current CUDA device, or the CPU where there is none.
         record: every choice that was made, also those that were made anew since.
     """
 
     group: dist.ProcessGroup
     max_count: int | None = None
     depth: int = 0
+    device: torch.device | None = None
     record: dict[RoutedCall, Choice] = field(default_factory=dict)
     side_stream: Any = None
     _communicator: Communicator | None = None
@@ -122,16 +114,15 @@ class RoutedGroup:
     @property
     def communicator(self) -> Communicator:
         """The group's communicator; made anew, collectively, after it was released."""
-        if self._communicator is None:
-            self._communicator = get_communicator(self.group)
-        return self._communicator
+        known = self._communicator
+        if known is None:  # another thread may forget it as soon as it is there
+            known = self._communicator = get_communicator(self.group, self.device)
+        return known
 
     def choose(self, route: Route, x: torch.Tensor) -> Choice:
         """Where this call goes; counted as made."""
         capturing = is_capturing()
-        known = self._communicator
-        symmetric = known is not None and known.any_symmetric and known.is_symmetric(x)
-        key = (route, x.shape, x.dtype, x.device, x.layout, symmetric, capturing)
+        key = (route, x.shape, x.dtype, x.device, x.layout, capturing)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._decide(route, x)
@@ -142,6 +133,16 @@ class RoutedGroup:
         if choice.miss is not None:
             choice.miss()
         return choice
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy where it lies in symmetric memory.
+
+        Callers of `torch.distributed` promise nothing of where it lies there, nor that it does so on every rank.
+        """
+        known = self._communicator
+        if known is None or not known.any_symmetric or not known.is_symmetric(x):
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
 
     def forget(self) -> None:
         """Choose anew from the next calls on."""

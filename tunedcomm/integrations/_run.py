@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tunedcomm.integrations._routed import RoutedGroup, inside
+from tunedcomm.integrations._routed import RoutedGroup
+from tunedcomm.kernels._own import own
 from tunedcomm.ops.all_gather import all_gather
 from tunedcomm.ops.all_reduce import all_reduce
 from tunedcomm.ops.all_to_all import all_to_all
@@ -48,15 +49,19 @@ def start(of: RoutedGroup, call: Callable[[], Any], results: Any, tensors: Seque
 
 def _served(call: Callable[[], Any]) -> None:
     """What the library is asked for in between is the library's."""
-    inside.yes = True
+    own.yes = True
     try:
         call()
     finally:
-        inside.yes = False
+        own.yes = False
 
 
 def _work(results: Any, devices: list[int | str | torch.device] | None) -> Any:
-    """A work object that is done when the current stream is here; its wait() makes the stream of then wait."""
+    """A work object that is done when the current stream is here; its wait() makes the stream of then wait.
+
+    It is torch's own around a future, which refuses a timeout. A class of Python's would take one, but what it overrides
+    is lost once only C++ holds it, as functional collectives and DDP do: their wait() would then wait for ever.
+    """
     future: Any = torch.futures.Future(devices=devices)
     future.set_result(results)
     c10d: Any = torch._C._distributed_c10d
@@ -68,9 +73,11 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1)
 
 
-def _into(x: torch.Tensor, out: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+def _into(
+    of: RoutedGroup, x: torch.Tensor, out: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> None:
     """`run(flat input, flat output)`, whatever `out`'s strides are and even where it shares memory with `x`."""
-    flat, target = _flat(x), out.detach()
+    flat, target = of.plain(_flat(x)), out.detach()
     sink = target.view(-1) if target.is_contiguous() else torch.empty_like(target.reshape(-1))
     if -sink.nbytes < sink.data_ptr() - flat.data_ptr() < flat.nbytes:
         flat = flat.clone()
@@ -82,28 +89,30 @@ def _into(x: torch.Tensor, out: torch.Tensor, run: Callable[[torch.Tensor, torch
 def reduce(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor | None) -> torch.Tensor:
     """All-reduce `x` into a new tensor, or into `x`."""
     x = x.detach()
-    return all_reduce(x, op=reduction, group=of.group, out=None if out is None else x)
+    plain = of.plain(x)
+    found = all_reduce(plain, op=reduction, group=of.group, out=None if out is None else plain)
+    return x.copy_(found) if out is not None and plain is not x else found
 
 
 def gather(of: RoutedGroup, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """All-gather `x` along dimension 0 into a new tensor, or into as many elements."""
     if out is None:
-        return all_gather(x.detach(), group=of.group)
-    _into(x, out, lambda flat, sink: all_gather(flat, group=of.group, out=sink))
+        return all_gather(of.plain(x.detach()), group=of.group)
+    _into(of, x, out, lambda flat, sink: all_gather(flat, group=of.group, out=sink))
     return out
 
 
 def scatter(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor | None) -> torch.Tensor:
     """Reduce `x` and keep this rank's part of dimension 0 in a new tensor, or in as many elements."""
     if out is None:
-        return reduce_scatter(x.detach(), op=reduction, group=of.group)
-    _into(x, out, lambda flat, sink: reduce_scatter(flat, op=reduction, group=of.group, out=sink))
+        return reduce_scatter(of.plain(x.detach()), op=reduction, group=of.group)
+    _into(of, x, out, lambda flat, sink: reduce_scatter(flat, op=reduction, group=of.group, out=sink))
     return out
 
 
 def to_all(of: RoutedGroup, x: torch.Tensor, out: torch.Tensor) -> None:
     """Exchange equal parts."""
-    _into(x, out, lambda flat, sink: all_to_all(flat, group=of.group, out=sink))
+    _into(of, x, out, lambda flat, sink: all_to_all(flat, group=of.group, out=sink))
 
 
 def to_all_rows(

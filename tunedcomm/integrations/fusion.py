@@ -12,8 +12,9 @@ collectives, and so DTensor's tensor and sequence parallel plans, are operators 
 | product → all_reduce | `gemm_ar` |
 | all_reduce → (bias, residual added) → RMS norm | `all_reduce_rms_norm` |
 
-**Ranks.** A rewrite rests on the graph, on the table that the group agreed on and on the pass's arguments, which all
-ranks have in common, so all ranks rewrite alike.
+**Ranks.** All must rewrite alike. They have the table and the pass's arguments in common, and of the graph all but the
+sizes of shards, for a dimension need not be split evenly. A product is fused where its shard's size is known to be the
+same on every rank, from what `_fusion_shards` reads off DTensors, or where the caller says `even_shards=True`.
 
 **What is left.** Whatever differs from these patterns stays as it is, with the reason in `records` and in the log.
 """
@@ -50,6 +51,7 @@ from tunedcomm.integrations._fusion_rewrite import (
     reduced_by,
     scattered_by,
 )
+from tunedcomm.integrations._fusion_shards import Shards
 from tunedcomm.integrations.torch_version import check_torch
 from tunedcomm.spec import Mode, NumericsPolicy
 from tunedcomm.version import VERSION
@@ -123,10 +125,13 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         numerics: NumericsPolicy,
         max_sms: int | None,
         mode: Mode | None,
+        *,
+        even_shards: bool = False,
     ) -> None:
         self._groups = groups
         self._asked = (when, numerics, max_sms)
         self._mode = mode
+        self._even_shards = even_shards
         self._patches: list[Any] = []
         self.records: list[FusionRecord] = []
 
@@ -148,13 +153,15 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             graph.lint()
 
     def uuid(self) -> str:
-        """What Inductor's cache tells passes apart by: code, arguments, and the tables that the groups agreed on."""
+        """What Inductor's cache tells passes apart by: code, arguments, groups' tables, and what is known of shards."""
         known: list[Any] = []
         for group in self._groups:
             communicator = get_communicator(group)
             settings = communicator.settings
             known.append((group.group_name, communicator.world_size, communicator.snapshot.digest, settings.mode))
             known.append((repr(communicator.limits), sorted(settings.forced.items())))
+            shards = self._shards(group)
+            known.append(shards and (sorted(shards.even), sorted(shards.uneven)))
         asked = (self._asked, self._mode, sorted(forced_here().items()), known)
         return hashlib.sha256(f"{_source()} {asked!r}".encode()).hexdigest()
 
@@ -187,7 +194,14 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
     def _policies(self) -> dict[str, Policy]:
         """Group name to how its patterns are judged."""
         mode: Mode = self._mode or ("graph" if config.triton.cudagraphs else "eager")
-        return {group.group_name: Policy(get_communicator(group), *self._asked, mode) for group in self._groups}
+        return {
+            group.group_name: Policy(get_communicator(group), *self._asked, mode, self._shards(group))
+            for group in self._groups
+        }
+
+    def _shards(self, group: dist.ProcessGroup) -> Shards | None:
+        """What is known of the sizes of shards in what is compiled now; None where the caller knows."""
+        return None if self._even_shards else Shards.of(group.group_name)
 
     def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Sequence[Any]) -> bool:
         """Fuse the best of the patterns that a collective is part of; True if there was one."""
@@ -228,6 +242,7 @@ def fusion_pass(
     numerics: NumericsPolicy = "default",
     max_sms: int | None = None,
     mode: Mode | None = None,
+    even_shards: bool = False,
 ) -> FusionPass:
     """A pass for `torch.compile` that fuses collectives on `groups` with the products and norms around them.
 
@@ -243,6 +258,9 @@ def fusion_pass(
         numerics, max_sms: for the fused ops, and for what they are judged by.
         mode: whether the compiled code runs in CUDA graphs (`graph`) or not (`eager`), which decides what pays. None:
             as `torch.compile` is asked for by `mode="reduce-overhead"`; pass `graph` if you capture it yourself.
+        even_shards: the caller's word that every product has the same sizes on all ranks, which nothing checks: where
+            it does not hold, ranks wait for each other in different kernels. Without it products are fused whose shards
+            are those of parameters that are DTensors split evenly over the group.
 
     Raises:
         NotInitializedError: no default process group.
@@ -267,4 +285,4 @@ def fusion_pass(
     check_policy(numerics)
     check_max_sms(max_sms)
     resolved = tuple(dict.fromkeys(get_communicator(group).group for group in groups or (None,)))
-    return FusionPass(resolved, when, numerics, max_sms, mode)
+    return FusionPass(resolved, when, numerics, max_sms, mode, even_shards=even_shards)

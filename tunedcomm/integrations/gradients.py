@@ -44,7 +44,7 @@ def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     dim, group_size, group, max_sms = ctx.settings
     rest = (group_size, group, "default", max_sms)
     if grad.is_complex():
-        whole = torch.view_as_real(grad)
+        whole = torch.view_as_real(grad.resolve_conj())  # as the gradient of a conjugate is
         mine = torch.view_as_complex(_ops.reduce_scatter(whole, "sum", dim % max(grad.dim(), 1), *rest))
     else:
         mine = _ops.reduce_scatter(grad, "sum", dim, *rest)

@@ -49,6 +49,7 @@ from tunedcomm.errors import NotInitializedError, UnsupportedInputError, Unsuppo
 from tunedcomm.integrations import _operators
 from tunedcomm.integrations._routed import RoutedCall, RoutedGroup
 from tunedcomm.integrations.torch_version import check_torch
+from tunedcomm.kernels._own import intercepted
 
 __all__ = ["Interception", "RoutedCall", "install", "intercept", "uninstall"]
 
@@ -108,12 +109,14 @@ def _register() -> None:
     for (namespace, name), kernel in made.items():
         libraries[namespace].impl(name, kernel, _operators.KEY, with_keyset=True)
     _libraries.extend(libraries.values())
+    intercepted.append(True)
     _device_keys.update(wanted)
 
 
 def _unregister() -> None:
     """A library that is dropped takes its kernels out again."""
     _libraries.clear()
+    intercepted.clear()
     _device_keys.clear()
 
 
@@ -123,6 +126,7 @@ def _check() -> None:
         (torch.ops.c10d.allreduce_.default, "redispatch"),
         (torch._C, "_dispatch_keyset_full_after"),
         (dist.ProcessGroup, "unbox"),
+        (dist.distributed_c10d._world, "pg_names"),
         (torch._C._distributed_c10d, "_create_work_from_future"),
     ):
         if not hasattr(owner, name):
@@ -145,6 +149,8 @@ def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) 
     for group in resolved:
         get_communicator(group)  # collective, and refuses what is no group of this rank's
     with _lock:
+        for gone in [each for each in _operators.by_group.values() if not _operators.is_live(each.group)]:
+            _operators.drop(gone)
         held: list[RoutedGroup] = []
         for group in resolved:
             assert group is not None
@@ -171,8 +177,7 @@ def _leave(groups: tuple[RoutedGroup, ...]) -> None:
         for routed in groups:
             routed.depth -= 1
             if routed.depth == 0:
-                _operators.by_group.pop(routed.group, None)
-                _operators.by_name.pop(routed.group.group_name, None)
+                _operators.drop(routed)
                 routed.forget()
         if not _operators.by_group:
             _unregister()

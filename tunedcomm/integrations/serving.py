@@ -65,7 +65,7 @@ class ServingAllReduce:
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.max_bytes = max_bytes
         self.disabled = False
-        self._routed = RoutedGroup(self.group)
+        self._routed = RoutedGroup(self.group, device=self.device)
 
     def should_use(self, x: torch.Tensor) -> bool:
         """True if a kernel is expected to be faster than the library here; the same on every rank.
@@ -90,7 +90,11 @@ class ServingAllReduce:
             UnsupportedInputError: a dtype or an `out` that cannot be served.
             PeerTimeoutError: an earlier call on the group waited for a peer in vain.
         """
-        return all_reduce(x.detach(), group=self.group, out=out)
+        x = x.detach()
+        plain = self._routed.plain(x)
+        if plain is x or out is None or out.data_ptr() != x.data_ptr():
+            return all_reduce(plain, group=self.group, out=out)
+        return out.copy_(all_reduce(plain, group=self.group, out=plain))
 
     def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
         """`all_reduce` into a new tensor, or None where `should_use(x)` is False."""

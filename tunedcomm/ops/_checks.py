@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tunedcomm.errors import UnsupportedInputError
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_input",
     "check_out",
     "check_reduction",
+    "check_tangents",
     "normal_dim",
 ]
 
@@ -106,6 +108,19 @@ def check_differentiable(op: str, tensors: Sequence[torch.Tensor | None]) -> Non
     """Refuse tensors that need gradients: nothing would be recorded for them."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise UnsupportedInputError(f"{op} is not differentiable; call it under torch.no_grad() or pass x.detach()")
+
+
+def check_tangents(tensors: Sequence[Any]) -> None:
+    """Refuse tensors with forward-mode tangents, which no result would have."""
+    if forward_ad._current_level < 0:
+        return
+    unpacked: Any = forward_ad.unpack_dual  # untyped
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and unpacked(tensor).tangent is not None:
+            raise UnsupportedInputError(
+                "there are no forward-mode derivatives of collectives here; pass torch.autograd.forward_ad's "
+                "unpack_dual(x).primal, and call the op on the tangent, too, where it is linear"
+            )
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
 from tunedcomm.communicator import Communicator
 from tunedcomm.spec import NumericsPolicy
@@ -144,6 +145,7 @@ def _into_new(
             or (_option is not option and _option != option)
             or _numerics is not numerics
             or _max_sms is not max_sms
+            or forward_ad._current_level >= 0
         ):
             return None
         stream = stream_of(device_index)
@@ -183,6 +185,7 @@ def _into_given(
             or (_option is not option and _option != option)
             or _numerics is not numerics
             or _max_sms is not max_sms
+            or forward_ad._current_level >= 0
         ):
             return None
         stream = stream_of(device_index)
@@ -225,6 +228,7 @@ def _into_input(
             or (_option is not option and _option != option)
             or _numerics is not numerics
             or _max_sms is not max_sms
+            or forward_ad._current_level >= 0
         ):
             return None
         stream = stream_of(device_index)

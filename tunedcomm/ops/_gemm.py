@@ -25,6 +25,7 @@ from tunedcomm.spec import Problem
 __all__ = ["OUT_DTYPES", "GemmForm", "is_nk", "out_dtype_of"]
 
 _FP8 = torch.float8_e4m3fn
+_LEAST_K = 64  # of a product that stands for one without columns
 _NAMED = {**FLOATS, _FP8: "float8_e4m3fn"}
 # Dtype of the operands to those that the result may have, the usual one first.
 OUT_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
@@ -174,14 +175,17 @@ class GemmForm(ManyForm):
         return tuple(a.shape), tuple(b.shape) if isinstance(b, torch.Tensor) else None
 
     def is_idle(self, inputs: Tensors, results: Tensors, option: Any) -> bool:
-        """Nothing is summed where K is 0, and there are no results where M or N is; only A may still be gathered."""
-        del option
-        given = dict(zip(self.inputs, inputs, strict=True))
-        if given["a"].shape[-1] == 0:
-            bias = given.get("bias")
-            results[0].copy_(bias) if bias is not None else results[0].zero_()
-            return True
+        """There are no results where M or N is 0; a K of 0 is this rank's own matter where products are summed."""
+        del inputs, option
         return all(result.numel() == 0 for result in results)
+
+    def served(self, inputs: Tensors) -> Tensors:
+        """Operands without columns as some of zeros: the sum over ranks is taken all the same."""
+        if inputs[0].shape[-1]:
+            return inputs
+        a, b = inputs[:2]
+        columns = b.new_zeros((b.shape[1], _LEAST_K)).t() if is_nk(b) else b.new_zeros((_LEAST_K, b.shape[1]))
+        return (a.new_zeros((*a.shape[:-1], _LEAST_K)), columns, *inputs[2:])
 
     def operands(self, inputs: Tensors) -> Tensors:
         given = dict(zip(self.inputs, inputs, strict=True))

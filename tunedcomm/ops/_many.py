@@ -108,6 +108,10 @@ class ManyForm(ABC):
         del results, option
         return bool(inputs[0].numel() == 0)
 
+    def served(self, inputs: Tensors) -> Tensors:
+        """What stands for the inputs of a call that is not idle: themselves, or others with the same results."""
+        return inputs
+
     def operands(self, inputs: Tensors) -> Tensors:
         """The inputs in the shapes that launches take: views, or copies where there is no such view."""
         return inputs
@@ -251,11 +255,13 @@ class ManyPath:
         inputs = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
         if self.form.is_idle(inputs, tuple(result.detach() for result in results), asked.option):
             return results, None
+        served = self.form.served(inputs)
         if communicator.world_size == 1:
-            for result, value in zip(results, self.form.alone(inputs, asked.option), strict=True):
+            for result, value in zip(results, self.form.alone(served, asked.option), strict=True):
                 result.detach().copy_(value)
             return results, None
-        return results, self._run(communicator, inputs, results, asked)
+        plan = self._run(communicator, served, results, asked)
+        return results, plan if served is inputs else None
 
     def _run(
         self, communicator: Communicator, inputs: Tensors, results: Sequence[torch.Tensor], asked: ManyAsked

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
 from tunedcomm.communicator import Communicator
 from tunedcomm.ops._fast import MISALIGNED, current_device, empty, is_capturing, make_guard, raw_stream
@@ -144,6 +145,7 @@ def make(
             or (_option is not option and _option != option)
             or _numerics is not numerics
             or _max_sms is not max_sms
+            or forward_ad._current_level >= 0
         ):
             return None
         addresses: list[int] = []

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
-from tunedcomm.ops._checks import check_differentiable
+from tunedcomm.ops._checks import check_differentiable, check_tangents
 
 __all__ = ["call", "call_into", "goes_by_operator", "group_arguments", "is_dynamo_compiling", "lists", "paths"]
 
@@ -40,8 +40,10 @@ def goes_by_operator(tensors: Sequence[Any]) -> bool:
     """True for inputs that need gradients or are being traced.
 
     Raises:
-        UnsupportedInputError: inside a `torch.func` transform, which no operator of PyTorch's library supports.
+        UnsupportedInputError: inside a `torch.func` transform, which no operator of PyTorch's library supports, or a
+            tensor has a forward-mode tangent.
     """
+    check_tangents(tensors)
     if _num_modes():
         return True
     if _transform() is not None:

@@ -109,7 +109,8 @@ class Form(ABC):
 
 def is_usable(tensor: torch.Tensor) -> bool:
     """True if the bytes at the tensor's address are its elements, in order, for kernels to take as they are."""
-    return tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED and not tensor.is_neg()
+    plain = tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED
+    return plain and not tensor.is_neg() and not tensor.is_conj()
 
 
 def communicator_for(op: str, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
@@ -226,7 +227,7 @@ class CallPath:
         return self._slow(communicator, x, out, asked) if result is None else result
 
     def planned(self, x: torch.Tensor, option: Hashable, group: dist.ProcessGroup, *, in_place: bool) -> Plan:
-        """The plan of a call with this input, by the default policy; made and bound now, but not launched.
+        """The plan of a call with such an input in plain memory, by the default policy; bound now, but not launched.
 
         Raises:
             UnsupportedInputError: the call would be refused.
@@ -235,8 +236,7 @@ class CallPath:
         communicator, x = communicator_for(self.form.op, x, group), x.detach()
         asked = Asked(option, "input" if in_place else "new", "default", None, is_capturing())
         self._check(x, None, asked, communicator.world_size)
-        symmetric = communicator.is_symmetric(x) and self.form.is_direct(x, option)
-        return self._plan(communicator, x, asked, in_place=in_place, symmetric=symmetric)
+        return self._plan(communicator, x, asked, in_place=in_place, symmetric=False)
 
     def _known_call(
         self,
@@ -281,12 +281,13 @@ class CallPath:
 
     @staticmethod
     def _is_plain(tensor: torch.Tensor) -> bool:
-        """True for dense, contiguous tensors without gradients; lazily negated memory holds the opposite."""
+        """True for dense, contiguous tensors without gradients; memory of lazy ones holds something else."""
         return (
             not tensor.requires_grad
             and tensor.layout is torch.strided
             and tensor.is_contiguous()
             and not tensor.is_neg()
+            and not tensor.is_conj()
         )
 
     def _target(

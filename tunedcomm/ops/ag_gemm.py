@@ -12,7 +12,7 @@ from tunedcomm.kernels._matmul import operands_of, wanted_of
 from tunedcomm.ops import _operators
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._gemm_several import Several
-from tunedcomm.ops._many import ManyPath
+from tunedcomm.ops._many import ManyPath, Tensors
 from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
@@ -33,6 +33,13 @@ class _AgGemm(GemmForm):
 
     def words(self, option: Any) -> tuple[int, ...]:
         return (0,)  # in place of the gathered a
+
+    def is_idle(self, inputs: Tensors, results: Tensors, option: Any) -> bool:
+        """Nothing is gathered where K is 0, on every rank alike; where N is, A may still be."""
+        if inputs[0].shape[-1]:
+            return super().is_idle(inputs, results, option)
+        results[0].zero_()
+        return True
 
 
 class _AgGemmGathered(_AgGemm):
