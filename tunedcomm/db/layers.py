@@ -33,6 +33,7 @@ __all__ = [
     "Layer",
     "is_absent",
     "layers",
+    "layers_beside",
     "load_snapshot",
     "named_layers",
     "packaged_databases",
@@ -170,6 +171,26 @@ def _all_layers() -> list[Layer]:
 def layers() -> list[Layer]:
     """Every layer, nearest first; a user without a place for a database has none, which is said once."""
     return _all_layers()
+
+
+def layers_beside(target: str) -> list[Layer]:
+    """Every layer, and what other hosts have written in place of `target`, but for that database itself.
+
+    Raises:
+        DatabaseAccessError: `target` is neither a path nor a URL.
+    """
+    found = {_place(layer.target): layer for layer in (*user_layers(target), *_all_layers()) if not is_absent(layer)}
+    found.pop(_place(target), None)
+    return list(found.values())
+
+
+def _place(target: str) -> str:
+    """What two names of one database have in common."""
+    try:
+        path = parse_target(target).path
+        return target if path is None else str(path.resolve())
+    except (DatabaseError, OSError, RuntimeError):  # whoever opens it says so
+        return target
 
 
 def is_absent(layer: Layer) -> bool:
