@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from tunedcomm.db.records import PinRecord
     from tunedcomm.hardware import Environment
 
-__all__ = ["InPlaceOption", "WrittenOption", "environment_for", "pin_to_dict", "print_pins", "read_pins"]
+__all__ = ["WrittenOption", "environment_for", "pin_to_dict", "print_pins", "read_pins"]
 
 COLUMNS = ("shape", "dtype", "ranks", "mode", "input", "pinned", "reason", "by", "since", "on")
 
-InPlaceOption: TypeAlias = Annotated[bool, typer.Option("--in-place", help="The result overwrites the input.")]
 WrittenOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--db", help="Database to write, a path or a SQLAlchemy URL; by default the user database."),

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["db_prune", "parse_age"]
 
 COLUMNS = ("environment", "gpu", "op", "variant", "status", "trials", "finals")
-_AGE = re.compile(r"(\d+)\s*([hdw])")
+_AGE = re.compile(r"(\d{1,7})\s*([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 168}
+# A longer time ago no calendar reaches.
+_MAX_HOURS = 1000 * 365 * 24
 
 
 def parse_age(text: str) -> timedelta:
@@ -32,9 +34,11 @@ def parse_age(text: str) -> timedelta:
         BadParameter: anything else.
     """
     match = _AGE.fullmatch(text.strip().lower())
-    if match is None or len(match[1]) > 6:
-        raise typer.BadParameter(f"{text!r} is not an age such as 36h, 90d or 12w", param_hint="--older-than")
-    return timedelta(hours=int(match[1]) * _HOURS[match[2]])
+    if match is None or (hours := int(match[1]) * _HOURS[match[2]]) > _MAX_HOURS:
+        raise typer.BadParameter(
+            f"{text!r} is not an age such as 36h, 90d or 12w, at most 1000 years", param_hint="--older-than"
+        )
+    return timedelta(hours=hours)
 
 
 def db_prune(

@@ -10,6 +10,7 @@ from tunedcomm.cli._options import (
     CallMode,
     DtypeOption,
     HardwareOption,
+    InPlaceOption,
     JsonOption,
     Kind,
     OpOption,
@@ -18,7 +19,7 @@ from tunedcomm.cli._options import (
     WorldSizeOption,
 )
 from tunedcomm.cli._output import emit, emit_json, note
-from tunedcomm.cli._pins import InPlaceOption, WrittenOption, environment_for
+from tunedcomm.cli._pins import WrittenOption, environment_for
 
 __all__ = ["db_unpin"]
 

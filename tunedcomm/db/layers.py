@@ -25,7 +25,7 @@ from tunedcomm.db.rows import Reader
 from tunedcomm.db.schema import PinRow
 from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseBusyError, DatabaseError
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem
 
@@ -79,10 +79,16 @@ def writable_database(target: str | None = None) -> str:
     That is the target itself, but for a SQLite file on a network file system the file of this host beside it.
 
     Raises:
-        DatabaseAccessError: no target is given, and there is no place for a user database.
+        DatabaseAccessError: no target is given, and there is no place for a user database; or it is a SQLite database
+            but not simply a file.
     """
     named = user_database() if target is None else target
-    path = parse_target(named).path
+    parsed = parse_target(named)
+    path = parsed.path
+    if path is None and parsed.is_sqlite:
+        raise DatabaseAccessError(
+            f"{parsed} is a database in memory, or a URL with options, which commands cannot share; give a file's path"
+        )
     network = "" if path is None else network_of(path)
     if path is None or not network:
         return named
