@@ -72,14 +72,14 @@ def db_pin(
         raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
     chosen = get_variant(problem.op, variant)
     from tunedcomm.communicator import limits_for
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import may_be_made, writable_database
     from tunedcomm.db.store import Database
 
     environment = environment_for(hardware, db)
     candidate = _candidate(problem, chosen, split(config), limits_for(environment, world_size))
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")
-    with Database.open(db or user_database(), create=db is None) as opened:
+    with Database.open(writable_database(db), create=may_be_made(db)) as opened:
         id_ = opened.pin(problem, candidate, environment=environment, reason=reason.strip())
         (pin,) = [pin for pin in opened.pins() if pin.id == id_]
         where = str(opened.path or opened.url)

@@ -73,7 +73,7 @@ def db_prune(
     Example: tunedcomm db prune --superseded --older-than 30d --yes
     """
     from tunedcomm import kernels
-    from tunedcomm.db.layers import layers_beside, user_database
+    from tunedcomm.db.layers import layers_beside, writable_database
     from tunedcomm.db.prune import Selection, prune
     from tunedcomm.db.store import Database
     from tunedcomm.dispatcher import source_hash_of
@@ -84,8 +84,7 @@ def db_prune(
             "say which trials: --stale, --superseded, --failed, --invalid, --environment or --older-than, or several"
         )
     before = None if older_than is None else datetime.now(timezone.utc) - parse_age(older_than)
-    target = db or user_database()
-    with Database.open(target, readonly=not yes) as opened:
+    with Database.open(writable_database(db), readonly=not yes) as opened:
         selection = Selection(
             stale=stale,
             superseded=superseded,
@@ -94,7 +93,7 @@ def db_prune(
             environments=() if environment is None else _matching(environment, opened),
             before=before,
         )
-        elsewhere = layers_beside(target) if failed else []
+        elsewhere = layers_beside(db) if failed else []
         done = prune(opened, selection, source_hash_of, dry_run=not yes, elsewhere=elsewhere)
     if as_json:
         emit_json({**asdict(done), "trials": done.trials})

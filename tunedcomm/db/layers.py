@@ -35,6 +35,7 @@ __all__ = [
     "layers",
     "layers_beside",
     "load_snapshot",
+    "may_be_made",
     "named_layers",
     "packaged_databases",
     "user_database",
@@ -101,6 +102,19 @@ def writable_database(target: str | None = None) -> str:
         "them; TUNEDCOMM_DB_NETWORK=no trusts the locks"
     )
     return str(own)
+
+
+def may_be_made(target: str | None = None) -> bool:
+    """True if a command that changes a database makes `writable_database(target)` where it is not there.
+
+    That is the user database, and of another one that hosts have written the file of this host.
+
+    Raises:
+        DatabaseAccessError: `target` is neither a path nor a URL.
+    """
+    if target is None:
+        return True
+    return writable_database(target) != target and not all(map(is_absent, user_layers(target)))
 
 
 def user_layers(target: str | None = None) -> list[Layer]:
@@ -179,14 +193,15 @@ def layers() -> list[Layer]:
     return _all_layers()
 
 
-def layers_beside(target: str) -> list[Layer]:
-    """Every layer, and what other hosts have written in place of `target`, but for that database itself.
+def layers_beside(target: str | None = None) -> list[Layer]:
+    """Every layer, and what hosts have written in place of `target`, but for what this host writes itself.
 
     Raises:
-        DatabaseAccessError: `target` is neither a path nor a URL.
+        DatabaseAccessError: `target` is neither a path nor a URL, or there is no place for a user database.
     """
-    found = {_place(layer.target): layer for layer in (*user_layers(target), *_all_layers()) if not is_absent(layer)}
-    found.pop(_place(target), None)
+    there = [layer for layer in (*user_layers(target), *_all_layers()) if not is_absent(layer)]
+    found = {_place(layer.target): layer for layer in there}
+    found.pop(_place(writable_database(target)), None)
     return list(found.values())
 
 
@@ -282,7 +297,7 @@ def _read_once(
             gathered.add_trial(trial, layer=layer.name, rank=rank)
         for failure in failed:
             gathered.add_failure(failure)
-    own.add_pins(pins, layer=layer.name, world_size=world_size)
+    own.add_pins(pins, layer=layer.name, rank=rank, world_size=world_size)
     for loan in found:
         into.loans.setdefault(str(loan.environment), loan)
     return True
