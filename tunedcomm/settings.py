@@ -7,6 +7,7 @@ time before the group is made. `docs/environment.md` is this table in words; a t
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 from tunedcomm.errors import SettingError
@@ -40,6 +41,8 @@ FORCE_PREFIX = "TUNEDCOMM_FORCE_"
 MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NETWORK_MODES = ("auto", "no", "per-host")
+# Kernels count nanoseconds in 64 bits, from a clock that may have begun in 1970.
+_MOST_PEER_TIMEOUT_S = 1e9
 # Words that mean "no file" and "the default file" where a file may be named.
 _OFF = ("0", "off", "no", "false")
 _ON = ("1", "on", "yes", "true")
@@ -152,7 +155,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="TUNEDCOMM_PEER_TIMEOUT_S",
         default="60",
-        allowed="a number of seconds > 0",
+        allowed="a number of seconds > 0, at most 1000000000",
         meaning="How long a kernel waits for a peer before the group raises `PeerTimeoutError`.",
     ),
     Setting(
@@ -191,7 +194,7 @@ def _one_of(name: str, values: tuple[str, ...], default: str) -> str:
     return raw.lower()
 
 
-def _seconds(name: str, default: float, *, is_zero_allowed: bool) -> float:
+def _seconds(name: str, default: float, *, is_zero_allowed: bool, most: float = sys.float_info.max) -> float:
     raw = _raw(name)
     if raw is None:
         return default
@@ -199,7 +202,7 @@ def _seconds(name: str, default: float, *, is_zero_allowed: bool) -> float:
         seconds = float(raw)
     except ValueError:
         raise _refuse(name, raw) from None
-    if not 0 <= seconds < float("inf") or (seconds == 0 and not is_zero_allowed):
+    if not 0 <= seconds <= most or (seconds == 0 and not is_zero_allowed):
         raise _refuse(name, raw)
     return seconds
 
@@ -317,9 +320,9 @@ def peer_timeout_s() -> float:
     """TUNEDCOMM_PEER_TIMEOUT_S: seconds that a kernel waits for a peer.
 
     Raises:
-        SettingError: not a finite number > 0.
+        SettingError: not a number > 0, or more than kernels can count.
     """
-    return _seconds("TUNEDCOMM_PEER_TIMEOUT_S", 60.0, is_zero_allowed=False)
+    return _seconds("TUNEDCOMM_PEER_TIMEOUT_S", 60.0, is_zero_allowed=False, most=_MOST_PEER_TIMEOUT_S)
 
 
 def workspace_bytes() -> int:

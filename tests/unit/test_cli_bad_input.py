@@ -72,6 +72,11 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--op all_reduce --world-size 64", ["64 ranks are more than the 8 that kernels serve"]),
         ("--op all_reduce --world-size 9 --backend host", ["9 ranks are more than the 8"]),
         ("--op all_reduce --world-size 1", ["--world-size", "2"]),
+        ("--op gemm_rs --shape 4095x512x512", ["M = 4095 of gemm_rs is no multiple of 2 ranks"]),
+        ("--op all_gather --in-place yes", ["all_gather cannot overwrite its input"]),
+        ("--op all_reduce --shape 1024 --seed 99999999999999999999", ["--seed", "less than or equal to"]),
+        ("--op all_reduce --db sqlite://", ["DatabaseAccessError", "give a file's path"]),
+        ("--op all_reduce --db sqlite:///{path}?timeout=5", ["DatabaseAccessError", "give a file's path"]),
     ],
 )
 def test_tune_says_what_is_wrong(
@@ -82,7 +87,7 @@ def test_tune_says_what_is_wrong(
     parts: list[str],
 ) -> None:
     monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", refuse)
-    said = refused(f"tune {arguments}", capsys)
+    said = refused(f"tune {arguments}".format(path=tmp_path / "user.db"), capsys)
     for part in parts:
         assert part in said
     assert not (tmp_path / "user.db").exists(), "no database is made for a sweep that cannot be"
@@ -102,6 +107,12 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         ("lookup --op allreduce --shape 8 --world-size 2", "did you mean 'all_reduce'"),
         ("explain --op all_reduce --shape 8 --world-size 2 --dtype fp16", "did you mean 'float16'"),
         ("db show --op all_reduce --shape 8 --world-size 2 --dtype flaot32", "did you mean 'float32'"),
+        ("lookup --op all_gather --shape 8 --world-size 2 --in-place", "all_gather cannot overwrite its input"),
+        (
+            "db pin --op all_gather --shape 8 --world-size 2 --in-place --variant library --reason x",
+            "all_gather cannot overwrite its input",
+        ),
+        ("db prune --failed --older-than 999999w", "at most 1000 years"),
         ("bench --op all_reduce --shape 0", "there is nothing to measure"),
         ("lookp", "Did you mean 'lookup'"),
     ],

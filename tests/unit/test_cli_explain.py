@@ -145,6 +145,17 @@ def test_hardware_without_rows_for_the_world_size_does_not_count(tmp_path: Path)
     assert invoke("lookup", *ASK, "--hardware", "NVIDIA", "--db", both).stdout.startswith("lamport(")
 
 
+@pytest.mark.parametrize("verb", ["explain", "lookup"])
+def test_calls_in_place_can_be_asked_about(tmp_path: Path, verb: str) -> None:
+    in_place = dataclasses.replace(PROBLEM, in_place=True)
+    trials = [trial("lamport", 4.0), trial("two_shot", 4.0, problem=in_place), trial("library", 14.0, problem=in_place)]
+    asked = (verb, *ASK, "--hardware", "H200", "--db", store(tmp_path / "tuned.db", trials), "--json")
+    for option, variant in (((), "lamport"), (("--in-place",), "two_shot")):
+        shown = invoke(*asked, *option)
+        told = json.loads(shown.stdout)
+        assert (shown.exit_code, told["source"], told["variant"]) == (0, "exact", variant)
+
+
 def test_other_software_is_said(tmp_path: Path) -> None:
     newer = dataclasses.replace(H200, torch="2.13.0")
     path = store(tmp_path / "drift.db", [trial("library", 14.0), trial("lamport", 4.0), trial("library", 14.0, newer)])

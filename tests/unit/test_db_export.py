@@ -251,10 +251,41 @@ def refused(error: type[DatabaseError], sources: list[Any], out: Path, *, force:
 
 
 def test_does_not_overwrite_unasked(source: Path, tmp_path: Path) -> None:
-    out = store(tmp_path / "out.db", [trial()])
+    out = tmp_path / "out.db"
+    export_database([store(tmp_path / "other.db", [trial()])], out)
     assert "--force" in refused(DatabaseAccessError, [source], out)
     assert export_database([source], out, force=True).rows["finals"] > 1
     assert snapshot_of(out).digest == snapshot_of(source).digest
+
+
+def test_does_not_replace_what_the_sources_lack(source: Path, tmp_path: Path) -> None:
+    """A database that somebody tuned into, with no manifest or with that of an export that it once was."""
+    tuned = store(tmp_path / "tuned.db", [trial(latency_us=4.0)])
+    added = tmp_path / "added.db"
+    export_database([source], added)
+    store(added, [trial(latency_us=4.0)])
+    for out in (tuned, added):
+        text = refused(DatabaseAccessError, [source], out, force=True)
+        assert "holds 1 trials that the sources lack" in text
+        assert f"tunedcomm db merge {out} --into" in text
+        assert export_database([source, shutil.copy(out, tmp_path / "copy.db")], out, force=True).rows["finals"] > 1
+        assert export_database([source], out, force=True).rows["finals"] > 1
+
+
+def test_does_not_replace_pins_that_the_sources_lack(source: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copy(source, tmp_path / "out.db"))
+    with Database.open(out) as database:
+        database.pin(problem(), candidate("two_shot"), environment=H200, reason="ticket 12")
+    assert "holds 1 pins that" in refused(DatabaseAccessError, [source], out, force=True)
+    with Database.open(source) as database:
+        database.pin(problem(), candidate("library"), environment=H200, reason="newer")
+    assert export_database([source], out, force=True).rows["finals"] > 1
+
+
+def test_replaces_an_empty_file(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.db"
+    out.touch()
+    assert export_database([source], out, force=True).rows["finals"] > 1
 
 
 def test_does_not_replace_what_is_no_database(source: Path, tmp_path: Path) -> None:

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 from db_samples import H200, trial
+from typer.testing import CliRunner
 
+from tunedcomm import kernels
+from tunedcomm.cli import main
 from tunedcomm.db import layers as layers_module
 from tunedcomm.db import netfs
 from tunedcomm.db.layers import Layer, layers, load_snapshot, named_layers, user_layers, writable_database
 from tunedcomm.db.netfs import file_system, host_name, network_of, own_file
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseCorruptError, SettingError
+from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
 
 MOUNTS = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -125,6 +129,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> object:
     """Makes this process one of the host of that name, which finds all of its files on NFS."""
     monkeypatch.setattr(netfs, "file_system", lambda path, mountinfo: "nfs4")
     monkeypatch.setattr(layers_module, "packaged_databases", list)
+    kernels.discover()
 
     def become(host: str) -> None:
         monkeypatch.setattr(netfs.socket, "gethostname", lambda: host)
@@ -179,6 +184,61 @@ def test_site_layers_come_after_all_files_of_the_user(tmp_path: Path, on_host, m
         _store(writable_database(), trial("one_shot" if host == "a" else "two_shot"))
     ranks = {row.candidate.variant: (row.layer, row.layer_rank) for row in load_snapshot(H200, 4).rows}
     assert ranks == {"one_shot": ("user", 0), "two_shot": ("user", 0), "atomic": ("site", 1)}
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    shown = CliRunner().invoke(main.app, list(arguments))
+    assert shown.exception is None or isinstance(shown.exception, SystemExit), shown.exception
+    return shown.exit_code, shown.stdout + shown.stderr
+
+
+PINNED = ("--op", "all_reduce", "--shape", "2048", "--world-size", "4", "--hardware", "H200")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_verbs_that_change_a_database_change_this_hosts_file(tmp_path: Path, on_host, named: bool) -> None:  # type: ignore[no-untyped-def]
+    shared, db = tmp_path / "user.db", ("--db", str(tmp_path / "user.db")) if named else ()
+    on_host("a")
+    _store(writable_database(), trial(final=True), trial("two_shot", None, status="hung", after=3))
+    for host in "abb":
+        on_host(host)
+        code, text = run("db", "pin", *PINNED, "--variant", "library", "--reason", f"by {host}", *db)
+        assert (code, f"pinned in {tmp_path}/user.{host}.db" in text) == (0, True), text
+    for host in "abc":
+        on_host(host)
+        assert [pin.reason for pin in load_snapshot(H200, 4).pins] == ["by b"], "the newest, whichever host reads"
+    on_host("a")
+    assert "1 of 2 trials" in run("db", "prune", "--failed", "--yes", *db)[1]
+    assert run("db", "upgrade", *db)[0] == 0
+    code, text = run("db", "unpin", *PINNED, *db)
+    assert (code, f"still pinned in {tmp_path}/user.b.db" in text) == (1, True), text
+    on_host("b")
+    assert run("db", "unpin", *PINNED, *db)[0] == 0
+    on_host("c")
+    code, text = run("db", "unpin", *PINNED, *db)
+    assert (code, "no pin of" in text) == (1, True), text
+    assert load_snapshot(H200, 4).pins == ()
+    assert not shared.exists()
+    assert sorted(path.name for path in tmp_path.glob("user.*.db")) == ["user.a.db", "user.b.db"]
+
+
+def test_verifying_reads_every_hosts_file_and_writes_this_hosts(  # type: ignore[no-untyped-def]
+    tmp_path: Path, on_host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_host("a")
+    _store(writable_database(), trial(final=True))
+    on_host("b")
+    seen = []
+
+    def look(spec: VerifySpec, opened: Database | None, progress: object) -> VerifyOutcome:
+        assert opened is not None
+        seen.append((opened.path, [layer.target for layer in spec.layers or ()]))
+        return VerifyOutcome(environment=None, world_size=2, results=(), run_id=1, num_trials=0, num_gangs=0, seconds=0)
+
+    monkeypatch.setattr("tunedcomm.tuner.verify.verify", look)
+    assert run("db", "verify", "--backend", "host", "--db", str(tmp_path / "user.db"))[0] == 1  # nothing is stored
+    assert seen == [(tmp_path / "user.b.db", [str(tmp_path / "user.a.db")])]
+    assert not (tmp_path / "user.db").exists()
 
 
 def test_servers_and_local_files_are_written_as_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_host) -> None:  # type: ignore[no-untyped-def]

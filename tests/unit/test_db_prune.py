@@ -22,7 +22,7 @@ from tunedcomm.cli import main
 from tunedcomm.cli.db_prune import parse_age
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.prune import FAILURES, Pruned, Selection, prune
-from tunedcomm.db.records import STATUSES, TrialRecord
+from tunedcomm.db.records import FAILED, STATUSES, TrialRecord
 from tunedcomm.db.select import Snapshot
 from tunedcomm.db.store import Database
 
@@ -108,6 +108,20 @@ def selected_by(record: TrialRecord, **selected: Any) -> bool:
     return all(checks[name] for name in selected)
 
 
+def hidden_by(failures: list[TrialRecord], trials: list[TrialRecord]) -> set[int | None]:
+    """Ids of the trials that dispatch would use again without these failures, in the plainest words."""
+
+    def reach(t: TrialRecord) -> tuple[Any, ...]:
+        return (t.environment.hard_key, t.problem.family, t.candidate, t.source_hash)
+
+    def is_over(failure: TrialRecord) -> bool:
+        same = [t for t in trials if reach(t) == reach(failure) and t.problem == failure.problem and t.status == "ok"]
+        return any(t.created_at > failure.created_at for t in same)
+
+    failed = {reach(f) for f in failures if f.status in FAILED and not is_over(f)}
+    return {t.id for t in trials if t.status in ("ok", "pruned") and reach(t) in failed}
+
+
 @pytest.mark.parametrize(
     "selected",
     [
@@ -125,14 +139,81 @@ def test_selectors(tmp_path: Path, selected: dict[str, Any], dry_run: bool) -> N
     path = make(tmp_path / "tuned.db", 1)
     before = trials_of(path)
     gone = {t.id for t in before if selected_by(t, **selected)}
+    good = hidden_by([t for t in before if t.id in gone], before) - gone if "failed" in selected else set()
+    gone |= good
     done = pruned(path, dry_run=dry_run, **selected)
     assert done.trials == len(gone) > 0
+    assert (done.along, done.kept) == (len(good), 0)
     assert sum(group.finals for group in done.groups) == sum(t.final for t in before if t.id in gone)
     left = {t.id for t in before} - (set() if dry_run else gone)
     assert {t.id for t in trials_of(path)} == left
     assert (done.dry_run, done.compacted) == (dry_run, not dry_run)
     with Database.open(path, readonly=True) as database:
         assert len(database.pins()) == len(database.runs()) == 1
+
+
+def record(path: Path, *trials: TrialRecord) -> Path:
+    with Database.open(path, create=True) as database:
+        database.record(trials)
+    return path
+
+
+def chosen(size: int, *paths: Path) -> str:
+    layers = [Layer("user" if number == 0 else "site", str(path)) for number, path in enumerate(paths)]
+    snapshot = load_snapshot(H200, 4, layers=layers, strict=True)
+    return decide(snapshot, problem(size)).candidate.variant
+
+
+@pytest.mark.parametrize("status", FAILED)
+@pytest.mark.parametrize("size", [4096, 8192])
+def test_what_failed_is_not_used_before_it_is_measured_again(tmp_path: Path, status: str, size: int) -> None:
+    """Neither where it failed nor at another size, for which it would be predicted; whatever software it ran under."""
+    sizes = (4096, 16384)
+    good = [trial(final=True, problem=problem(s), environment=OLDER) for s in sizes]
+    library = [trial("library", 10.0, final=True, problem=problem(s)) for s in sizes]
+    other = trial(config={"num_blocks": 8}, latency_us=7.0, final=True, problem=problem(16384))
+    search = trial(status="pruned", problem=problem(16384))
+    failure = trial(latency_us=None, status=status, after=5, problem=problem(4096))
+    path = record(tmp_path / "tuned.db", *good, *library, other, search)
+    assert chosen(size, path) == "one_shot"
+    record(path, failure)
+    assert chosen(4096, path) == "library"
+    dry = pruned(path, dry_run=True, failed=True)
+    assert (dry.trials, dry.along, dry.kept) == (4, 3, 0)
+    assert pruned(path, failed=True, before=START + timedelta(days=1)).groups == dry.groups
+    assert chosen(4096, path) == "library"
+    assert [(t.variant, t.config.get("num_blocks")) for t in trials_of(path)] == [("library", None)] * 2 + [
+        ("one_shot", 8)
+    ]
+
+
+def test_failure_that_is_over_takes_nothing_along(tmp_path: Path) -> None:
+    failure = trial(latency_us=None, status="incorrect")
+    path = record(tmp_path / "tuned.db", failure, trial(final=True, after=5), trial("library", 10.0, final=True))
+    assert chosen(4096, path) == "one_shot"
+    done = pruned(path, failed=True)
+    assert (done.trials, done.along, done.kept) == (1, 0, 0)
+    assert chosen(4096, path) == "one_shot"
+
+
+def test_failure_that_hides_another_database_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = record(tmp_path / "site.db", trial(final=True), trial("library", 10.0, final=True))
+    failures = [trial(v, None, status="hung", after=5) for v in ("one_shot", "two_shot")]
+    path = record(tmp_path / "tuned.db", *failures)
+    assert chosen(4096, path, site) == "library"
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", f"{site}:{path}")
+    monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
+    code, text, errors = invoke("--db", str(path), "--failed", "--yes")
+    assert (code, "removed from" in text) == (0, True)
+    assert "failures that stay" in errors
+    assert "tunedcomm tune --retry" in errors
+    assert [t.variant for t in trials_of(path)] == ["one_shot"]
+    assert chosen(4096, path, site) == "library"
+    # Good there since: the failure does not count any more.
+    record(site, trial(final=True, after=9))
+    assert chosen(4096, path, site) == "one_shot"
+    assert invoke("--db", str(path), "--failed", "--yes")[0] == 0
+    assert trials_of(path) == []
 
 
 def test_nothing_selected_is_nothing_asked_for() -> None:
@@ -290,7 +371,7 @@ def test_verb(tmp_path: Path) -> None:
     assert code == 0
     answer = json.loads(text)
     assert answer["trials"] == 400 - len(trials_of(path)) > 0
-    assert {group["status"] for group in answer["groups"]} == set(FAILURES)
+    assert {group["status"] for group in answer["groups"]} >= set(FAILURES)
     code, text, _ = invoke(*named, "--superseded", "--yes")
     assert code == 0
     assert "KiB before" in text

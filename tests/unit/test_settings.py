@@ -98,6 +98,8 @@ def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: li
         ("TUNEDCOMM_PEER_TIMEOUT_S", "soon", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "0", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "-1", settings.peer_timeout_s),
+        ("TUNEDCOMM_PEER_TIMEOUT_S", "1e10", settings.peer_timeout_s),
+        ("TUNEDCOMM_PEER_TIMEOUT_S", "1000000001", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "nan", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "inf", settings.peer_timeout_s),
         ("TUNEDCOMM_WORKSPACE_MIB", "0", settings.workspace_bytes),

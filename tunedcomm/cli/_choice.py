@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm import garbage
-from tunedcomm.cli._options import ProblemOptions
+from tunedcomm.cli._options import ProblemOptions, check_in_place
 from tunedcomm.cli._output import note
 from tunedcomm.errors import DatabaseError, UnknownNameError
 
@@ -98,7 +98,7 @@ def _choose(
     *,
     with_left_out: bool,
 ) -> Choice:
-    problem = options.problem()
+    problem = check_in_place(options.problem())
     from tunedcomm import dispatcher, settings
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.spec import Candidate

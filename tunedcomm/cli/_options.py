@@ -26,6 +26,7 @@ __all__ = [
     "DtypeOption",
     "EitherModeOption",
     "HardwareOption",
+    "InPlaceOption",
     "JsonOption",
     "Kind",
     "MaxSmsOption",
@@ -39,6 +40,7 @@ __all__ = [
     "WorldSizeOption",
     "borrowed",
     "check_dtype",
+    "check_in_place",
     "check_layout",
     "check_problem",
     "check_reduction",
@@ -122,6 +124,7 @@ ShapeOption: TypeAlias = Annotated[
 ]
 DtypeOption: TypeAlias = Annotated[str, typer.Option("--dtype", help="Dtype of the payload.")]
 WorldSizeOption: TypeAlias = Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")]
+InPlaceOption: TypeAlias = Annotated[bool, typer.Option("--in-place", help="The result overwrites the input.")]
 HardwareOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -272,6 +275,13 @@ def check_problem(problem: Problem) -> Problem:
         get_op(problem.op).check(problem)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shape") from None
+    return problem
+
+
+def check_in_place(problem: Problem) -> Problem:
+    """Refuse as bad usage to have an op overwrite its input that cannot."""
+    if problem.in_place and not get_op(problem.op).in_place:
+        raise typer.BadParameter(f"{problem.op} cannot overwrite its input; leave it out", param_hint="--in-place")
     return problem
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -14,14 +15,15 @@ from tunedcomm.errors import DatabaseError, UnknownNameError
 from tunedcomm.shapes import format_shape
 
 if TYPE_CHECKING:
+    from tunedcomm.db.layers import Layer
     from tunedcomm.db.records import PinRecord
     from tunedcomm.hardware import Environment
+    from tunedcomm.spec import Problem
 
-__all__ = ["InPlaceOption", "WrittenOption", "environment_for", "pin_to_dict", "print_pins", "read_pins"]
+__all__ = ["WrittenOption", "environment_for", "pin_to_dict", "pinned_in", "print_pins", "read_pins"]
 
 COLUMNS = ("shape", "dtype", "ranks", "mode", "input", "pinned", "reason", "by", "since", "on")
 
-InPlaceOption: TypeAlias = Annotated[bool, typer.Option("--in-place", help="The result overwrites the input.")]
 WrittenOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--db", help="Database to write, a path or a SQLAlchemy URL; by default the user database."),
@@ -66,6 +68,16 @@ def read_pins(
             wanted = {e.digest for e in match_environments(hardware, [pin.environment for pin in pins])}
             pins = [pin for pin in pins if pin.environment.digest in wanted]
         found += [(layer.name, pin) for pin in pins]
+    return found
+
+
+def pinned_in(layers: Iterable[Layer], problem: Problem, environment: Environment) -> list[str]:
+    """Those of the layers that hold a pin of the problem for such hardware; what cannot be read holds none."""
+    found = []
+    for layer in layers:
+        with contextlib.suppress(DatabaseError), open_layer(layer) as opened:
+            pins = [pin for pin in opened.pins() if pin.problem == problem]
+            found += [layer.target] if any(p.environment.hard_key == environment.hard_key for p in pins) else []
     return found
 
 

@@ -60,7 +60,9 @@ def db_export(
             help="For nccl-csv, where several are stored: part of the GPU's name, or first digits of a digest.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace OUT if it was exported, or holds nothing else.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write what dispatch and explain need of one or several databases to one self-contained file.

@@ -10,16 +10,18 @@ from tunedcomm.cli._options import (
     CallMode,
     DtypeOption,
     HardwareOption,
+    InPlaceOption,
     JsonOption,
     Kind,
     OpOption,
     ProblemOptions,
     ShapeOption,
     WorldSizeOption,
+    check_in_place,
     split,
 )
 from tunedcomm.cli._output import emit, emit_json, note
-from tunedcomm.cli._pins import InPlaceOption, WrittenOption, environment_for, pin_to_dict
+from tunedcomm.cli._pins import WrittenOption, environment_for, pin_to_dict
 from tunedcomm.errors import ConfigError, InfeasibleError
 from tunedcomm.spec import admits, get_variant
 
@@ -55,7 +57,7 @@ def db_pin(
 
     Example: tunedcomm db pin --op all_reduce --shape 98304 --world-size 4 --variant library --reason "until ticket 12"
     """
-    problem = ProblemOptions(
+    options = ProblemOptions(
         op=op,
         shape=shape,
         dtype=dtype,
@@ -64,19 +66,20 @@ def db_pin(
         reduction=reduction,
         input_kind=input_kind,
         in_place=in_place,
-    ).problem()
+    )
+    problem = check_in_place(options.problem())
     if not reason.strip():
         raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
     chosen = get_variant(problem.op, variant)
     from tunedcomm.communicator import limits_for
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import may_be_made, writable_database
     from tunedcomm.db.store import Database
 
     environment = environment_for(hardware, db)
     candidate = _candidate(problem, chosen, split(config), limits_for(environment, world_size))
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")
-    with Database.open(db or user_database(), create=db is None) as opened:
+    with Database.open(writable_database(db), create=may_be_made(db)) as opened:
         id_ = opened.pin(problem, candidate, environment=environment, reason=reason.strip())
         (pin,) = [pin for pin in opened.pins() if pin.id == id_]
         where = str(opened.path or opened.url)

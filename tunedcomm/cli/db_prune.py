@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["db_prune", "parse_age"]
 
 COLUMNS = ("environment", "gpu", "op", "variant", "status", "trials", "finals")
-_AGE = re.compile(r"(\d+)\s*([hdw])")
+_AGE = re.compile(r"(\d{1,7})\s*([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 168}
+# A longer time ago no calendar reaches.
+_MAX_HOURS = 1000 * 365 * 24
 
 
 def parse_age(text: str) -> timedelta:
@@ -32,9 +34,11 @@ def parse_age(text: str) -> timedelta:
         BadParameter: anything else.
     """
     match = _AGE.fullmatch(text.strip().lower())
-    if match is None or len(match[1]) > 6:
-        raise typer.BadParameter(f"{text!r} is not an age such as 36h, 90d or 12w", param_hint="--older-than")
-    return timedelta(hours=int(match[1]) * _HOURS[match[2]])
+    if match is None or (hours := int(match[1]) * _HOURS[match[2]]) > _MAX_HOURS:
+        raise typer.BadParameter(
+            f"{text!r} is not an age such as 36h, 90d or 12w, at most 1000 years", param_hint="--older-than"
+        )
+    return timedelta(hours=hours)
 
 
 def db_prune(
@@ -43,7 +47,12 @@ def db_prune(
     superseded: Annotated[
         bool, typer.Option("--superseded", help="Trials that neither dispatch nor explain needs.")
     ] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Trials that failed, to have them tried again.")] = False,
+    failed: Annotated[
+        bool,
+        typer.Option(
+            "--failed", help="Trials that failed, and good ones of the same candidates, to have them tried again."
+        ),
+    ] = False,
     invalid: Annotated[bool, typer.Option("--invalid", help="Trials that `db check` finds to make no sense.")] = False,
     environment: Annotated[
         str | None, typer.Option(help="Trials of this hardware: part of the GPU's name, or of an environment's digest.")
@@ -58,12 +67,13 @@ def db_prune(
     """Count the trials that all of the options given apply to, and with --yes remove them.
 
     With them goes what nothing refers to any more, and the file is compacted. Pins stay. A later `tunedcomm tune` of
-    the same problems tries again what was removed.
+    the same problems tries again what was removed. With the failures of a candidate go its good trials, which they keep
+    from being used; a failure that hides good trials of another database stays.
 
     Example: tunedcomm db prune --superseded --older-than 30d --yes
     """
     from tunedcomm import kernels
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import layers_beside, writable_database
     from tunedcomm.db.prune import Selection, prune
     from tunedcomm.db.store import Database
     from tunedcomm.dispatcher import source_hash_of
@@ -74,7 +84,7 @@ def db_prune(
             "say which trials: --stale, --superseded, --failed, --invalid, --environment or --older-than, or several"
         )
     before = None if older_than is None else datetime.now(timezone.utc) - parse_age(older_than)
-    with Database.open(db or user_database(), readonly=not yes) as opened:
+    with Database.open(writable_database(db), readonly=not yes) as opened:
         selection = Selection(
             stale=stale,
             superseded=superseded,
@@ -83,7 +93,8 @@ def db_prune(
             environments=() if environment is None else _matching(environment, opened),
             before=before,
         )
-        done = prune(opened, selection, source_hash_of, dry_run=not yes)
+        elsewhere = layers_beside(db) if failed else []
+        done = prune(opened, selection, source_hash_of, dry_run=not yes, elsewhere=elsewhere)
     if as_json:
         emit_json({**asdict(done), "trials": done.trials})
     else:
@@ -104,6 +115,13 @@ def _report(done: Pruned) -> None:
         table(COLUMNS, cells)
     unused = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in done.unused.items())
     what = f"{done.trials} of {done.held} trials" + (f", with {unused} that nothing else refers to" if unused else "")
+    if done.along:
+        note(f"good trials among them, of candidates that failed since or at another size: {done.along}")
+    if done.kept:
+        note(
+            f"failures that stay, for they keep good trials of other databases from being used: {done.kept}; "
+            "`tunedcomm tune --retry` tries those candidates again"
+        )
     if done.dry_run:
         emit(f"would be removed from {done.target}: {what}")
         if done.trials or done.unused:

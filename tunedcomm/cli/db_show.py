@@ -14,6 +14,7 @@ from tunedcomm.cli._options import (
     DtypeOption,
     EitherModeOption,
     HardwareOption,
+    InPlaceOption,
     JsonOption,
     Kind,
     LayoutOption,
@@ -24,7 +25,7 @@ from tunedcomm.cli._options import (
     WorldSizeOption,
 )
 from tunedcomm.cli._output import emit_json, format_ratio, format_us, note, table
-from tunedcomm.cli._pins import InPlaceOption, print_pins, read_pins
+from tunedcomm.cli._pins import print_pins, read_pins
 from tunedcomm.cli._stored import Contest, contests, read_trials
 from tunedcomm.shapes import format_shape
 

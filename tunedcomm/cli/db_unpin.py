@@ -10,6 +10,7 @@ from tunedcomm.cli._options import (
     CallMode,
     DtypeOption,
     HardwareOption,
+    InPlaceOption,
     JsonOption,
     Kind,
     OpOption,
@@ -18,7 +19,7 @@ from tunedcomm.cli._options import (
     WorldSizeOption,
 )
 from tunedcomm.cli._output import emit, emit_json, note
-from tunedcomm.cli._pins import InPlaceOption, WrittenOption, environment_for
+from tunedcomm.cli._pins import WrittenOption, environment_for, pinned_in
 
 __all__ = ["db_unpin"]
 
@@ -37,7 +38,7 @@ def db_unpin(
     db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the pin of one problem on this hardware; exit code 1 if the database has none.
+    """Remove the pin of one problem on this hardware; exit code 1 if there is none, or another host has one.
 
     Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
     """
@@ -51,17 +52,24 @@ def db_unpin(
         input_kind=input_kind,
         in_place=in_place,
     ).problem()
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import Layer, is_absent, named_layers, writable_database
     from tunedcomm.db.store import Database
 
     environment = environment_for(hardware, db)
-    with Database.open(db or user_database()) as opened:
-        removed = opened.unpin(problem, environment=environment)
-        where = str(opened.path or opened.url)
+    where, removed = writable_database(db), False
+    others = [layer for layer in named_layers(db) if layer.target != where]
+    if not others or not is_absent(Layer("user", where)):
+        with Database.open(where) as opened:
+            removed = opened.unpin(problem, environment=environment)
+            where = str(opened.path or opened.url)
+    left = pinned_in(others, problem, environment)
     if as_json:
-        emit_json({"database": where, "problem": problem.to_dict(), "removed": removed})
+        emit_json({"database": where, "problem": problem.to_dict(), "removed": removed, "still_pinned_in": left})
     elif removed:
         emit(f"{problem} is not pinned any more on {environment} in {where}")
-    if not removed:
+    if left:
+        note(f"{problem} is still pinned in {', '.join(left)}, which other hosts write; run this command there")
+    elif not removed:
         note(f"no pin of {problem} on {environment} is in {where}; `tunedcomm db list` prints the pins of every layer")
+    if left or not removed:
         raise typer.Exit(1)

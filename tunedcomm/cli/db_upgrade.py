@@ -27,10 +27,10 @@ def db_upgrade(
 
     Example: tunedcomm db upgrade --db cluster.db
     """
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import writable_database
     from tunedcomm.db.upgrade import upgrade_database
 
-    done = upgrade_database(db or user_database(), check=check)
+    done = upgrade_database(writable_database(db), check=check)
     if as_json:
         emit_json({**asdict(done), "is_needed": done.is_needed})
     elif not done.is_needed:

@@ -99,7 +99,7 @@ def db_verify(
     if is_spare_copy():
         note("another copy of this command verifies on this host's GPUs; this one has nothing to do (start one a host)")
         return
-    from tunedcomm.db.layers import Layer
+    from tunedcomm.db.layers import named_layers
     from tunedcomm.tuner.verify import VerifySpec
 
     ranks = swept_ranks(world_size, None if backend is None else backend.value)
@@ -110,7 +110,7 @@ def db_verify(
         modes=mode.values,
         limit=limit,
         tolerance=parse_share(tolerance),
-        layers=None if db is None else (Layer("user", db),),
+        layers=None if db is None else tuple(named_layers(db)),
         world_size=ranks,
         backend="host" if on_host else "cuda",
         gangs=parse_gangs(gangs),
@@ -134,7 +134,7 @@ def run_verify(
         DatabaseError: the database cannot be read, or written.
         TuningError: gangs could not be started or carried on.
     """
-    from tunedcomm.db.layers import user_database
+    from tunedcomm.db.layers import may_be_made, writable_database
     from tunedcomm.db.store import Database
     from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.verify import verify
@@ -145,7 +145,8 @@ def run_verify(
     with ExitStack() as stack:
         opened = None
         if store:
-            opened = Database.open(database or user_database(), create=database is None, patience_s=db_patience_s())
+            where, is_made = writable_database(database), may_be_made(database)
+            opened = Database.open(where, create=is_made, patience_s=db_patience_s())
             stack.enter_context(opened)
         url = None if opened is None else str(opened.path or opened.url)
         if spec.backend == "host":

@@ -100,7 +100,7 @@ def tune(
             help="Groups of ranks that measure side by side, each on GPUs of its own; auto fills the machine."
         ),
     ] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the search and of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the search and of the inputs.")] = 0,
     db: Annotated[str | None, typer.Option(help="Database to write; by default the user database.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
     as_json: JsonOption = False,
@@ -219,17 +219,23 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
     """Run a sweep with its progress on stderr; returns its outcome and where it was stored.
 
     Raises:
+        BadParameter: the op has no such problems.
         DatabaseError: the database cannot be made or written.
         TuningError: the sweep could not be started or carried on.
     """
     from tunedcomm.db.layers import writable_database
     from tunedcomm.db.store import Database
     from tunedcomm.settings import db_patience_s
+    from tunedcomm.tuner.plan import resolve
     from tunedcomm.tuner.sweep import sweep
 
     if spec.backend is None and num_gpus() < 2:
         say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs", as_json=as_json)
         spec = replace(spec, backend="host")
+    try:
+        resolve(spec)  # before a database is made
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     with Database.open(writable_database(database), create=True, patience_s=db_patience_s()) as opened:
         url = str(opened.path or opened.url)
         say(f"tuning {spec.op}, storing in {url}", as_json=as_json)

@@ -14,7 +14,7 @@ import re
 import shlex
 import sqlite3
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from tunedcomm.db.nccl_csv import nccl_csv
 from tunedcomm.db.needed import keep_needed
 from tunedcomm.db.query import table
 from tunedcomm.db.records import canonical_json
+from tunedcomm.db.replaced import check_database, check_text
 from tunedcomm.db.rows import Skipped
 from tunedcomm.db.schema import TrialRow, VariantRow
 from tunedcomm.db.store import Database
@@ -41,8 +42,6 @@ __all__ = ["FORMS", "Export", "Form", "cluster_file", "export_database", "path_s
 Form: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
 FORMS: tuple[str, ...] = get_args(Form)
 _TIMEOUT_S = 30.0
-# With what a file of the format begins that may be replaced.
-_BEGINNINGS: Mapping[str, bytes] = {"jsonl": b'{"format":"tunedcomm-jsonl"', "nccl-csv": b"# tunedcomm"}
 _CLUSTER = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 
 
@@ -101,10 +100,11 @@ def export_database(
         form: what to write; see `nccl_csv` for what that format can say.
         everything: leave no row out.
         hardware: for `nccl-csv`, part of the GPU's name or the first digits of the environment's digest.
-        force: replace `out` if it is a file that this function wrote.
+        force: replace `out` if it is a file that this function wrote, as the manifest beside it says, or a database all
+            of whose trials and pins the sources hold.
 
     Raises:
-        DatabaseAccessError: a source cannot be read; `out` is there or cannot be written.
+        DatabaseAccessError: a source cannot be read; `out` is there, cannot be written, or would lose rows.
         DatabaseCorruptError: a source is damaged, or contradicts itself or another one.
         DatabaseVersionError: a source has a later schema than this tunedcomm.
         DatabaseBusyError: `out` is open in another process.
@@ -122,6 +122,8 @@ def export_database(
     command = _command(sources, out, form, everything=everything, hardware=hardware)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            if form == "sqlite" and path.exists():
+                check_database(path, sources, Path(folder))
             gathered = _gather(sources, Path(folder), form, everything=everything)
             built, skipped = gathered.file, Skipped()
             if form != "sqlite":
@@ -234,7 +236,7 @@ def _check_out(path: Path, sources: Sequence[Target], form: Form, *, force: bool
                 f"{there} exists already; give another path, or --force (force=True) to replace it"
             )
     if form != "sqlite" and path.exists():
-        _check_replaced(path, form)
+        check_text(path, form)
     for suffix in ("-wal", "-journal"):
         # SQLite would take it for the log of the new file and damage it.
         if path.with_name(path.name + suffix).exists():
@@ -246,19 +248,6 @@ def _check_out(path: Path, sources: Sequence[Target], form: Form, *, force: bool
 
 def _is_same(source: Path, path: Path) -> bool:
     return source.exists() and source.samefile(path)
-
-
-def _check_replaced(path: Path, form: Form) -> None:
-    """Refuse to replace what this format did not write."""
-    beginning = _BEGINNINGS[form]
-    if not path.is_file():
-        raise DatabaseAccessError(f"{path} is not a regular file; give the path of a file to write")
-    with path.open("rb") as file:
-        there = file.read(len(beginning))
-    if there != beginning:
-        raise DatabaseAccessError(
-            f"{path} is no file of the format {form} (it starts with {there!r}) and is not replaced; give another path"
-        )
 
 
 def _gather(sources: Sequence[str | Path], folder: Path, form: Form, *, everything: bool) -> _Gathered:

@@ -53,6 +53,7 @@ class Gathered:
     good: dict[_Key, str] = field(default_factory=dict)
     failures: dict[_Key, FailedTrial] = field(default_factory=dict)
     pins: dict[Problem, Pinned] = field(default_factory=dict)
+    _pin_ages: dict[Problem, tuple[Any, ...]] = field(default_factory=dict)
     _drifts: dict[int, bool] = field(default_factory=dict)
 
     def _is_drift(self, there: Environment) -> bool:
@@ -95,16 +96,19 @@ class Gathered:
         if known is None or (trial.created_at, trial.status) > (known.created_at, known.status):
             self.failures[key] = trial
 
-    def add_pins(self, pins: Sequence[PinRecord], *, layer: str, world_size: int) -> None:
-        """Keep the newest pin of each problem that has none from a nearer layer."""
+    def add_pins(self, pins: Sequence[PinRecord], *, layer: str, rank: int, world_size: int) -> None:
+        """Keep the newest pin of each problem that has none from a nearer layer; several files may be one layer."""
         here = [
             p
             for p in pins
             if p.problem.world_size == world_size and p.environment.hard_key == self.environment.hard_key
         ]
-        for pin in sorted(here, key=lambda p: p.created_at, reverse=True):
-            pinned = Pinned(problem=pin.problem, candidate=pin.candidate, reason=pin.reason, layer=layer)
-            self.pins.setdefault(pin.problem, pinned)
+        for pin in here:
+            # Equal times are told apart by content, so that every host decides alike.
+            age = (-rank, pin.created_at, str(pin.candidate), pin.reason)
+            if pin.problem not in self.pins or age > self._pin_ages[pin.problem]:
+                pinned = Pinned(problem=pin.problem, candidate=pin.candidate, reason=pin.reason, layer=layer)
+                self.pins[pin.problem], self._pin_ages[pin.problem] = pinned, age
 
     def failed(self) -> dict[_Key, FailedTrial]:
         """Candidates that have not run well since they failed, whoever measured them before."""

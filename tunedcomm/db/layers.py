@@ -25,7 +25,7 @@ from tunedcomm.db.rows import Reader
 from tunedcomm.db.schema import PinRow
 from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseBusyError, DatabaseError
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem
 
@@ -33,7 +33,9 @@ __all__ = [
     "Layer",
     "is_absent",
     "layers",
+    "layers_beside",
     "load_snapshot",
+    "may_be_made",
     "named_layers",
     "packaged_databases",
     "user_database",
@@ -78,10 +80,16 @@ def writable_database(target: str | None = None) -> str:
     That is the target itself, but for a SQLite file on a network file system the file of this host beside it.
 
     Raises:
-        DatabaseAccessError: no target is given, and there is no place for a user database.
+        DatabaseAccessError: no target is given, and there is no place for a user database; or it is a SQLite database
+            but not simply a file.
     """
     named = user_database() if target is None else target
-    path = parse_target(named).path
+    parsed = parse_target(named)
+    path = parsed.path
+    if path is None and parsed.is_sqlite:
+        raise DatabaseAccessError(
+            f"{parsed} is a database in memory, or a URL with options, which commands cannot share; give a file's path"
+        )
     network = "" if path is None else network_of(path)
     if path is None or not network:
         return named
@@ -94,6 +102,19 @@ def writable_database(target: str | None = None) -> str:
         "them; TUNEDCOMM_DB_NETWORK=no trusts the locks"
     )
     return str(own)
+
+
+def may_be_made(target: str | None = None) -> bool:
+    """True if a command that changes a database makes `writable_database(target)` where it is not there.
+
+    That is the user database, and of another one that hosts have written the file of this host.
+
+    Raises:
+        DatabaseAccessError: `target` is neither a path nor a URL.
+    """
+    if target is None:
+        return True
+    return writable_database(target) != target and not all(map(is_absent, user_layers(target)))
 
 
 def user_layers(target: str | None = None) -> list[Layer]:
@@ -170,6 +191,27 @@ def _all_layers() -> list[Layer]:
 def layers() -> list[Layer]:
     """Every layer, nearest first; a user without a place for a database has none, which is said once."""
     return _all_layers()
+
+
+def layers_beside(target: str | None = None) -> list[Layer]:
+    """Every layer, and what hosts have written in place of `target`, but for what this host writes itself.
+
+    Raises:
+        DatabaseAccessError: `target` is neither a path nor a URL, or there is no place for a user database.
+    """
+    there = [layer for layer in (*user_layers(target), *_all_layers()) if not is_absent(layer)]
+    found = {_place(layer.target): layer for layer in there}
+    found.pop(_place(writable_database(target)), None)
+    return list(found.values())
+
+
+def _place(target: str) -> str:
+    """What two names of one database have in common."""
+    try:
+        path = parse_target(target).path
+        return target if path is None else str(path.resolve())
+    except (DatabaseError, OSError, RuntimeError):  # whoever opens it says so
+        return target
 
 
 def is_absent(layer: Layer) -> bool:
@@ -255,7 +297,7 @@ def _read_once(
             gathered.add_trial(trial, layer=layer.name, rank=rank)
         for failure in failed:
             gathered.add_failure(failure)
-    own.add_pins(pins, layer=layer.name, world_size=world_size)
+    own.add_pins(pins, layer=layer.name, rank=rank, world_size=world_size)
     for loan in found:
         into.loans.setdefault(str(loan.environment), loan)
     return True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from sqlalchemy import (
 from tunedcomm.db import query
 from tunedcomm.db.check import invalid_rows
 from tunedcomm.db.engine import parse_target, translated
+from tunedcomm.db.layers import Layer
 from tunedcomm.db.needed import needed_trials
+from tunedcomm.db.reach import reached
 from tunedcomm.db.rows import Reader
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.db.sources import SourceHash, is_current
@@ -59,7 +61,8 @@ class Selection:
     Attributes:
         stale: of a variant whose source has changed since.
         superseded: neither dispatch nor `explain` needs them.
-        failed: the status is one of `FAILURES`.
+        failed: the status is one of `FAILURES`. With a candidate's failures go its good trials that they hide, so that
+            it is measured and checked again; failures that hide good trials of other databases stay.
         invalid: no reader uses them, for they make no sense.
         environments: digests; of one of these environments. Empty means any.
         before: stored before this time.
@@ -99,6 +102,8 @@ class Pruned:
         dry_run: nothing was removed.
         held: trials that were there before.
         groups: what is removed, by environment, op, variant and status.
+        along: how many of these trials are good ones that go with a failure.
+        kept: failures that were selected and stay, for they keep good trials of other databases from being used.
         unused: table to the rows that nothing refers to any more and that are removed as well; none on a server, where
             other hosts may be about to refer to them.
         bytes_before: size of the file; None for a server.
@@ -113,6 +118,8 @@ class Pruned:
     groups: tuple[PrunedGroup, ...]
     unused: Mapping[str, int]
     bytes_before: int | None
+    along: int = 0
+    kept: int = 0
     bytes_after: int | None = None
     compacted: bool = False
 
@@ -127,9 +134,18 @@ class _Plan:
     held: int
     groups: tuple[PrunedGroup, ...]
     unused: Mapping[type[Base], list[int]]
+    along: int = 0
+    kept: int = 0
 
 
-def prune(database: Database, selection: Selection, source_hash: SourceHash, *, dry_run: bool = True) -> Pruned:
+def prune(
+    database: Database,
+    selection: Selection,
+    source_hash: SourceHash,
+    *,
+    dry_run: bool = True,
+    elsewhere: Sequence[Layer] = (),
+) -> Pruned:
     """Remove the selected trials in one transaction, then what nothing refers to any more, then compact the file.
 
     Tuners may write and dispatch may read meanwhile: readers keep what they see, writers wait for the transaction. Pins
@@ -140,6 +156,7 @@ def prune(database: Database, selection: Selection, source_hash: SourceHash, *, 
         selection: which trials.
         source_hash: what the variants' sources are now; the variants must be registered.
         dry_run: remove nothing, only say what would be.
+        elsewhere: the other databases that dispatch reads, see `layers_beside`; only looked at.
 
     Raises:
         DatabaseError: it cannot be written, and nothing was removed then; or it is too damaged to be made smaller.
@@ -149,7 +166,8 @@ def prune(database: Database, selection: Selection, source_hash: SourceHash, *, 
 
     def plan(connection: Connection) -> _Plan:
         with _selected(connection, selection, source_hash, invalid.get("trial", ())):
-            found = _plan(connection, database, invalid)
+            along, kept = _reach_out(connection, elsewhere) if selection.failed else (0, 0)
+            found = replace(_plan(connection, database, invalid), along=along, kept=kept)
             if not dry_run:
                 connection.execute(delete(TrialRow).where(TrialRow.id.in_(select(_SELECTED.c.id))))
                 for model, ids in found.unused.items():
@@ -169,6 +187,8 @@ def prune(database: Database, selection: Selection, source_hash: SourceHash, *, 
         groups=found.groups,
         unused={model.__tablename__: len(ids) for model, ids in found.unused.items() if ids},
         bytes_before=before,
+        along=found.along,
+        kept=found.kept,
         bytes_after=None if dry_run or database.path is None else num_bytes(database.path),
         compacted=compacted,
     )
@@ -208,6 +228,17 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
         yield TrialRow.environment_id.in_(same)
     if selection.before is not None:
         yield TrialRow.created_at < selection.before
+
+
+def _reach_out(connection: Connection, elsewhere: Sequence[Layer]) -> tuple[int, int]:
+    """Select what must go with the selected failures, and not those that must stay; returns how many of each."""
+    found = reached(connection, TrialRow.id.in_(select(_SELECTED.c.id)), elsewhere)
+    selected = set(connection.execute(select(_SELECTED.c.id)).scalars())
+    if along := found.good - selected:
+        connection.execute(insert(_SELECTED), [{"id": id_} for id_ in along])
+    for ids in _chunks(found.kept):
+        connection.execute(delete(_SELECTED).where(_SELECTED.c.id.in_(ids)))
+    return len(along), len(found.kept)
 
 
 def _plan(connection: Connection, database: Database, invalid: Mapping[str, Collection[int]]) -> _Plan:
@@ -270,8 +301,14 @@ def _unused(connection: Connection, invalid: Mapping[str, Collection[int]]) -> d
 
 def _remove(connection: Connection, model: type[Base], ids: list[int]) -> None:
     id_ = query.table(model).c.id
-    for start in range(0, len(ids), _CHUNK):
-        connection.execute(delete(model).where(id_.in_(ids[start : start + _CHUNK])))
+    for chunk in _chunks(ids):
+        connection.execute(delete(model).where(id_.in_(chunk)))
+
+
+def _chunks(ids: Iterable[int]) -> Iterator[list[int]]:
+    left = sorted(ids)
+    for start in range(0, len(left), _CHUNK):
+        yield left[start : start + _CHUNK]
 
 
 def _compact(path: Path) -> bool:
