@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 _REGISTER_BYTES = 256 * 1024  # of an SM
+_MOST_REGISTERS = 255  # that a thread may have
 _SHARED_BYTES = 227 * 1024  # that a block may have on GPUs with tensor descriptors in hardware
 
 TILE_AXES: dict[str, Axis] = {
@@ -79,6 +80,8 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
             return f"tiles of {block} are more than half empty: {name} are {extent}"
     if limits.backend == "host":
         return None
+    if problem.dtype.startswith("float8") and m_ * n_ // (32 * warps) + n_ // 2 >= _MOST_REGISTERS:
+        return f"sums of fp8 in fp32 take another accumulator: registers do not hold two for tiles of {m_}x{n_}"
     return _unsuited_pipeline(stages, (m_ + n_) * k_ * size) or _unsuited_order(
         problem, config, limits, rows=rows, shards=shards
     )
@@ -152,4 +155,6 @@ def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return {"block_m": block_m, "block_n": 64, "block_k": 2 * deep, "group": 1, "num_warps": 4, "num_stages": 4}
     wide = 256 if num_tiles(rows, problem, {"block_m": 128, "block_n": 256}) >= limits.num_sms else 128
-    return {"block_m": 128, "block_n": wide, "block_k": deep, "group": 8, "num_warps": 8, "num_stages": 3}
+    # Of fp8 the high one, see `refuse_tiles`.
+    block_m, block_n = (wide, 128) if problem.dtype.startswith("float8") else (128, wide)
+    return {"block_m": block_m, "block_n": block_n, "block_k": deep, "group": 8, "num_warps": 8, "num_stages": 3}
