@@ -141,7 +141,7 @@ def difference(stored: str, before: Mapping[str, Any], after: Mapping[str, Any])
             return f"{old[1]} is other code"
     compared = {f"{module}.{function}" for module, function, _ in before["binaries"]}
     for name, source in before["kernels"].items():
-        if name not in compared and after["kernels"][name] != source:
+        if name not in compared and source != after["kernels"][name]:
             return f"{name} has other sources, and no binary to compare"
     return None
 
@@ -158,15 +158,16 @@ def asked_of(trial: TrialRecord) -> dict[str, Any]:
 
 
 def keep(database: Database, trials: Sequence[TrialRecord]) -> None:
-    """Give rows today's source hashes; variants that no row has any more go."""
+    """Give rows today's source hashes; where none of a variant is left with the old one, its entry goes."""
 
     def change(connection: Any) -> None:
         renewed = [dataclasses.replace(t, source_hash=source_hash_of(t.problem.op, t.variant) or "") for t in trials]
-        ids = variant_ids(connection, renewed)
+        ids, left = variant_ids(connection, renewed), set(variant_ids(connection, trials).values())
         for trial in renewed:
             variant = ids[trial.source_hash, trial.problem.op, trial.variant, trial.numerics]
             connection.execute(update(TrialRow).where(TrialRow.id == trial.id).values(variant_id=variant))
-        connection.execute(delete(VariantRow).where(VariantRow.id.not_in(select(TrialRow.variant_id))))
+        unused = VariantRow.id.not_in(select(TrialRow.variant_id))
+        connection.execute(delete(VariantRow).where(VariantRow.id.in_(left), unused))
 
     database.change(change)
 
@@ -181,8 +182,7 @@ def main() -> int:
     for path in args.databases:
         with Database.open(path) as database:
             retired = [t for t in database.trials() if t.source_hash != source_hash_of(t.problem.op, t.variant)]
-            rows = [asked_of(trial) for trial in retired]
-            answers = [ask(tree.resolve(), rows) for tree in (args.before, HERE.parents[1])]
+            answers = [ask(tree.resolve(), list(map(asked_of, retired))) for tree in (args.before, HERE.parents[1])]
             why = [difference(t.source_hash, *both) for t, *both in zip(retired, *answers, strict=True)]
             told = list(zip(retired, why, strict=True))
             keep(database, [trial for trial, found in told if found is None])

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _REGISTER_BYTES = 256 * 1024  # of an SM
-_MOST_REGISTERS = 255  # that a thread may have
+_BYTES_OF_THREAD = 255 * 4  # registers that it may have
 _SHARED_BYTES = 227 * 1024  # that a block may have on GPUs with tensor descriptors in hardware
 
 TILE_AXES: dict[str, Axis] = {
@@ -80,8 +80,8 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
             return f"tiles of {block} are more than half empty: {name} are {extent}"
     if limits.backend == "host":
         return None
-    if problem.dtype.startswith("float8") and m_ * n_ // (32 * warps) + n_ // 2 >= _MOST_REGISTERS:
-        return f"sums of fp8 in fp32 take another accumulator: registers do not hold two for tiles of {m_}x{n_}"
+    if _bytes_of_sums(problem, config) >= 32 * warps * _BYTES_OF_THREAD:
+        return f"sums of fp8 take a second accumulator: tiles of {m_}x{n_} by {warps} warps leave no register for more"
     return _unsuited_pipeline(stages, (m_ + n_) * k_ * size) or _unsuited_order(
         problem, config, limits, rows=rows, shards=shards
     )
@@ -117,7 +117,17 @@ def two_fit(problem: Problem, config: Config) -> bool:
     """An SM holds two blocks with such tiles at once."""
     m, n, k = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
     shared = int(config["num_stages"]) * (m + n) * k * ITEMSIZE[problem.dtype]
-    return 2 * shared <= _SHARED_BYTES and 2 * m * n * 4 <= _REGISTER_BYTES * 5 // 8
+    return 2 * shared <= _SHARED_BYTES and 2 * _bytes_of_sums(problem, config) <= _REGISTER_BYTES * 5 // 8
+
+
+def _bytes_of_sums(problem: Problem, config: Config) -> int:
+    """Registers that a block's sums take on sm_90, which adds fp8 imprecisely: see `_gemm.exact_every`.
+
+    Each group of four warps keeps the latest products of the 64 rows at hand apart; fewer rows are multiplied as fp16.
+    """
+    m, n, warps = (int(config[name]) for name in ("block_m", "block_n", "num_warps"))
+    apart = 64 * (warps // 4) if problem.dtype.startswith("float8") and m % 64 == 0 else 0
+    return (m + apart) * n * 4
 
 
 def tile_constants(problem: Problem, config: Config) -> dict[str, Value]:
