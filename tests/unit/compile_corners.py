@@ -3,6 +3,7 @@
     python compile_corners.py list            versions and variants with kernels, with their source hashes
     python compile_corners.py compile I N     the I-th of N parts of the corners: one JSON line a binary
     python compile_corners.py few I N         the same, of one binary a kernel, for one generation
+    python compile_corners.py sums            of each way to multiply, how products are added up for sm_90
 
 A program of its own, because kernels that were decorated for the interpreter cannot be compiled, and because the same
 program runs under several versions of Triton. The corners are a covering set: every pair of values that two fields of
@@ -49,6 +50,12 @@ LIMITS = Limits(
 GEMM_PLACES = (((16, 8192, 2048), 90), ((4096, 8192, 3584), 90), ((4096, 8192, 3584), 100))
 GEMM_EXTRAS = (("bfloat16", "nk", ""), ("float16", "kn", ""), ("float8_e4m3fn", "nk", "rowwise"))
 GEMM_WORLD_SIZE = 4
+# One variant for each function of kernels/_gemm.py that multiplies.
+SUMS: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("gemm_rs", "push_reduce", {}),
+    ("gemm_ar", "lamport", {"pointers": False}),
+    ("gemm_ar", "lamport", {"pointers": True}),
+)
 # Of groups that span nodes, for variants that serve no others.
 SPANNING = tuple(replace(LIMITS, symmetric=False, ranks_per_node=ranks) for ranks in (2, 4))
 
@@ -265,6 +272,28 @@ def compiled(corner: Corner) -> dict[str, Any]:
     }
 
 
+def sums_of(op: str, variant: str, dtype: str, scaling: str, **changes: bool) -> dict[str, Any]:
+    """What stands in the loop over the depth of a tile of 64x64, of 256 bytes of depth by 128 threads."""
+    from triton.backends.compiler import GPUTarget
+
+    from tunedcomm.kernels._launch import compile_request
+    from tunedcomm.spec import get_variant
+
+    problem = Problem(op, (64, 8192, 2048), dtype, 4, "sum", layout="nk", scaling=scaling)
+    found = get_variant(op, variant)
+    tile = {"block_m": 64, "block_n": 64, "block_k": 256 // ITEMSIZE[dtype], "num_warps": 4, "num_stages": 4}
+    config = {**found.default(problem, LIMITS), **tile, **changes}
+    (request,) = (r for r in found.compile_requests(problem, config) if "BLOCK_M" in dict(r.constants))
+    ptx = compile_request(request, GPUTarget("cuda", 90, 32)).asm["ptx"]
+    loop = instructions(re.split(r"\bbra", ptx[ptx.index("wgmma.mma_async") :])[0])
+    return {
+        "variant": variant,
+        "dtype": dtype,
+        "products": sum(count for opcode, count in loop.items() if opcode.startswith("wgmma.mma_async")),
+        "sums": sum(count for opcode, count in loop.items() if re.match(r"add\..*f32", opcode)),
+    }
+
+
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     import triton
@@ -275,6 +304,11 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "list":
         hashes = {f"{variant.op}.{variant.name}": source_hash(variant) for variant in variants}
         print(json.dumps({"triton": triton.__version__, "file": str(Path(triton.__file__)), "variants": hashes}))
+        return
+    if arguments[0] == "sums":
+        for dtype, scaling in (("bfloat16", ""), ("float8_e4m3fn", "rowwise")):
+            for op, variant, changes in SUMS:
+                print(json.dumps(sums_of(op, variant, dtype, scaling, **changes)), flush=True)
         return
     part, num_parts = int(arguments[1]), int(arguments[2])
     choose = few_of if arguments[0] == "few" else chosen_of

@@ -52,6 +52,28 @@ def test_a_problem_needs_few_binaries_and_little_time(op: str) -> None:
         assert len(requests) <= 400, (problem, len(requests))
 
 
+def test_accumulators_fit_into_registers() -> None:
+    """Sums of fp8 take a second one on sm_90; a spilled one would go through memory in every step."""
+    tiles: dict[str, set[tuple[int, int]]] = {dtype: set() for dtype, _ in KINDS}
+    for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        for problem in problems(op):
+            for candidate in feasible(problem):
+                config = candidate.config_dict
+                if "block_m" in config:
+                    tiles[problem.dtype].add((int(config["block_m"]), int(config["block_n"])))
+    wide = {(128, 256), (64, 256)}
+    assert tiles["bfloat16"] - tiles["float8_e4m3fn"] == wide
+    assert {(256, 128), (128, 128), (64, 128), (16, 64)} <= tiles["float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("variant", ["push_reduce", "copy_engine"])
+def test_large_products_begin_with_large_tiles(variant: str) -> None:
+    for (dtype, scaling), tile in zip(KINDS, ((128, 256), (256, 128)), strict=True):
+        problem = Problem("gemm_rs", (8192, 8192, 8192), dtype, 4, "sum", layout="nk", scaling=scaling)
+        config = get_variant("gemm_rs", variant).default(problem, GPU)
+        assert (config["block_m"], config["block_n"]) == tile
+
+
 def test_lamport_pushes_no_packet_twice() -> None:
     """Threads that hold the same packet all store it; the second store would be the next call's data."""
     for problem in problems("gemm_ar"):

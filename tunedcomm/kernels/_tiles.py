@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 _REGISTER_BYTES = 256 * 1024  # of an SM
+_BYTES_OF_THREAD = 255 * 4  # registers that it may have
 _SHARED_BYTES = 227 * 1024  # that a block may have on GPUs with tensor descriptors in hardware
 
 TILE_AXES: dict[str, Axis] = {
@@ -79,6 +80,8 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
             return f"tiles of {block} are more than half empty: {name} are {extent}"
     if limits.backend == "host":
         return None
+    if _bytes_of_sums(problem, config) >= 32 * warps * _BYTES_OF_THREAD:
+        return f"sums of fp8 take a second accumulator: tiles of {m_}x{n_} by {warps} warps leave no register for more"
     return _unsuited_pipeline(stages, (m_ + n_) * k_ * size) or _unsuited_order(
         problem, config, limits, rows=rows, shards=shards
     )
@@ -114,7 +117,17 @@ def two_fit(problem: Problem, config: Config) -> bool:
     """An SM holds two blocks with such tiles at once."""
     m, n, k = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
     shared = int(config["num_stages"]) * (m + n) * k * ITEMSIZE[problem.dtype]
-    return 2 * shared <= _SHARED_BYTES and 2 * m * n * 4 <= _REGISTER_BYTES * 5 // 8
+    return 2 * shared <= _SHARED_BYTES and 2 * _bytes_of_sums(problem, config) <= _REGISTER_BYTES * 5 // 8
+
+
+def _bytes_of_sums(problem: Problem, config: Config) -> int:
+    """Registers that a block's sums take on sm_90, which adds fp8 imprecisely: see `_gemm.exact_every`.
+
+    Each group of four warps keeps the latest products of the 64 rows at hand apart; fewer rows are multiplied as fp16.
+    """
+    m, n, warps = (int(config[name]) for name in ("block_m", "block_n", "num_warps"))
+    apart = 64 * (warps // 4) if problem.dtype.startswith("float8") and m % 64 == 0 else 0
+    return (m + apart) * n * 4
 
 
 def tile_constants(problem: Problem, config: Config) -> dict[str, Value]:
@@ -152,4 +165,6 @@ def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return {"block_m": block_m, "block_n": 64, "block_k": 2 * deep, "group": 1, "num_warps": 4, "num_stages": 4}
     wide = 256 if num_tiles(rows, problem, {"block_m": 128, "block_n": 256}) >= limits.num_sms else 128
-    return {"block_m": 128, "block_n": wide, "block_k": deep, "group": 8, "num_warps": 8, "num_stages": 3}
+    # Of fp8 the high one, see `refuse_tiles`.
+    block_m, block_n = (wide, 128) if problem.dtype.startswith("float8") else (128, wide)
+    return {"block_m": block_m, "block_n": block_n, "block_k": deep, "group": 8, "num_warps": 8, "num_stages": 3}
