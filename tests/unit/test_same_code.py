@@ -91,7 +91,7 @@ def test_equal_answers_keep_a_row(tool: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("stored", "change", "why"),
     [
-        ("current", {"binaries": [["m", "f", "abd"]]}, "f is other code"),
+        ("current", {"binaries": [["m", "f", "abx"]]}, "f is other code"),
         ("current", {"binaries": [["m", "f", "abc"], ["m", "f", "abc"]]}, "asks for other binaries"),
         ("current", {"binaries": []}, "asks for other binaries"),
         ("current", {"kernels": {"m.f": "1", "m.g": "3"}}, "m.g has other sources, and no binary to compare"),
@@ -116,7 +116,7 @@ def test_rows_of_one_variant_may_part(
         database.record(records)
 
     def ask(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        other = {"binaries": [["m", "f", "abd"]]} if tree == TOOL.parents[1] else {}
+        other = {"binaries": [["m", "f", "abx"]]} if tree == TOOL.parents[1] else {}
         return [{**ANSWER, **(other if row["config"]["num_blocks"] == 8 else {})} for row in rows]
 
     monkeypatch.setattr(tool, "ask", ask)
