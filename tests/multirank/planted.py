@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planted_cases import BAD, OP
+from planted_cases import BAD, OP, TOO_LARGE, TOO_LARGE_TO_CHECK
 
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.space import Choice, Config, Space, Value
@@ -24,6 +24,9 @@ Launch = Callable[[Tensors, Tensors, int], None]
 
 
 def make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> Tensors:
+    too_large = problem.numel == TOO_LARGE or (problem.numel == TOO_LARGE_TO_CHECK and kind == "integers")
+    if too_large and dist.get_rank() == 1:
+        raise torch.OutOfMemoryError("planted: tried to allocate too much")
     generator = torch.Generator().manual_seed(seed * 31 + rank)
     if kind == "integers":
         return (torch.randint(-8, 9, (problem.numel,), generator=generator).to(torch.float32),)
@@ -160,6 +163,12 @@ def bind_fails_on_one_rank(problem: Problem, config: Config, workspace: Any) -> 
     return good(problem, config, workspace)
 
 
+def bind_takes_too_much(problem: Problem, config: Config, workspace: Any) -> Launch:
+    if dist.get_rank() == 1:
+        raise torch.OutOfMemoryError("planted: tried to allocate too much")
+    return good(problem, config, workspace)
+
+
 def bind_takes_for_ever(problem: Problem, config: Config, workspace: Any) -> Launch:
     time.sleep(600)
     return good(problem, config, workspace)
@@ -207,6 +216,7 @@ plant("library", good, numerics="library")
 # Far enough apart to be told apart on a busy machine; the fastest one is not for everybody.
 plant("good", good, space=Space({"delay_ms": Choice(40, 20, 100)}))
 plant("unordered", good, space=Space({"delay_ms": Choice(5)}), numerics="unordered")
+plant("bind_takes_too_much", bind_takes_too_much)
 plant("infeasible", good, infeasible=never_feasible)
 
 for _name in BAD:

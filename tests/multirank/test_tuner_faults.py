@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from planted_cases import BAD, GOOD, OP
+from planted_cases import BAD, GOOD, OP, TOO_LARGE, TOO_LARGE_TO_CHECK
 
 from tunedcomm import spec
 from tunedcomm.db.records import TrialRecord
@@ -119,6 +119,7 @@ def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecor
         ("other_bits", "bits of the ordered sum"),
         ("leaves_packets", r"on rank 1 of 2: left 4 words in the arena, which a later call would take for data"),
         ("infeasible", "planted: not on this machine"),
+        ("bind_takes_too_much", "on rank 1 of 2: no memory is left for what it binds: OutOfMemoryError: planted"),
     ],
 )
 def test_reason_says_what_happened(
@@ -145,9 +146,9 @@ def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[TrialRec
         assert outcome.num_skipped == 11
         broken = {fate.variant for fate in outcome.fates if fate.is_broken}
         assert broken == {variant for variant, status in BAD.items() if status != "infeasible"}
-        assert {fate.variant: fate.infeasible for fate in outcome.fates if fate.infeasible} == {
-            "infeasible": "planted: not on this machine"
-        }
+        infeasible = {fate.variant: fate.infeasible for fate in outcome.fates if fate.infeasible}
+        assert infeasible.keys() == {"infeasible", "bind_takes_too_much"}
+        assert infeasible["infeasible"] == "planted: not on this machine"
         assert outcome.problems[0].failures == {"incorrect": 5, "compile_error": 1, "hung": 3, "crashed": 2}
 
 
@@ -185,6 +186,27 @@ def test_faults_of_one_gang_are_nothing_to_the_other(tmp_path: Path) -> None:
         statuses = {trial.variant: trial.status for trial in mine.values() if trial.variant in BAD}
         assert statuses == {name: BAD[name] for name in ("segfaults", "raises_on_one_rank", "wrong_by_one_element")}
     assert not gang_processes()
+
+
+@pytest.mark.slow
+def test_problem_that_does_not_fit_is_skipped_and_nobody_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = ((64,), (TOO_LARGE,), (TOO_LARGE_TO_CHECK,))
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        outcome = sweep(spec_of("good", shapes=shapes), database)
+        trials = database.trials()
+    assert outcome.reason == "done"
+    assert outcome.num_gangs == 1
+    assert outcome.dropped == ()
+    assert [problem.shape for problem in outcome.unsolved] == [(TOO_LARGE,), (TOO_LARGE_TO_CHECK,)]
+    tried = [trial for trial in trials if trial.status != "infeasible"]
+    assert {trial.problem.shape for trial in tried} == {(64,)}
+    assert {trial.status for trial in tried} <= {"ok", "pruned"}
+    assert {str(trial.candidate) for trial in trials if trial.final} >= {"library()", "good(delay_ms=20)"}
+    said = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+    assert len(said) == 2
+    assert "on rank 1 of 2: OutOfMemoryError: planted" in said[0]
 
 
 @pytest.mark.slow

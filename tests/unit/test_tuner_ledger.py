@@ -142,6 +142,32 @@ def test_the_dead_of_this_host_are_noticed_at_once(database_url: str, opened: Ca
     assert claim(living, SECOND, again=True) is not None
 
 
+def _claim_and_wait(url: str, claimed: Any) -> None:
+    spec._variants.update(variants())
+    ledger = open_as(url, "another container")
+    assert claim(ledger) is not None
+    claimed.set()
+    time.sleep(600)
+
+
+def test_the_dead_of_another_container_are_noticed(tmp_path: Path) -> None:
+    """Its process numbers mean nothing here; that it lives is seen by its lock."""
+    url = str(tmp_path / "tuned.db")
+    Database.open(url, create=True).close()
+    here, context = open_as(url, None), multiprocessing.get_context("spawn")
+    claimed = context.Event()
+    process = context.Process(target=_claim_and_wait, args=(url, claimed))
+    process.start()
+    assert claimed.wait(60)
+    assert flying(here) == {FIRST}
+    assert claim(here, again=True) is None
+    process.kill()
+    process.join()
+    assert flying(here) == set()
+    assert claim(here, again=True) is not None
+    here.close()
+
+
 def test_a_recycled_process_number_is_not_taken_for_the_owner() -> None:
     here = Owner.here()
     assert here.lives() is True

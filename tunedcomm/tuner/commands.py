@@ -11,10 +11,12 @@ from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.tuner.claims import Claim
 from tunedcomm.tuner.job import StoredTrial, candidate_from_dict, candidate_to_dict
 
-__all__ = ["LOST", "Assignment", "Command", "Latency", "Outcome", "Row"]
+__all__ = ["LOST", "TOO_LARGE", "Assignment", "Command", "Latency", "Outcome", "Row"]
 
 # Outcomes after which the ranks may be out of step: the gang ends itself and another one is started.
 LOST = frozenset({"crashed", "hung"})
+# What becomes of a trial where the ranks have no memory for the problem itself: it is stored for nobody.
+TOO_LARGE = "too_large"
 _LIBRARY = "library"
 
 
@@ -93,7 +95,7 @@ class Outcome:
     """How a trial ended; the same on every rank.
 
     Attributes:
-        status, reason: see `db.records.TrialRecord`, as the rest but:
+        status, reason: see `db.records.TrialRecord`, or `TOO_LARGE`; as the rest but:
         bind_s: seconds for which the slowest rank bound the candidate (and the library, where that was bound first).
         compiled: binaries that were not in the cache then, on the rank that had to compile most.
     """

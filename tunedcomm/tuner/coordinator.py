@@ -6,20 +6,21 @@ recorded outcomes can stand in for machines.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from tunedcomm.errors import TuningError
+from tunedcomm.db.once import warn_once
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
+from tunedcomm.tuner.budget import Budget
 from tunedcomm.tuner.claims import Claim, Ledger
-from tunedcomm.tuner.commands import LOST, Assignment, Command, Outcome, Row
+from tunedcomm.tuner.commands import LOST, TOO_LARGE, Assignment, Command, Outcome, Row
 from tunedcomm.tuner.finals import Finals
 from tunedcomm.tuner.job import FAILED, Settings, StoredTrial
 from tunedcomm.tuner.knowledge import Knowledge
+from tunedcomm.tuner.one_environment import other_environment
 from tunedcomm.tuner.problem_search import ProblemSearch
 from tunedcomm.tuner.study import default_candidates, families, infeasible_variants
 
@@ -69,8 +70,7 @@ class Coordinator:
         self._settings, self._source_hash, self._on_row = settings, source_hash, on_row
         self._stored, self._environments = tuple(stored), environments or {}
         self._clock, self.ledger, self._news = clock, ledger, news
-        self._end = math.inf if seconds_left is None else clock() + seconds_left
-        self._seconds = math.inf if seconds_left is None else seconds_left
+        self._budget = Budget(clock, seconds_left)
         self._families = families(problems)
         self._searches: dict[Problem, ProblemSearch | None] = {p: None for family in self._families for p in family}
         self._finals: dict[Problem, Finals] = {}  # by the first problem of the family
@@ -78,9 +78,8 @@ class Coordinator:
         # Problem that a gang is at, and whether in the finals: it keeps to it, whose tensors it holds.
         self._at: dict[int, tuple[Problem, bool]] = {}
         self._running: dict[int, Assignment] = {}
-        self._blocked: set[Problem] = set()  # searches of others that a family's finals wait for
-        self._lost: Counter[str] = Counter()
-        self._killed: Counter[tuple[Problem, Candidate]] = Counter()
+        self._blocked, self._too_large = set[Problem](), set[Problem]()  # others' searches that finals wait for
+        self._lost, self._killed = Counter[str](), Counter[tuple[Problem, Candidate]]()
         self._untold: list[tuple[Claim, float | None]] = []
 
     # What gangs say
@@ -103,11 +102,7 @@ class Coordinator:
                 environments=self._environments,
             )
         elif environment.digest != self.environment.digest:
-            differences = self.environment.differences(environment).values() or self.environment.drift(environment)
-            raise TuningError(
-                f"gang {gang} runs in another environment than the first one: {'; '.join(differences)}. A sweep "
-                "measures one environment: tune the GPUs of each kind by themselves, with CUDA_VISIBLE_DEVICES"
-            )
+            raise other_environment(gang, self.environment, environment)
 
     def next(self, gang: int) -> Command:
         """What a gang that runs nothing does next."""
@@ -120,14 +115,17 @@ class Coordinator:
                     return command
                 if len(self.searched) != over:
                     break
-        if self._running or (self._left() > 0 and self._is_elsewhere()):
+        if self._running or (self._budget.left() > 0 and self._is_elsewhere()):
             return Command(kind="wait")
-        return Command(kind="end", reason="budget" if self._left() <= 0 else "done")
+        return Command(kind="end", reason="budget" if self._budget.left() <= 0 else "done")
 
     def learn(self, gang: int, outcome: Outcome) -> Row | None:
         """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
         running = self._running.pop(gang)
         self._killed.pop((running.problem, running.candidate), None)
+        if outcome.status == TOO_LARGE:
+            self._skip(running, outcome.reason)
+            return None
         if self._was_taken_over(running):
             return None
         row = self._store(running.problem, running.candidate, outcome, final=running.command.final)
@@ -192,7 +190,7 @@ class Coordinator:
     @property
     def has_time(self) -> bool:
         """False once the budget is spent: a gang that is gone is not replaced any more."""
-        return self._left() > 0
+        return self._budget.left() > 0
 
     def activity(self, gang: int) -> Command | None:
         """What a gang runs; None if it has nothing to do."""
@@ -205,10 +203,6 @@ class Coordinator:
         return None if search is None else 0 if search.over else search.planned
 
     # Choosing
-
-    def _left(self, share: float = 1.0) -> float:
-        """Seconds left of a share of the budget."""
-        return self._end - self._seconds * (1 - share) - self._clock() if math.isfinite(self._end) else math.inf
 
     def _offers(self, gang: int) -> Iterator[Command | None]:
         """What a gang could do, most wanted first; None where there turned out to be nothing."""
@@ -266,10 +260,10 @@ class Coordinator:
         """An even share of what is left, so that the last problem is searched as well as the first."""
         remaining = sum(other is None or not other.over for other in self._searches.values())
         share = min(self._settings.gangs, remaining) / max(remaining, 1)
-        search.until = max(search.until, self._clock() + self._left(_SEARCH_SHARE) * share)
+        search.until = max(search.until, self._clock() + self._budget.left(_SEARCH_SHARE) * share)
 
     def _from_finals(self, gang: int, family: list[Problem]) -> Command | None:
-        if not self._settings.finals or self._left() <= 0:
+        if not self._settings.finals or self._budget.left() <= 0:
             return None
         finals = self._finals.get(family[0])
         if finals is None:
@@ -279,7 +273,8 @@ class Coordinator:
             self._blocked = {p for p in family if self._in_flight(p, final=False)}
             if self._blocked:
                 return None
-            finals = self._finals[family[0]] = Finals(family, self._knowledge, self._known_limits)
+            fitting = [p for p in family if p not in self._too_large]
+            finals = self._finals[family[0]] = Finals(fitting, self._knowledge, self._known_limits)
         for problem in dict.fromkeys(problem for problem, _ in finals.elsewhere):
             finals.recheck(problem, self._in_flight(problem, final=True))
         own = next((problem for problem, final in [self._at.get(gang, (None, False))] if final), None)
@@ -369,15 +364,20 @@ class Coordinator:
         else:
             self._search(running.problem).give_back(running.candidate)
 
+    def _skip(self, running: Assignment, reason: str) -> None:
+        """Leave a problem alone that a gang has no memory for, and blame nobody."""
+        self._give_back(running)
+        self._too_large.add(running.problem)
+        warn_once(f"{running.problem} is skipped, there is no memory for it here: {reason}")
+        if (search := self._searches[running.problem]) is not None:
+            search.close()
+        for finals in self._finals.values():
+            finals.skip(running.problem)
+
     def _store(self, problem: Problem, candidate: Candidate, outcome: Outcome, *, final: bool) -> Row:
         assert self.environment is not None
-        row = Row(
-            problem=problem,
-            candidate=candidate,
-            outcome=outcome,
-            source_hash=self._source_hash(candidate.op, candidate.variant),
-            final=final and outcome.status == "ok",
-        )
+        source_hash, is_final = self._source_hash(candidate.op, candidate.variant), final and outcome.status == "ok"
+        row = Row(problem=problem, candidate=candidate, outcome=outcome, source_hash=source_hash, final=is_final)
         self._knowledge.add(row.steering(self.environment.digest))
         self._on_row(row)
         return row

@@ -98,6 +98,11 @@ class Finals:
         self.elsewhere = [(of, c) for of, c in self.elsewhere if of != problem or c in in_flight]
         self._left[problem] += mine
 
+    def skip(self, problem: Problem) -> None:
+        """Give out nothing of a problem any more."""
+        self._left[problem] = []
+        self.elsewhere = [(of, candidate) for of, candidate in self.elsewhere if of != problem]
+
     def give_back(self, problem: Problem, candidate: Candidate) -> None:
         """Take a final back that was not run after all; it is the next one of its problem."""
         self._left[problem].insert(0, candidate)

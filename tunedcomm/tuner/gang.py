@@ -38,11 +38,12 @@ class Trouble(IntEnum):
     """What a rank may report in a vote, by rising weight: the group's verdict is the heaviest."""
 
     NONE = 0
-    INFEASIBLE = 1
-    COMPILE_ERROR = 2
-    INCORRECT = 3
-    HUNG = 4
-    CRASHED = 5
+    TOO_LARGE = 1  # the problem, for the memory of a rank: no candidate's doing
+    INFEASIBLE = 2
+    COMPILE_ERROR = 3
+    INCORRECT = 4
+    HUNG = 5
+    CRASHED = 6
 
     @property
     def status(self) -> str:

@@ -24,8 +24,9 @@ from tunedcomm.errors import DatabaseError
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.board import Entry, Note
 from tunedcomm.tuner.claims import Claim
+from tunedcomm.tuner.life_lock import LifeLock
 from tunedcomm.tuner.owners import Local, Owner, Presence, Seats
-from tunedcomm.tuner.studies import Studies, open_studies
+from tunedcomm.tuner.studies import Studies, journal_path, open_studies
 
 __all__ = ["GRACE_S", "HEARTBEAT_S", "OptunaLedger", "open_ledger"]
 
@@ -68,8 +69,8 @@ def open_ledger(
     presence: Presence
     try:
         with studies.translated():
-            if studies.target.is_sqlite:
-                presence = Local(me)
+            if studies.target.path is not None:
+                presence = Local(me, LifeLock(journal_path(studies.target.path).with_suffix(".owners")))
             else:
                 presence = Seats(studies.storage, me, heartbeat_s=heartbeat_s, grace_s=grace_s)
     except BaseException:

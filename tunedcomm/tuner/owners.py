@@ -1,7 +1,7 @@
 """Who holds a claim, and whether that process still lives.
 
-On one host the kernel knows: a process with that number that was started at that moment. Of processes on other hosts
-only their heartbeats are known, see `Seats`.
+On one host the kernel knows: a process with that number that was started at that moment, or, in another container, one
+that holds a lock. Of processes on other hosts only their heartbeats are known, see `Seats`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
+from tunedcomm.tuner.life_lock import LifeLock
 from tunedcomm.tuner.processes import kernel_identity
 
 __all__ = ["Local", "Owner", "Presence", "Seats"]
@@ -97,17 +98,26 @@ class Presence(Protocol):
 
 
 class Local:
-    """One host: the kernel says at once who lives. Who cannot be seen, in another container, counts as living."""
+    """One host: the kernel says at once who lives; of processes in other containers by the locks that they hold.
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    Args:
+        owner: this process.
+        lock: in a file that all of them share.
+    """
+
+    def __init__(self, owner: Owner, lock: LifeLock) -> None:
+        self._owner, self._lock = owner, lock
 
     def mark(self) -> dict[str, Any]:
-        return asdict(self._owner)
+        return {**asdict(self._owner), "lock": self._lock.place}
 
     def lives(self, mark: Mapping[str, Any]) -> bool:
         owner = Owner.from_dict(mark)
-        return owner == self._owner or owner.lives() is not False
+        if owner == self._owner:
+            return True
+        seen = owner.lives()
+        # Older versions hold no lock: who cannot be seen may live.
+        return seen if seen is not None else "lock" not in mark or self._lock.is_held(int(mark["lock"]))
 
     def beat(self) -> None:
         """Nobody listens."""
@@ -119,7 +129,8 @@ class Local:
         return True
 
     def leave(self) -> None:
-        """The kernel will tell."""
+        """The kernel tells."""
+        self._lock.close()
 
 
 class Seats:

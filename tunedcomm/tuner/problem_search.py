@@ -48,7 +48,7 @@ class ProblemSearch:
     ) -> None:
         self.problem = problem
         self.until = -math.inf
-        self.over = False
+        self.over = self._closed = False
         self.elsewhere: list[Candidate] = []
         self._settings, self._knowledge, self._limits = settings, knowledge, limits
         self._searched, self._shared = tuple(searched), shared
@@ -77,12 +77,18 @@ class ProblemSearch:
     @property
     def planned(self) -> int:
         """Trials still to be given out at most."""
+        if self._closed:
+            return 0
         return len(self._returned) + self._search.planned
 
     @property
     def is_out(self) -> bool:
         """True while a gang of this supervisor, or another supervisor, runs a candidate of it."""
         return bool(self._out or self.elsewhere)
+
+    def close(self) -> None:
+        """Give out nothing any more."""
+        self._closed = True
 
     def drop(self, dropped: Collection[str]) -> None:
         """Begin again without these variants; what is settled is gone through at once."""
@@ -100,6 +106,8 @@ class ProblemSearch:
             now: the clock's reading.
             claim: False for a candidate that another supervisor runs, or has run.
         """
+        if self._closed:
+            return None
         kept: list[Candidate] = []
         found = None
         while found is None and (now < self.until or self._must - {*self.elsewhere, *kept}) and not self._is_used_up():

@@ -14,10 +14,11 @@ from typing import TypeVar
 import torch
 
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
-from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
+from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.tuner import check, measure
+from tunedcomm.tuner.bench import Bench, is_out_of_memory
 from tunedcomm.tuner.channel import write_failure
-from tunedcomm.tuner.check import Case, Judgement, Launch, Tensors
+from tunedcomm.tuner.check import Judgement, Launch
 from tunedcomm.tuner.commands import LOST, Command, Latency, Outcome
 from tunedcomm.tuner.compile_count import CompileCount
 from tunedcomm.tuner.gang import Gang, Trouble, Verdict
@@ -51,85 +52,9 @@ def _bind_reason(error: BaseException) -> str:
     return f"{_sentence(error)} (bind raised it, not the compiler{where})"
 
 
-class Bench:
-    """One rank's tensors for one problem, used for every candidate of it.
-
-    Benches that live at the same time have different slots.
-    """
-
-    def __init__(
-        self, gang: Gang, problem: Problem, seed: int, stream: torch.cuda.Stream | None, *, slot: int = 0
-    ) -> None:
-        self.problem = problem
-        self.op: OpSpec = get_op(problem.op)
-        self.contender: Contender | None = None
-        self.baseline: Candidate | None = None
-        self.calls = 0
-        self._gang = gang
-        self._seed = seed
-        self._stream = stream
-        self._cases: dict[tuple[str, int], Case] = {}
-        self._further: tuple[Tensors, ...] | None = None
-        first = self.case("random", 0)
-        self.inputs: Tensors = gang.input_buffers(problem, first.inputs, slot)
-        self.outputs: Tensors = self.inputs if problem.in_place else self.op.make_outputs(problem, gang.device)
-
-    def case(self, kind: str, number: int) -> Case:
-        """A case, generated once."""
-        if (kind, number) not in self._cases:
-            seed = self._seed + number
-            self._cases[kind, number] = check.make_case(
-                self.op, self.problem, self._gang.rank, kind=kind, seed=seed, device=self._gang.device
-            )
-        return self._cases[kind, number]
-
-    def load(self, case: Case) -> None:
-        """Put a case's inputs where launches read them, in stream order, and NaN where they write."""
-        for buffer, values in zip(self.inputs, case.inputs, strict=True):
-            buffer.copy_(values)
-        if not self.problem.in_place:
-            check.fill_sentinel(self.outputs)
-
-    @property
-    def further(self) -> tuple[Tensors, ...]:
-        """Inputs that timed launches take in turn with `inputs`, holding the first random case for good."""
-        if self._further is None:
-            cold = self.op.cold and self.problem.input_kind == "plain"
-            self._further = measure.further_turns(self.case("random", 0).inputs, cold=cold)
-        return self._further
-
-    def check(self, launch: Launch, plan: list[tuple[str, int]], *, ordered: bool) -> Judgement:
-        """Launch every case of `plan` in a row, then judge them all; the first wrong one decides."""
-        cases = [self.case(kind, number) for kind, number in plan]
-        handle = self._stream.cuda_stream if self._stream is not None else 0
-        results = []
-        for step, case in enumerate(cases):
-            self.load(case)
-            check.rank_delay(self._seed, self._gang.rank, step, self._gang.device)
-            launch(self.inputs, self.outputs, handle)
-            results.append(tuple(output.clone() for output in self.outputs))
-        self._gang.synchronize()
-        self._gang.communicator.check_peers()
-        return self._judge(list(zip(cases, results, strict=True)), ordered=ordered)
-
-    def check_replay(self, contender: Contender, *, ordered: bool) -> Judgement:
-        """Judge what a captured contender leaves behind after a replay."""
-        case = self.case("random", 0)
-        self.load(case)
-        contender.run()
-        self._gang.synchronize()
-        self._gang.communicator.check_peers()
-        return self._judge([(case, self.outputs)], ordered=ordered)
-
-    def _judge(self, launched: list[tuple[Case, Tensors]], *, ordered: bool) -> Judgement:
-        worst = 0.0
-        for number, (case, result) in enumerate(launched, start=1):
-            found = check.judge(self.op, self.problem, case, result, ordered=ordered)
-            if not found.right:
-                reason = f"wrong at launch {number} of shape {self.problem.shape}, {found.reason}"
-                return Judgement(found.error, reason)
-            worst = max(worst, found.error)
-        return Judgement(worst)
+def _odd_plan(index: int) -> list[tuple[str, int]]:
+    """The cases of the odd shape of this number."""
+    return [("random" if index else "integers", 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +78,8 @@ class TrialRunner:
         self._settings = settings
         self._stream = _new_stream(gang.device) if gang.on_gpu else None
         self._bench: Bench | None = None
-        self._odd: list[Bench] | None = None
+        self._odd: list[Bench] = []
+        self._fits: set[bool] = set()  # for which checks, full or not, the bench is made
         self._compiles = CompileCount()
         self._bind_s, self._num_compiled = 0.0, 0
 
@@ -165,7 +91,9 @@ class TrialRunner:
         self._bind_s, self._num_compiled = 0.0, 0
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._report("work", command.baseline or candidate)
-            bench = self._bench_for(problem)
+            bench, verdict = self._bench_for(problem, full=command.full_check)
+            if verdict.trouble:
+                return Outcome(status=verdict.trouble.status, reason=verdict.reason)
             if command.baseline is not None and command.baseline not in (bench.baseline, candidate):
                 self._prepare_baseline(bench, command.baseline)
             self._report("trial", candidate)
@@ -191,18 +119,59 @@ class TrialRunner:
     def _report(self, event: str, candidate: Candidate) -> None:
         self._gang.report(event, {"candidate": candidate_to_dict(candidate)})
 
-    def _bench_for(self, problem: Problem) -> Bench:
-        if self._bench is None or self._bench.problem != problem:
-            self._bench = self._odd = None  # before the next one takes memory
-            self._bench = Bench(self._gang, problem, self._settings.seed, self._stream)
-        return self._bench
+    def _bench_for(self, problem: Problem, *, full: bool) -> tuple[Bench, Verdict]:
+        """The problem's tensors; the verdict is whether every rank has the memory for them.
 
-    def _odd_benches(self, bench: Bench) -> list[Bench]:
-        if self._odd is None:
-            shapes = check.odd_problems(bench.op, bench.problem)
-            seed = self._settings.seed
+        A vote after each step, so that no rank waits in the next one for a rank that has none.
+        """
+        seed = self._settings.seed
+        if self._bench is None or self._bench.problem != problem:
+            self._drop_bench()  # before the next one takes memory
+            self._bench = Bench(self._gang, problem, seed, self._stream)
+        bench = self._bench
+        if full in self._fits:
+            return bench, Verdict()
+        if full:
+            shapes = check.odd_problems(bench.op, problem)
             self._odd = [Bench(self._gang, p, seed, self._stream, slot=1 + i) for i, p in enumerate(shapes)]
-        return self._odd
+        plans = [(bench, check.plan_cases(problem, full=full))]
+        plans += [(one, _odd_plan(number)) for number, one in enumerate(self._odd)]
+
+        def make_cases() -> None:
+            for one, plan in plans:
+                one.make_cases(plan)
+
+        def make_buffers() -> None:
+            for one, _ in plans:
+                one.make_buffers()
+
+        def try_room() -> None:
+            for one, plan in plans:
+                one.try_room(plan, timed=one is bench)
+
+        for step in (make_cases, make_buffers, try_room):
+            verdict = self._try_memory(step)
+            if verdict.trouble:
+                self._drop_bench()
+                return bench, verdict
+        self._fits |= {full, False}
+        return bench, Verdict()
+
+    def _try_memory(self, action: Callable[[], None]) -> Verdict:
+        trouble, reason = Trouble.NONE, ""
+        try:
+            action()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            trouble, reason = Trouble.TOO_LARGE, _sentence(error)
+        return self._gang.vote(trouble, reason)
+
+    def _drop_bench(self) -> None:
+        self._bench, self._odd = None, []
+        self._fits.clear()
+        if self._gang.on_gpu:
+            torch.cuda.empty_cache()
 
     def _trial(self, bench: Bench, candidate: Candidate, command: Command) -> Outcome:
         ordered = get_variant(candidate.op, candidate.variant).numerics == "ordered"
@@ -221,7 +190,7 @@ class TrialRunner:
         bound, trouble, reason = None, Trouble.NONE, ""
         communicator = self._gang.communicator
         variant = get_variant(candidate.op, candidate.variant)
-        odd = self._odd_benches(bench) if full else []
+        odd = self._odd if full else []
         odd = [b for b in odd if variant.infeasible(b.problem, candidate.config_dict, communicator.limits) is None]
         begin, before = time.perf_counter(), self._compiles.num_compiled
         try:
@@ -230,7 +199,10 @@ class TrialRunner:
         except InfeasibleError as error:
             trouble, reason = Trouble.INFEASIBLE, str(error)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this candidate's outcome
-            trouble, reason = Trouble.COMPILE_ERROR, _bind_reason(error)
+            if is_out_of_memory(error):
+                trouble, reason = Trouble.INFEASIBLE, f"no memory is left for what it binds: {_sentence(error)}"
+            else:
+                trouble, reason = Trouble.COMPILE_ERROR, _bind_reason(error)
         verdict = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
         self._bind_s += verdict.number
         self._num_compiled += verdict.count
@@ -250,7 +222,7 @@ class TrialRunner:
         def action() -> Judgement:
             found = bench.check(bound.launch, check.plan_cases(bench.problem, full=full), ordered=ordered)
             for index, (odd, launch) in enumerate(bound.odd):
-                more = odd.check(launch, [("random" if index else "integers", 0)], ordered=ordered)
+                more = odd.check(launch, _odd_plan(index), ordered=ordered)
                 found = Judgement(max(found.error, more.error), found.reason or more.reason)
             return found
 

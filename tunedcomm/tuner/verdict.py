@@ -122,7 +122,7 @@ def _why_unmeasured(winner: Winner, records: list[TrialRecord]) -> str:
         where = "; ".join(f"{record.status} at {record.problem}" for record in lost)
         name = winner.candidate.variant
         return f"not tried, for {name} had cost {len(lost)} gangs: {where}. Tune it again, or pin another one"
-    return "not tried: the command was stopped"
+    return "not tried: the command was stopped, or there was no memory for the problem, as the log says then"
 
 
 def _faster(
