@@ -63,9 +63,9 @@ def test_what_never_relaxes(stored: dict[str, Any], asked: dict[str, Any]) -> No
 def test_relatives_are_asked_in_order_and_checked_for_feasibility() -> None:
     rows = [row("one_shot", 4.0, like={"in_place": True}), row("two_shot", 2.0, like={"dtype": "float16"})]
     asked = problem(reduction="avg")
-    assert decide(rows, asked).candidate == candidate("one_shot")
-    decision = decide(rows, asked, feasible=lambda which: "no avg" if which.variant == "one_shot" else None)
-    assert decision.candidate == candidate("two_shot")
+    assert decide(rows, asked).candidate == candidate("two_shot")
+    decision = decide(rows, asked, feasible=lambda which: "no avg" if which.variant == "two_shot" else None)
+    assert decision.candidate == candidate("one_shot")
     assert decide(rows, asked, feasible=lambda which: "no avg").candidate == candidate("library")
 
 
