@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,19 @@ def compiled(
         partition_fn=min_cut_rematerialization_partition,
     )
     torch._dynamo.reset()
-    return torch.compile(function, backend=backend, fullgraph=True)
+    run = torch.compile(function, backend=backend, fullgraph=True)
+
+    def call(*inputs: Any) -> Any:
+        with _forgetting():
+            return run(*inputs)
+
+    return call
+
+
+def _forgetting() -> contextlib.AbstractContextManager[Any]:
+    """What Dynamo forgets behind Inductor's backend, and not behind others, is forgotten before the backward pass."""
+    config, name = torch._dynamo.config, "invalidate_compile_context_weakrefs"
+    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()  # type: ignore[attr-defined]
 
 
 def calls_of(*graphs: fx.Graph) -> list[str]:

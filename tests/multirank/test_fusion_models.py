@@ -158,3 +158,23 @@ def outcomes() -> list[dict[str, str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_models(outcomes: list[dict[str, str]], name: str) -> None:
     report(outcomes, name)
+
+
+def inductor_body(rank: int, world_size: int) -> list[str]:
+    """By `torch.compile` itself, from the cache the second time."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    model, x = tensor_parallel_layers(mesh), x_of(rank, TOKENS, WIDTH, same=True)
+    expected = step(model, model, x)
+    fusions = [tunedcomm.fusion_pass(mesh.get_group(), when="always") for _ in range(2)]
+    for fusion in fusions:
+        torch._dynamo.reset()
+        close(step(model, torch.compile(model, options={"post_grad_custom_post_pass": fusion}), x), expected)
+    return [f"{fused_ops(fusion)} of {len(fusion.records)}" for fusion in fusions]
+
+
+@pytest.mark.slow
+def test_inductor(tmp_path_factory: pytest.TempPathFactory) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+    found = [f"{['gemm_ar'] * 4} of 5", "[] of 0"]  # two in the forward pass, two in the backward pass
+    assert run_ranks(WORLD_SIZE, inductor_body, timeout=240, env=env) == [found] * WORLD_SIZE

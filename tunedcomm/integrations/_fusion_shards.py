@@ -4,14 +4,16 @@ A graph has local tensors. Ranks must agree on the rows of what is gathered or r
 dimension in front of a sum, nor on its columns behind a gather: 127 features over two ranks are 64 and 63, and nothing
 in a rank's own graph tells 64 of 127 from 64 of 128. Yet a fused op needs the same problem on every rank.
 
-What all ranks have in common are the global shapes and placements of the parameters that are DTensors, which the
-tracing context holds in forward and in backward. A size is known where some dimension of them is split over the group
-into equal parts of that size, and none can be split into parts of that size that are not equal.
+What all ranks have in common are the global shapes and placements of the parameters that are DTensors. The tracing
+context holds them while the forward graph is compiled, for which Inductor asks the pass, if only for its identity; they
+are kept for the backward graph, which has the same context. A size is known where some dimension of them is split over
+the group into equal parts of that size, and none can be split into parts of that size that are not equal.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +41,20 @@ class Shards:
     @classmethod
     def of(cls, group: str) -> Shards:
         """What the parameters of the model that is compiled now say of a group, by its name."""
+        context: Any = torch._guards.TracingContext.try_get()
+        if context is None:
+            return cls()
+        kept = _kept.setdefault(context, {})
+        tensors = list(getattr(context, "tensor_to_context", ()))
+        if tensors:
+            kept[group] = cls._among(tensors, group)
+        return kept.get(group, cls())
+
+    @classmethod
+    def _among(cls, tensors: list[torch.Tensor], group: str) -> Shards:
         even: set[int] = set()
         uneven: set[int] = set()
-        for spec in _specs():
+        for spec in _specs(tensors):
             names = _group_names(spec.mesh)
             if group not in names:
                 continue
@@ -71,10 +84,13 @@ class Shards:
         )
 
 
-def _specs() -> Iterator[Any]:
-    """Of the DTensors among the parameters of what is compiled now."""
-    context: Any = torch._guards.TracingContext.try_get()
-    for tensor in getattr(context, "tensor_to_context", None) or ():
+# Tracing context to what was known of groups while the forward graph was compiled.
+_kept: weakref.WeakKeyDictionary[Any, dict[str, Shards]] = weakref.WeakKeyDictionary()
+
+
+def _specs(tensors: list[torch.Tensor]) -> Iterator[Any]:
+    """Of the DTensors among the parameters."""
+    for tensor in tensors:
         if isinstance(tensor, DTensor) and isinstance(tensor, torch.nn.Parameter):
             yield tensor._spec
 
