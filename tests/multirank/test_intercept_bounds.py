@@ -18,6 +18,12 @@ NUMEL = 4096
 launched: list[Launched] = []
 
 
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    """Its sum over the default group, by the functional collective."""
+    assert dist.group.WORLD is not None
+    return funcol.all_reduce(x, "sum", dist.group.WORLD) + 0
+
+
 def own_calls_are_the_librarys(rank: int) -> None:
     """What a library variant asks `torch.distributed` for is not served by a kernel again."""
     x = torch.full((NUMEL,), rank + 1.0)
@@ -46,7 +52,7 @@ def symmetric_memory(rank: int) -> None:
             with tunedcomm.force("all_reduce", "two_shot"), tunedcomm.force("all_gather", "pull"):
                 with tunedcomm.intercept() as seen:
                     dist.all_gather_into_tensor(out, x)
-                    total = funcol.all_reduce(x, "sum", dist.group.WORLD) + 0
+                    total = reduced(x)
                     dist.all_reduce(x)
                 assert seen.num_served == 3
                 serving = tunedcomm.ServingAllReduce()
@@ -87,14 +93,14 @@ def later_groups_body(rank: int, world_size: int, folder: str) -> tuple[int, int
     with tunedcomm.force("all_reduce", "two_shot"):
         first = tunedcomm.install()
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        assert (funcol.all_reduce(torch.ones(NUMEL), "sum", dist.group.WORLD) + 0)[0] == world_size
+        assert reduced(torch.ones(NUMEL))[0] == world_size
         tunedcomm.release_communicators()
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=world_size)
         assert dist.group.WORLD.group_name == name  # type: ignore[union-attr]
-        assert (funcol.all_reduce(torch.ones(NUMEL), "sum", dist.group.WORLD) + 0)[0] == world_size
+        assert reduced(torch.ones(NUMEL))[0] == world_size
         second = tunedcomm.install()
-        assert (funcol.all_reduce(torch.ones(NUMEL), "sum", dist.group.WORLD) + 0)[0] == world_size
+        assert reduced(torch.ones(NUMEL))[0] == world_size
         return first.num_served, second.num_served
 
 

@@ -5,10 +5,9 @@ dimension in front of a sum, nor on its columns behind a gather: 127 features ov
 in a rank's own graph tells 64 of 127 from 64 of 128. Yet a fused op needs the same problem on every rank.
 
 What all ranks have in common are the global shapes and placements of the parameters that are DTensors. The tracing
-context holds them until the forward graph is compiled, for which Inductor asks the pass (for its identity, if not for
-its work); so they are kept for the backward graph, which has the same context. A size is known where some dimension of
-them is split over the group into equal parts of that size, and none can be split into parts of that size that are not
-equal.
+context holds them while the forward graph is compiled, for which Inductor asks the pass, if only for its identity; they
+are kept for the backward graph, which has the same context. A size is known where some dimension of them is split over
+the group into equal parts of that size, and none can be split into parts of that size that are not equal.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def _work(results: Any, devices: list[int | str | torch.device] | None) -> Any:
     """A work object that is done when the current stream is here; its wait() makes the stream of then wait.
 
     It is torch's own around a future, which refuses a timeout. A class of Python's would take one, but what it
-    overrides is lost once only C++ holds it, as functional collectives and DDP do: their wait() would then wait for
-    ever.
+    overrides is lost once only C++ holds it, as functional collectives and DDP do: they would then wait for ever.
     """
     future: Any = torch.futures.Future(devices=devices)
     future.set_result(results)
