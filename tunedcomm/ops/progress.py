@@ -125,6 +125,21 @@ def _check(x: torch.Tensor, out: torch.Tensor, communicator: Communicator) -> No
         raise UnsupportedInputError(f"x of {_OP} lies in out; only the rank's own rows may, as they are")
 
 
+def _prepared(communicator: Communicator, num_blocks: int, capturing: bool) -> _Gathers:
+    """The group's gathers, ready for so many blocks, and kept where a graph is to replay one."""
+    gathers = _gathers.get(communicator)
+    if gathers is None or not gathers.sender.is_prepared(num_blocks):
+        if capturing:
+            raise NotInitializedError(
+                f"the first {_OP} of a group, or with num_blocks={num_blocks}, cannot be captured"
+            )
+        gathers = gathers or _gathers.setdefault(communicator, _Gathers(communicator))
+        gathers.sender.prepare(num_blocks)
+    if capturing:
+        communicator.captured(gathers)
+    return gathers
+
+
 def all_gather_with_progress(
     x: torch.Tensor,
     *,
@@ -176,18 +191,9 @@ def all_gather_with_progress(
     _check(x, out, communicator)
     communicator.check_peers()
     capturing = is_capturing()
-    gathers = _gathers.get(communicator)
-    if gathers is None or not gathers.sender.is_prepared(num_blocks):
-        if capturing:
-            raise NotInitializedError(
-                f"the first {_OP} of a group, or with num_blocks={num_blocks}, cannot be captured"
-            )
-        gathers = gathers or _gathers.setdefault(communicator, _Gathers(communicator))
-        gathers.sender.prepare(num_blocks)
+    gathers = _prepared(communicator, num_blocks, capturing)
     mode: Mode = "graph" if capturing else "eager"
     communicator.order_streams(capturing, gathers.stream())
-    if capturing:
-        communicator.captured(gathers)
     rows = x.shape[0]
     chunk_rows = -(-rows // num_chunks)
     gather = GatherProgress(
