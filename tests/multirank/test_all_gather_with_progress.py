@@ -104,6 +104,9 @@ def bad_input(rank: int) -> None:
         gather(x[:, :3], out=tunedcomm.symmetric_empty((4 * WORLD_SIZE, 3), dtype=torch.float32))
     with refused("x of all_gather_with_progress lies in out"):
         gather(out.view(-1)[:32].view(4, 8)[:, :4], out=out)
+    with refused("x of all_gather_with_progress lies in out"):
+        begin = (rank + 1) % WORLD_SIZE * 4
+        gather(out[begin : begin + 4], out=out)  # another rank's rows
     for wrong in (0, 65, True, 2.0):
         with refused(r"num_chunks=.* must be a number from 1 to 64"):
             gather(x, out=out, num_chunks=wrong)

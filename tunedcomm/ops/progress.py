@@ -121,7 +121,9 @@ def _check(x: torch.Tensor, out: torch.Tensor, communicator: Communicator) -> No
             f"x of {_OP} has {x.shape[0]} rows of {row} bytes; chunks are whole rows and move by 16 bytes, so a row "
             "must have a multiple of 16; use all_gather for others"
         )
-    if not is_usable(x) and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+    begin, shares = x.data_ptr() - out.data_ptr(), out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    elsewhere = -x.nbytes < begin < out.nbytes and begin != communicator.rank * x.nbytes
+    if shares and (elsewhere or not is_usable(x)):
         raise UnsupportedInputError(f"x of {_OP} lies in out; only the rank's own rows may, as they are")
 
 
