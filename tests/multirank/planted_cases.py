@@ -4,8 +4,9 @@ from __future__ import annotations
 
 OP = "planted_sum"
 GOOD = ("good(delay_ms=100)", "good(delay_ms=20)", "good(delay_ms=40)")
-# Elements of a problem for which a rank has no memory, and of one for whose check it has none.
-TOO_LARGE, TOO_LARGE_TO_CHECK = 4096, 8192
+# Elements of a problem for which a rank has no memory, and of one for whose check it has none; nobody else asks for
+# these shapes.
+TOO_LARGE, TOO_LARGE_TO_CHECK = 5120, 6144
 # Variant to the status under which it must end.
 BAD: dict[str, str] = {
     "wrong_by_one_element": "incorrect",
