@@ -28,7 +28,7 @@ from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch, within
 from tunedcomm.lane_order import SHARE_OF_EAGER, LaneOrder
 from tunedcomm.nan_watch import NanWatch
-from tunedcomm.spec import Candidate, Limits, Problem, get_variant
+from tunedcomm.spec import Candidate, Limits, Mode, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout
 from tunedcomm.symm.limits import limits_for
@@ -97,7 +97,7 @@ class Communicator:
         self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
         self._captured: dict[int, Any] = {}  # by id: what graphs replay
         self._retired: list[tuple[Any, list[Any]]] = []  # dropped plans and the event after their last launch
-        self._has_graphs = self._has_large_eager = False
+        self._has_graphs = self._has_yielding_eager = False
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
         self._watched = self.workspace or (self.node_groups.workspace if self.node_groups else None)
@@ -190,7 +190,7 @@ class Communicator:
         self._captured[id(plan)] = plan
         if not self._has_graphs:
             self._has_graphs = True
-            if self._has_large_eager:
+            if self._has_yielding_eager:
                 self.forget_eager_plans()
 
     def _retire(self, plans: list[Any]) -> None:
@@ -223,6 +223,9 @@ class Communicator:
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
         workspace = self.workspace or NoWorkspace(self.group, self.device, self.node_groups)
+        if problem.mode == "eager" and config.get("launch_pdl"):
+            config["launch_pdl"] = not self._has_graphs  # a kernel launched early takes room and waits: see LaneOrder
+            self._has_yielding_eager = True
         with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
             launch = variant.bind(problem, config, workspace)
         if residency.share > SHARE_OF_EAGER:
@@ -233,7 +236,7 @@ class Communicator:
                     f"{candidate} takes {residency.share:.0%} of the GPU; once a group has captured graphs its eager "
                     f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
                 )
-            self._has_large_eager = True
+            self._has_yielding_eager = True
         if self.device.type != "cpu" or variant.is_library:
             return launch
 
@@ -246,9 +249,12 @@ class Communicator:
 
     def guarded(self, problem: Problem, launch: Callable[..., None]) -> Callable[..., None]:
         """`launch` as dispatch may call it: behind a look at its inputs where TUNEDCOMM_NAN_CHECK asks for one."""
-        if self._lane_order.taken and problem.mode == "eager":
-            launch = self._lane_order.eager(launch)
+        launch = self.in_turn(problem.mode, launch)
         return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
+
+    def in_turn(self, mode: Mode, launch: Callable[..., None]) -> Callable[..., None]:
+        """`launch` in its turn, where this group's graphs and its eager calls take turns."""
+        return self._lane_order.eager(launch) if self._lane_order.taken and mode == "eager" else launch
 
     def _then_look(self, launch: Callable[..., None]) -> Callable[..., None]:
         def launch_and_look(*arguments: Any) -> None:

@@ -3,10 +3,15 @@
 Blocks that wait for peers must all be resident. A kernel of the graph lane and one of the eager lane may run side by
 side, and then both must fit: else rank 0 may have room only for the one and rank 1 only for the other, and each waits
 for a peer that is kept out. So eager kernels are bound to take half of the GPU at most; those that shared memory keeps
-from it serve until the group captures its first graph, and no longer. Kernels in graphs may take all of it, for large
-messages are sent faster so; once such a one has been captured, graphs and eager calls of the group take turns, in the
-order in which the host launches them, which is the same on every rank: the graph waits for the event that every eager
-call records, and eager calls wait for the event that the graph records.
+from it serve until the group captures its first graph, and no longer. From then on eager kernels are launched in the
+ordinary way, without programmatic dependent launch, too: a kernel that lets the next one in before its peers have come
+holds the room of two. In graphs it may be so: all that the eager lane ever holds is then one kernel of half of the GPU,
+beside which the oldest kernel of the graph finds room on every rank, and when the graph is through the eager one does.
+
+Kernels in graphs may take all of the GPU, for large messages are sent faster so; once such a one has been captured,
+graphs and eager calls of the group take turns, in the order in which the host launches them, which is the same on every
+rank: the graph waits for the event that every eager call records, and eager calls wait for the event that the graph
+records.
 """
 
 from __future__ import annotations

@@ -138,6 +138,18 @@ class _Texts(logging.Handler):
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any, *, here: bool = True) -> Iterator[None]:
+    """Another attribute inside the block, on the ranks for which `here` holds."""
+    before = getattr(owner, name)
+    if here:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
     """The library's warnings inside the block."""
     texts: list[str] = []

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, report, run_cases
+from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, replaced, report, run_cases
 from harness import run_ranks
 
 import tunedcomm
+from tunedcomm.communicator import get_communicator
 from tunedcomm.errors import PeerTimeoutError
+from tunedcomm.kernels import _copies
+from tunedcomm.ops import progress
 
 WORLD_SIZE = 3
 
@@ -133,9 +136,45 @@ def a_lost_peer(rank: int) -> None:
     dist.barrier()
 
 
-CASES: dict[str, Case] = {
-    case.__name__: case for case in (chunks, among_other_calls, unusual_inputs, bad_input, a_lost_peer)
-}
+def ended_elsewhere(rank: int) -> None:
+    """Where it ends on another stream, both streams wait for what is sent; in a capture it cannot end."""
+    waited: list[int] = []
+    out = tunedcomm.symmetric_empty((4 * WORLD_SIZE, 4), dtype=torch.float32)
+    gather = tunedcomm.all_gather_with_progress(shard(rank, 4, 4, 0), out=out)
+    with replaced(progress, "is_capturing", lambda: True), refused("must end in the capture that it began in"):
+        gather.finish()
+    gather._stream = 7
+    with replaced(_copies._HostCopies, "wait", lambda self, stream, event: waited.append(stream)):
+        gather.finish()
+    assert sorted(waited) == [0, 7]
+    assert torch.equal(out, torch.cat([shard(r, 4, 4, 0) for r in range(WORLD_SIZE)]))
+
+
+def taking_turns(rank: int) -> None:
+    """Beside graphs of large kernels both its beginning and its end are eager calls in their turn."""
+    turns: list[str] = []
+
+    class Order:
+        taken = True
+
+        def eager(self, launch: Any) -> Any:
+            def in_turn(*arguments: Any) -> None:
+                turns.append("begin")
+                launch(*arguments)
+                turns.append("end")
+
+            return in_turn
+
+    out = tunedcomm.symmetric_empty((4 * WORLD_SIZE, 4), dtype=torch.float32)
+    with replaced(get_communicator(), "_lane_order", Order()):
+        gather = tunedcomm.all_gather_with_progress(shard(rank, 4, 4, 0), out=out)
+        assert turns == ["begin", "end"]
+        gather.finish()
+    assert turns == ["begin", "end"] * 2
+
+
+EVERY_CASE = (chunks, among_other_calls, unusual_inputs, bad_input, ended_elsewhere, taking_turns, a_lost_peer)
+CASES: dict[str, Case] = {case.__name__: case for case in EVERY_CASE}
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Launched, inputs_of, logged, report, run_cases, same_bits, settings, spy_on_launches
+from cases import Launched, inputs_of, logged, replaced, report, run_cases, same_bits, settings, spy_on_launches
 from harness import run_ranks
 
 import tunedcomm
@@ -22,7 +21,7 @@ from tunedcomm import kernels
 from tunedcomm.communicator import get_communicator, live_communicators
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.kernels import _launch, _sync
+from tunedcomm.kernels import _sync
 from tunedcomm.spec import Problem, get_variant
 from tunedcomm.symm import host
 
@@ -35,18 +34,6 @@ def names() -> list[str]:
     found = [entry.variant for entry in launched]
     launched.clear()
     return found
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any, *, here: bool) -> Any:
-    """Another attribute inside the block, on the ranks for which `here` holds."""
-    before = getattr(owner, name)
-    if here:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def works(rank: int) -> None:
@@ -299,51 +286,6 @@ def new_default_group(rank: int) -> None:
     assert torch.equal(out, torch.full((64,), 3.0))
 
 
-def what_graphs_replay_is_kept(rank: int) -> None:
-    """Whoever dispatches anew drops plans, but not those of captured calls: graphs write to their buffers."""
-    from tunedcomm.ops import _many, _path, all_to_all_v
-
-    x, weight = torch.ones(4, 64), torch.ones(64)
-    communicator = get_communicator()
-    for module, call in (
-        (_path, lambda: tunedcomm.all_reduce(x)),
-        (_many, lambda: tunedcomm.all_reduce_rms_norm(x, weight)),
-        (all_to_all_v, lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2)),
-    ):
-        call()
-        before = set(communicator._captured)
-        warm = {id(plan) for plan in communicator.plans.values()}
-        assert not before & warm
-        for key, plan in list(communicator.plans.items()):
-            communicator.plans[(*key[:-1], True)] = plan
-        with replaced(module, "is_capturing", lambda: True, here=True):
-            call()
-        communicator.forget_plans()
-        call()
-        (kept,) = set(communicator._captured) - before
-        assert kept in warm
-
-
-def large_kernels_leave_room_for_graphs(rank: int) -> None:
-    """An eager kernel that takes most of the GPU serves until a graph is captured, then is no candidate any more."""
-
-    @contextlib.contextmanager
-    def whole(limit: float) -> Any:
-        yield _launch.Residency(limit, share=1.0)
-
-    tunedcomm.release_communicators()
-    x = torch.ones(256)
-    communicator = get_communicator()
-    with tunedcomm.force("all_reduce", "two_shot"), replaced(communicator_module, "within", whole, here=True):
-        tunedcomm.all_reduce(x)
-        (plan,) = communicator.plans.values()
-        communicator.captured(plan)
-        assert not communicator.plans
-        with pytest.raises(tunedcomm.InfeasibleError, match=r"two_shot\(.*100% of the GPU; once a group has captured"):
-            tunedcomm.all_reduce(x)
-    tunedcomm.all_reduce(x)
-
-
 CASES = {
     "settings that differ": settings_that_differ,
     "a setting that one rank cannot read": a_setting_that_one_rank_cannot_read,
@@ -354,8 +296,6 @@ CASES = {
     "symmetric inputs": symmetric_inputs,
     "symmetric outputs": symmetric_outputs,
     "symmetric views that kernels cannot take": symmetric_views_that_kernels_cannot_take,
-    "what graphs replay is kept": what_graphs_replay_is_kept,
-    "large kernels leave room for graphs": large_kernels_leave_room_for_graphs,
     "symmetric memory in vain": symmetric_memory_in_vain,
     "no shared memory": no_shared_memory,
     "no device memory": no_device_memory,

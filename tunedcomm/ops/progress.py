@@ -45,6 +45,7 @@ class GatherProgress:
     _mode: Mode = field(repr=False)
     _aside: bool = field(repr=False)
     _num_blocks: int = field(repr=False)
+    _stream: int = field(repr=False)
     _x: torch.Tensor | None = field(repr=False)
 
     def rows_of(self, source: int, chunk: int) -> slice:
@@ -55,8 +56,11 @@ class GatherProgress:
     def finish(self) -> torch.Tensor:
         """Hold the current stream back until everything is sent and received; the output, which is complete then.
 
-        To be called on the stream of the call, after the kernels that read the output. Until then the input must be
-        left as it is. The group's next such gather does it where the caller has not.
+        To be called after the kernels that read the output, in a capture if the gather began in it. Until then the
+        input must be left as it is. The group's next such gather does it where the caller has not.
+
+        Raises:
+            UnsupportedInputError: begun in a capture and ended outside of it, or the other way round.
         """
         if self._x is not None:
             self._gathers.end(self)
@@ -75,9 +79,14 @@ class _Gathers:
         self.sender = Sender(workspace, areas)
         self._under_way: dict[Mode, GatherProgress] = {}
 
+    @property
+    def communicator(self) -> Communicator:
+        found = self._communicator()
+        assert found is not None
+        return found
+
     def stream(self) -> int:
-        communicator = self._communicator()
-        assert communicator is not None
+        communicator = self.communicator
         return raw_stream(communicator.device_index) if communicator.device.type == "cuda" else 0
 
     def begin(self, gather: GatherProgress, nbytes: int, peers: tuple[int, ...]) -> None:
@@ -90,12 +99,28 @@ class _Gathers:
         extents = (nbytes, gather.chunk_rows * row, gather.num_chunks)
         x, out = gather._x.data_ptr(), gather.out.data_ptr()
         mode, num_blocks, aside = gather._mode, gather._num_blocks, gather._aside
-        self.sender.send(mode, self.stream(), extents, x, out, peers, num_blocks=num_blocks, aside=aside)
+
+        def launch(inputs: object, outputs: object, stream: int) -> None:
+            self.sender.send(mode, stream, extents, x, out, peers, num_blocks=num_blocks, aside=aside)
+
+        communicator = self.communicator
+        asked = Problem("all_gather", (nbytes,), "uint8", communicator.world_size, reduction="", mode=mode)
+        communicator.guarded(asked, launch)((gather._x,), (gather.out,), gather._stream)
         self._under_way[gather._mode] = gather
 
     def end(self, gather: GatherProgress) -> None:
-        mode, num_blocks, aside = gather._mode, gather._num_blocks, gather._aside
-        self.sender.end(mode, self.stream(), gather.num_chunks, num_blocks=num_blocks, aside=aside)
+        mode, stream, communicator = gather._mode, self.stream(), self.communicator
+        if is_capturing() is not (mode == "graph"):
+            raise UnsupportedInputError(f"a gather of {_OP} must end in the capture that it began in, if in any")
+        communicator.order_streams(mode == "graph", stream)
+
+        def launch(inputs: object, outputs: object, stream: int) -> None:
+            begun_on = gather._stream if mode == "eager" else stream  # a capture may not leave it unjoined
+            self.sender.end(
+                mode, stream, gather.num_chunks, num_blocks=gather._num_blocks, aside=gather._aside, begun_on=begun_on
+            )
+
+        communicator.in_turn(mode, launch)((), (), stream)
         if self._under_way.get(gather._mode) is gather:
             del self._under_way[gather._mode]
 
@@ -212,11 +237,9 @@ def all_gather_with_progress(
         _mode=mode,
         _aside=aside,
         _num_blocks=num_blocks,
+        _stream=gathers.stream(),
         _x=x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format),
     )
-    if communicator.nan_watch is not None:
-        asked = Problem("all_gather", (x.nbytes,), "uint8", communicator.world_size, reduction="", mode=mode)
-        communicator.guarded(asked, lambda inputs, outputs, stream: None)((x,), (out,), gathers.stream())
     gathers.begin(gather, x.nbytes, communicator.workspace.peers_of(out))
     if communicator.device.type == "cpu":
         communicator.check_peers()

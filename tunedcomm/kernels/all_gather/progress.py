@@ -246,8 +246,16 @@ class Sender:
         if aside:
             copies.record(_SENT, sending)
 
-    def end(self, mode: Mode, stream: int, num_chunks: int, *, num_blocks: int, aside: bool) -> None:
-        """Hold the stream back until the gather has sent and received everything."""
+    def end(self, mode: Mode, stream: int, num_chunks: int, *, num_blocks: int, aside: bool, begun_on: int) -> None:
+        """Hold the stream back until the gather has sent and received everything.
+
+        Args:
+            mode, stream, num_blocks, aside: as the gather began, but for the stream, which is the caller's now.
+            num_chunks: chunks of a shard.
+            begun_on: stream where it began, held back until all is sent: memory freed there may be the shard's.
+        """
         if aside:
-            copies_of(self.workspace, mode).wait(stream, _SENT)
+            copies = copies_of(self.workspace, mode)
+            for held in {stream, begun_on}:
+                copies.wait(held, _SENT)
         self._launches[mode, num_blocks][2](stream, num_chunks)

@@ -1,0 +1,110 @@
+"""What a group's graphs ask of it: buffers that stay, and eager kernels that leave them room."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import replaced, report, run_cases
+from harness import run_ranks
+
+import tunedcomm
+from tunedcomm import communicator as communicator_module
+from tunedcomm.communicator import get_communicator
+from tunedcomm.kernels import _launch
+from tunedcomm.spec import Candidate, Problem, get_variant
+
+
+def what_graphs_replay_is_kept(rank: int) -> None:
+    """Whoever dispatches anew drops plans, but not those of captured calls: graphs write to their buffers."""
+    from tunedcomm.ops import _many, _path, all_to_all_v
+
+    x, weight = torch.ones(4, 64), torch.ones(64)
+    communicator = get_communicator()
+    for module, call in (
+        (_path, lambda: tunedcomm.all_reduce(x)),
+        (_many, lambda: tunedcomm.all_reduce_rms_norm(x, weight)),
+        (all_to_all_v, lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2)),
+    ):
+        call()
+        before = set(communicator._captured)
+        warm = {id(plan) for plan in communicator.plans.values()}
+        assert not before & warm
+        for key, plan in list(communicator.plans.items()):
+            communicator.plans[(*key[:-1], True)] = plan
+        with replaced(module, "is_capturing", lambda: True):
+            call()
+        communicator.forget_plans()
+        call()
+        (kept,) = set(communicator._captured) - before
+        assert kept in warm
+
+
+def large_kernels_leave_room_for_graphs(rank: int) -> None:
+    """An eager kernel that takes most of the GPU serves until a graph is captured, then is no candidate any more."""
+
+    @contextlib.contextmanager
+    def whole(limit: float) -> Iterator[_launch.Residency]:
+        yield _launch.Residency(limit, share=1.0)
+
+    tunedcomm.release_communicators()
+    x = torch.ones(256)
+    communicator = get_communicator()
+    with tunedcomm.force("all_reduce", "two_shot"), replaced(communicator_module, "within", whole):
+        tunedcomm.all_reduce(x)
+        (plan,) = communicator.plans.values()
+        communicator.captured(plan)
+        assert not communicator.plans
+        with pytest.raises(tunedcomm.InfeasibleError, match=r"two_shot\(.*100% of the GPU; once a group has captured"):
+            tunedcomm.all_reduce(x)
+    tunedcomm.all_reduce(x)
+
+
+def eager_kernels_are_not_launched_early_beside_graphs(rank: int) -> None:
+    """One that lets its successor in while it waits for peers holds the room of two."""
+    tunedcomm.release_communicators()
+    communicator, variant, bound = get_communicator(), get_variant("all_reduce", "lamport"), []
+    eager = Problem("all_reduce", (256,), "float32", communicator.world_size, mode="eager")
+
+    def bind(problem: Problem, config: Any, workspace: Any) -> Any:
+        bound.append((problem.mode, config["launch_pdl"]))
+        return variant.bind(problem, {**config, "launch_pdl": False}, workspace)
+
+    candidate = Candidate.of(
+        "all_reduce", "lamport", {**variant.default(eager, communicator.limits), "launch_pdl": True}
+    )
+    noted = dataclasses.replace(variant, bind=bind)
+    tunedcomm.all_reduce(torch.ones(256))
+    (plan,) = communicator.plans.values()
+    with replaced(communicator_module, "get_variant", lambda *_: noted):
+        communicator.bind(eager, candidate)
+        communicator.captured(plan)
+        assert not communicator.plans
+        communicator.bind(eager, candidate)
+        communicator.bind(dataclasses.replace(eager, mode="graph"), candidate)
+    assert bound == [("eager", True), ("eager", False), ("graph", True)]
+
+
+CASES = {
+    "what graphs replay is kept": what_graphs_replay_is_kept,
+    "large kernels leave room for graphs": large_kernels_leave_room_for_graphs,
+    "eager kernels are not launched early beside graphs": eager_kernels_are_not_launched_early_beside_graphs,
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_beside_graphs(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
