@@ -102,6 +102,22 @@ def wrong_by_one_element(launch: Launch, problem: Problem) -> Launch:
     return run
 
 
+def stale_in_graphs(launch: Launch, problem: Problem) -> Launch:
+    """In a graph it gives what the launch before it should have given: right while all inputs are the same."""
+    kept: list[torch.Tensor] = []
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        if not torch.cuda.is_current_stream_capturing():
+            kept[:] = [outputs[0].clone()]
+            return
+        result = outputs[0].clone()
+        outputs[0].copy_(kept[0])
+        kept[0].copy_(result)
+
+    return run
+
+
 def wrong_second_launch(launch: Launch, problem: Problem) -> Launch:
     kept: list[torch.Tensor] = []
 

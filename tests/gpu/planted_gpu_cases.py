@@ -12,6 +12,7 @@ BAD = {
     "nan_on_odd_sizes": "incorrect",
     "raises_on_one_rank": "crashed",
     "segfaults_on_one_rank": "crashed",
+    "stale_in_graphs": "incorrect",
     "sticky_cuda_error": "crashed",
     "wrong_by_one_element": "incorrect",
     "wrong_second_launch": "incorrect",

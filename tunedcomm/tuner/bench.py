@@ -16,6 +16,7 @@ __all__ = ["Bench", "is_out_of_memory"]
 
 # (kind, number) of the cases to launch.
 Plan: TypeAlias = list[tuple[str, int]]
+_SLOT_OF_SECOND = 3  # behind those of the odd shapes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,19 +49,23 @@ class Bench:
         self._slot = slot
         self.inputs: Tensors = ()
         self.outputs: Tensors = ()
+        self._second: tuple[Tensors, Tensors] | None = None  # inputs and outputs of every other launch of a graph
 
     def make_cases(self, plan: Plan) -> None:
         """Generate what the inputs hold and what must come out."""
         for kind, number in [("random", 0), *plan]:
             self.case(kind, number)
 
-    def make_buffers(self) -> None:
+    def make_buffers(self, *, timed: bool) -> None:
         """Allocate what launches read and write, once; collective where peers address the inputs."""
         if not self.inputs:
-            self.inputs = self._gang.input_buffers(self.problem, self.case("random", 0).inputs, self._slot)
-            self.outputs = (
-                self.inputs if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
-            )
+            self.inputs, self.outputs = self._buffers(self._slot)
+        if timed and self._second is None and self.problem.mode == "graph" and self.problem.nbytes <= check.LARGE_BYTES:
+            self._second = self._buffers(_SLOT_OF_SECOND)
+
+    def _buffers(self, slot: int) -> tuple[Tensors, Tensors]:
+        inputs = self._gang.input_buffers(self.problem, self.case("random", 0).inputs, slot)
+        return inputs, inputs if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
 
     def try_room(self, plan: Plan, *, timed: bool) -> None:
         """Take once the memory that a check, and the timing, take beside all that: right results are judged."""
@@ -81,10 +86,13 @@ class Bench:
 
     def load(self, case: Case) -> None:
         """Put a case's inputs where launches read them, in stream order, and NaN where they write."""
-        for buffer, values in zip(self.inputs, case.inputs, strict=True):
+        self._put(case, self.inputs, self.outputs)
+
+    def _put(self, case: Case, inputs: Tensors, outputs: Tensors) -> None:
+        for buffer, values in zip(inputs, case.inputs, strict=True):
             buffer.copy_(values)
         if not self.problem.in_place:
-            check.fill_sentinel(self.outputs)
+            check.fill_sentinel(outputs)
 
     @property
     def further(self) -> tuple[Tensors, ...]:
@@ -104,18 +112,38 @@ class Bench:
             check.rank_delay(self._seed, self._gang.rank, step, self._gang.device)
             launch(self.inputs, self.outputs, handle)
             results.append(tuple(output.clone() for output in self.outputs))
-        self._gang.synchronize()
-        self._gang.communicator.check_peers()
-        return self._judge(list(zip(cases, results, strict=True)), ordered=ordered)
+        return self._judge_after(list(zip(cases, results, strict=True)), ordered=ordered)
 
-    def check_replay(self, contender: Contender, *, ordered: bool) -> Judgement:
-        """Judge what a captured contender leaves behind after a replay."""
-        case = self.case("random", 0)
-        self.load(case)
-        contender.run()
+    def check_replay(self, contender: Contender, launch: Launch, *, ordered: bool) -> Judgement:
+        """Judge what a captured contender leaves behind, and launches in a graph of which no two in a row are alike.
+
+        All that a contender launches reads the same inputs, so it may well take what the launch before it left.
+        """
+        found = Judgement(0.0)
+        if not self.problem.in_place:
+            case = self.case("random", 0)
+            self.load(case)
+            contender.run()
+            found = self._judge_after([(case, self.outputs)], ordered=ordered)
+        if self._second is None or self._stream is None or not found.right:
+            return found
+        stream, turns = self._stream, [(self.inputs, self.outputs), self._second]
+
+        def run() -> None:
+            for inputs, outputs in turns * (1 if self.problem.in_place else 2):
+                launch(inputs, outputs, stream.cuda_stream)
+
+        graph = measure.capture(run, stream)
+        cases = [self.case("random", 0), self.case("integers", 0)]
+        for case, (inputs, outputs) in zip(cases, turns, strict=True):
+            self._put(case, inputs, outputs)
+        graph.replay()
+        return self._judge_after([(c, outputs) for c, (_, outputs) in zip(cases, turns, strict=True)], ordered=ordered)
+
+    def _judge_after(self, launched: list[tuple[Case, Tensors]], *, ordered: bool) -> Judgement:
         self._gang.synchronize()
         self._gang.communicator.check_peers()
-        return self._judge([(case, self.outputs)], ordered=ordered)
+        return self._judge(launched, ordered=ordered)
 
     def _judge(self, launched: list[tuple[Case, Tensors]], *, ordered: bool) -> Judgement:
         worst = 0.0

@@ -20,7 +20,7 @@ import torch
 from tunedcomm.tuner.check import Launch, Tensors
 from tunedcomm.tuner.commands import Latency
 
-__all__ = ["Contender", "calls_for", "contend", "further_turns", "num_turns", "summarise", "take_rounds"]
+__all__ = ["Contender", "calls_for", "capture", "contend", "further_turns", "num_turns", "summarise", "take_rounds"]
 
 # A replay is long against the skew with which ranks leave the barrier (a few µs) and what an event costs.
 _REPLAY_US = 1000.0
@@ -80,6 +80,24 @@ def further_turns(inputs: Tensors, *, cold: bool) -> tuple[Tensors, ...]:
     return tuple(tuple(tensor.clone() for tensor in inputs) for _ in range(num_turns(inputs, cold=cold) - 1))
 
 
+def capture(run: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph of what `run` launches on `stream`, replayed once, which uploads it."""
+    captured = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache at every capture.
+        captured.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is broken already; the first error is the one to show
+                captured.capture_end()
+            raise
+        captured.capture_end()
+        captured.replay()
+    return captured
+
+
 def contend(
     launch: Launch,
     inputs: Tensors,
@@ -108,20 +126,8 @@ def contend(
 
     if stream is None or not graph:
         return Contender(run, calls, eager=True)
-    captured = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache at every capture.
-        captured.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is broken already; the first error is the one to show
-                captured.capture_end()
-            raise
-        captured.capture_end()
-        captured.replay()  # the first replay uploads the graph
-    return Contender(captured.replay, calls, eager=False, owner=captured)
+    graph_of_run = capture(run, stream)
+    return Contender(graph_of_run.replay, calls, eager=False, owner=graph_of_run)
 
 
 def take_rounds(

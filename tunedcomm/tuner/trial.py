@@ -143,7 +143,7 @@ class TrialRunner:
 
         def make_buffers() -> None:
             for one, _ in plans:
-                one.make_buffers()
+                one.make_buffers(timed=one is bench)
 
         def try_room() -> None:
             for one, plan in plans:
@@ -316,19 +316,16 @@ class TrialRunner:
             return made
 
         verdict, latencies = self._rounds(bench, first, 1, self._settings.first_rounds)
-        if not verdict.trouble and self._captured(bench):
-            verdict = self._check_replay(bench, made[0], ordered=ordered)
+        if not verdict.trouble and self._stream is not None and bench.problem.mode == "graph":
+            verdict = self._check_replay(bench, made[0], launch, ordered=ordered)
         if verdict.trouble:
             return Outcome(status=verdict.trouble.status, reason=verdict.reason, error=error)
         # From numbers that every rank holds: the gathered look, and what rank 0 broadcast.
         rounds = rounds_after_look(command, latencies[0].p50_us, self._settings)
         return self._more(bench, made[0], rounds, error) if rounds else pruned(command, latencies[0], error)
 
-    def _captured(self, bench: Bench) -> bool:
-        return self._stream is not None and bench.problem.mode == "graph" and not bench.problem.in_place
-
-    def _check_replay(self, bench: Bench, contender: Contender, *, ordered: bool) -> Verdict:
-        found, trouble, reason = self._guard(lambda: bench.check_replay(contender, ordered=ordered))
+    def _check_replay(self, bench: Bench, contender: Contender, launch: Launch, *, ordered: bool) -> Verdict:
+        found, trouble, reason = self._guard(lambda: bench.check_replay(contender, launch, ordered=ordered))
         if found is None:
             return self._gang.vote(trouble, reason)
         reason = found.reason and f"replayed: {found.reason}"
