@@ -10,7 +10,7 @@ from pathlib import Path
 from tunedcomm import dispatcher, kernels
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.spec import get_variant
+from tunedcomm.spec import Mode, get_variant
 from tunedcomm.symm.limits import limits_for
 from tunedcomm.tuner.recording import read_recording
 
@@ -35,7 +35,7 @@ def recorded_database(path: Path) -> Path:
     return path
 
 
-def stored_trials(path: Path, times: Mapping[str, tuple[float, float]]) -> Path:
+def stored_trials(path: Path, times: Mapping[str, tuple[float, float]], mode: Mode = "graph") -> Path:
     """A database of finals of all_reduce of 512 elements: variant to its µs and the library's in its run."""
     kernels.discover()
     like = next(t for t in read_recording(RECORDING) if t.problem.shape == (512,) and t.variant == "library")
@@ -46,6 +46,7 @@ def stored_trials(path: Path, times: Mapping[str, tuple[float, float]]) -> Path:
         trials.append(
             replace(
                 like,
+                problem=replace(like.problem, mode=mode),
                 variant=name,
                 numerics=variant.numerics,
                 source_hash=dispatcher.source_hash_of("all_reduce", name) or "",

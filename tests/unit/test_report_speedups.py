@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,28 @@ def test_speedups_are_those_of_dispatch(tmp_path: Path) -> None:
     assert {name: row.over_library for name, row in rows.items()} == pytest.approx(
         {"library": 1.0, "one_shot": 14 / 6, "two_shot": 2.1, "lamport": 12.25 / 6.5}
     )
+
+
+def test_eager_speedups_are_those_of_dispatch_too(tmp_path: Path) -> None:
+    """Where the library's time counts by half, the root of its product with the median, 12.25, is set against a row."""
+    path = stored_trials(tmp_path / "t.db", TIMES, mode="eager")
+    rows = shown(path)
+    against = {
+        "library": 10.0,
+        "one_shot": math.sqrt(14 * 12.25),
+        "two_shot": math.sqrt(10.5 * 12.25),
+        "lamport": 12.25,
+    }
+    assert {name: row.over_library for name, row in rows.items()} == pytest.approx(
+        {name: us / TIMES[name][0] for name, us in against.items()}
+    )
+    (chosen,) = (row for row in rows.values() if row.is_chosen)
+    said = re.search(r"([\d.]+)x as fast as the library", chosen.why)
+    assert said is not None
+    assert chosen.over_library == pytest.approx(float(said[1]), abs=0.006)
+    ((group, found),) = gather(named_layers(str(path)), []).stored.items()
+    cells = {row[2].removesuffix(" ★"): row[6] for row in rows_table(group, found, None).rows}
+    assert cells["two_shot"] == "10.50 † 11.34"
 
 
 def test_of_a_variants_configs_the_one_is_shown_that_dispatch_takes_for_the_fastest(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ Latencies of different runs are not compared as they are: clocks, neighbours and
 library's latency in its own interleaved run, so a row's *score* is its ratio to that baseline times the median baseline
 of the rows compared. A row without a baseline counts with its latency, and so does one whose baseline is far above that
 median: something else ran then, and not for as long as both were measured, or the ratio would be like the others'.
+
+Of eager calls the ratio counts by half, with its root: the host moves the library's time more than a challenger's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from tunedcomm.db.snapshot import Row
 from tunedcomm.spec import Candidate
 
-__all__ = ["MAX_NOISE", "MIN_NOISE", "Further", "Place", "Pool", "Scored", "between", "noise", "pool"]
+__all__ = ["MAX_NOISE", "MIN_NOISE", "Further", "Place", "Pool", "Scored", "between", "comparable", "noise", "pool"]
 
 # Below one per cent two medians of one machine cannot be told apart whatever the sample count says (clocks drift);
 # above five the bound would let a slow but erratic candidate pass for a tie.
@@ -24,6 +26,8 @@ MIN_NOISE = 0.01
 MAX_NOISE = 0.05
 # Times the median baseline, of which a baseline on idle GPUs is within a tenth; a throttled host takes a half more.
 _DISTURBED = 1.5
+# Exponent of the baseline's deviation from the median in eager calls; in graphs it is 1.
+_EAGER_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,24 @@ def _baseline(rows: Iterable[Row]) -> float | None:
     return statistics.median(own) if own else None
 
 
-def _score(row: Row, baseline_us: float | None) -> float:
-    if row.baseline_p50_us is None or baseline_us is None or row.baseline_p50_us > _DISTURBED * baseline_us:
+def comparable(row: Row, baseline_us: float | None, share: float | None = None) -> float:
+    """The row's latency as if the library had taken `baseline_us` beside it.
+
+    The host moves the library's eager times by tens of per cent from run to run, a challenger's by about the root of
+    that below 1 MiB and by less above; counted in full it makes the choice worse (bench/results/db/eager_scores.csv,
+    by bench/eager_scores.py). What was no faster than the library beside it is never taken for faster.
+
+    Args:
+        row: one measurement.
+        baseline_us: None, or a time far below the row's baseline, leaves the latency as it is.
+        share: exponent of the baseline's part of `baseline_us`; None takes that of the row's mode.
+    """
+    own_us = row.baseline_p50_us
+    if own_us is None or baseline_us is None or own_us > _DISTURBED * baseline_us:
         return row.latency_p50_us
-    return row.latency_p50_us / row.baseline_p50_us * baseline_us
+    if share is None:
+        share = _EAGER_SHARE if row.problem.mode == "eager" and row.latency_p50_us < own_us else 1.0
+    return row.latency_p50_us / math.pow(own_us, share) * math.pow(baseline_us, share)
 
 
 def _tier(row: Row) -> tuple[bool | int, ...]:
@@ -126,7 +144,7 @@ def pool(rows: Sequence[Row], usable: Mapping[Candidate, str | None], *, every_t
     baseline_us = _baseline([*kept, *(row for row in rows if row.is_library and tier(row) == tier(best))])
     if baseline_us is None:
         baseline_us = _baseline(row for row in rows if row.is_library)
-    scored = _sorted(Scored(row, _score(row, baseline_us), noise(row)) for row in kept)
+    scored = _sorted(Scored(row, comparable(row, baseline_us), noise(row)) for row in kept)
     return Pool(scored, baseline_us, outranked)
 
 
@@ -230,10 +248,10 @@ def _in_one_round(
     fitting = [row for row in fitting if further.here(row.candidate) == 1]
     if not fitting:
         return []
-    here_over_there = fastest_us / min(_score(row, base) for row in rows)
+    here_over_there = fastest_us / min(comparable(row, base) for row in rows)
 
     def expected(row: Row) -> float:
-        return _score(row, base) * here_over_there / math.sqrt(max(1, further.there(row.candidate)))
+        return comparable(row, base) * here_over_there / math.sqrt(max(1, further.there(row.candidate)))
 
     chosen = min(fitting, key=lambda row: (expected(row), str(row.candidate)))
     score = max(expected(chosen), fastest_us) * (1 + MAX_NOISE)
@@ -253,8 +271,9 @@ class _Line:
 
     @classmethod
     def of(cls, low: Row | None, high: Row | None, base_low: float | None, base_high: float | None) -> _Line:
-        """Of a candidate's rows, by their ratio to the library."""
-        return cls(None if low is None else _score(low, base_low), None if high is None else _score(high, base_high))
+        """Of a candidate's rows, as they are comparable."""
+        pairs = ((low, base_low), (high, base_high))
+        return cls(*(None if row is None else comparable(row, base) for row, base in pairs))
 
     def at(self, weight: float) -> float | None:
         if self.low is None or self.high is None:

@@ -34,9 +34,10 @@ _COLUMNS = (
 # Beside tables of rows of several runs.
 HOW = (
     "vs library is the library's time in the row's own run over the row's p50. Dispatch compares rows by that ratio, "
-    "so of two rows the one with more µs may be the faster. †: the library's time is missing or was disturbed, and its "
-    "median at that size, after the mark, counts instead. ‡: uncertain, for in that run the library took a half more "
-    "or less than in its own row."
+    "so of two rows the one with more µs may be the faster. †: the time after the mark counts instead. That is the "
+    "library's median at that size where its time in that run is missing or was disturbed, and for eager calls, whose "
+    "host moves both, the root of their product. ‡: uncertain, for the time that counts is a half more or less than in "
+    "the library's own row."
 )
 
 
@@ -95,7 +96,7 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
 
 def _library(one: Measured) -> str:
     own = "–" if one.library_us is None else f"{one.library_us:.2f}"
-    return own if one.library_median_us is None else f"{own} † {one.library_median_us:.2f}"
+    return own if one.library_reckoned_us is None else f"{own} † {one.library_reckoned_us:.2f}"
 
 
 def axis_of_sizes(sizes: Sequence[int]) -> dict[str, Any]:

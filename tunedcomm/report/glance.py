@@ -15,7 +15,7 @@ _NOTE = (
     "How many times as fast as the library what dispatch runs is: the geometric mean over the sizes, the least and the "
     "most. Under “over” stands what the library is."
 )
-_UNCERTAIN = " ‡: the library took a half more or less in that run than in its own row, and the number is uncertain."
+_UNCERTAIN = " ‡: the library's time behind it is a half more or less than in its own row: the number is uncertain."
 
 
 def glance_panels(groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:

@@ -105,13 +105,13 @@ class Measured:
         config: the candidate that ran, in words.
         latency_p10_us, latency_p50_us, latency_p90_us: percentiles of the slowest rank.
         library_us: the library's median in the same run; None where it is not known.
-        library_median_us: the library's median over the rows of the problem, where dispatch goes by that: `library_us`
-            is not known or was disturbed.
+        library_reckoned_us: the library's time that dispatch sets against it, where that is not `library_us`: that is
+            not known, was disturbed, or counts by half, being of an eager call.
         error: ||out - ref|| / ||ref||; None if it was not checked.
         date, run_id: when and in which run.
         is_chosen: what dispatch runs here.
         why: the reason, where it is chosen.
-        is_unsteady: the library took a half more or less in this run than in the one of its own row.
+        is_unsteady: the library's time that it is compared with is a half more or less than that of its own row.
     """
 
     group: Group
@@ -123,7 +123,7 @@ class Measured:
     latency_p10_us: float | None = None
     latency_p90_us: float | None = None
     library_us: float | None = None
-    library_median_us: float | None = None
+    library_reckoned_us: float | None = None
     error: float | None = None
     date: str = ""
     run_id: str = ""
@@ -146,7 +146,7 @@ class Measured:
     @property
     def over_library(self) -> float | None:
         """How many times as fast as the library, in a database as dispatch reckons; None where it is not known."""
-        library_us = self.library_median_us or self.library_us
+        library_us = self.library_reckoned_us or self.library_us
         return None if library_us is None else library_us / self.latency_p50_us
 
     @property
@@ -181,9 +181,9 @@ def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
     shown = {(one.group, one.shape): one.latency_p50_us for one in newest.values() if one.contender == LIBRARY}
     grouped: dict[Group, list[Measured]] = {}
     for one in sorted(newest.values(), key=lambda one: (one.message_bytes, one.shape, one.contender)):
-        library_us = one.library_us or (None if one.library_median_us else library.get(_run_of(one)))
+        library_us = one.library_us or (None if one.library_reckoned_us else library.get(_run_of(one)))
         own_us = shown.get((one.group, one.shape))
-        is_unsteady = one.library_median_us is None and _differ(library_us, own_us)
+        is_unsteady = _differ(one.library_reckoned_us or library_us, own_us)
         grouped.setdefault(one.group, []).append(replace(one, library_us=library_us, is_unsteady=is_unsteady))
     return in_order(grouped)
 

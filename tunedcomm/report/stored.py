@@ -70,15 +70,14 @@ class Answer:
     scored: Mapping[Candidate, Scored] = field(default_factory=dict)
     library_us: float | None = None
 
-    def library_median_us(self, trial: TrialRecord) -> float | None:
+    def library_reckoned_us(self, trial: TrialRecord) -> float | None:
         """The library's time that dispatch sets against a trial's; None where that is the one of the trial's run."""
         found = self.scored.get(trial.candidate)
         if found is None or self.library_us is None or found.row.latency_p50_us != trial.latency_p50_us:
             return None  # dispatch goes by other rows
-        is_by_ratio = trial.baseline_p50_us is not None and math.isclose(
-            self.library_us / found.score, trial.baseline_p50_us / found.row.latency_p50_us
-        )
-        return None if is_by_ratio else self.library_us
+        reckoned_us = self.library_us / found.score * found.row.latency_p50_us
+        is_by_ratio = trial.baseline_p50_us is not None and math.isclose(reckoned_us, trial.baseline_p50_us)
+        return None if is_by_ratio else reckoned_us
 
 
 class Chooser:
@@ -181,7 +180,7 @@ def _of_problem(
             latency_p10_us=trial.latency_p10_us,
             latency_p90_us=trial.latency_p90_us,
             library_us=trial.latency_p50_us if name == LIBRARY else trial.baseline_p50_us,
-            library_median_us=None if name == LIBRARY else answer.library_median_us(trial),
+            library_reckoned_us=None if name == LIBRARY else answer.library_reckoned_us(trial),
             error=trial.error,
             date=trial.created_at.isoformat(timespec="seconds"),
             run_id="" if trial.run_id is None else str(trial.run_id),

@@ -1,0 +1,201 @@
+"""How much of the library's time an eager score should follow: exponents compared on what was measured.
+
+    python bench/eager_scores.py                                             # without GPUs, from what is committed
+    python bench/eager_scores.py --csv bench/results/db/eager_scores.csv
+
+A score is the latency times the power of (median baseline / own baseline) with some exponent: 1 is the ratio to the
+library, 0 the latency as it is. See `comparable` in tunedcomm/db/score.py.
+
+Truths: `graph` is what the same candidates take in graphs by their ratio to the library there, of the finals in
+tuning_db. At 1 MiB and above an eager call takes the GPUs as long as in a graph. Below it takes what a launch costs,
+which a graph does not: numbers of those sizes say how far both are apart, not which exponent is right. `again` is the
+same score of the same candidates in another window, minutes later on a host that had become faster (tests/data): it
+holds for all sizes, but candidates are few.
+
+Columns: `regret` is the choice's time by the truth over the least of those measured in both; `spread` the standard
+deviation of log(score / truth) without each problem's mean, of one window; `library_spread` that of the library's
+times; `fitted` the exponent that the rows themselves would have, by least squares; `past_library` the rows that were no
+faster than the library beside them and score faster by more than the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import operator
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from regret import show
+from regret_rules import row_of
+
+from tunedcomm import kernels
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.score import comparable, noise
+from tunedcomm.db.snapshot import Row
+from tunedcomm.db.store import Database
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Problem, get_op
+from tunedcomm.tuner.recording import read_recording
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = {ranks: ROOT / "tuning_db" / f"h200-nvswitch18-x{ranks}.db" for ranks in (4, 2)}
+TWICE = tuple(ROOT / "tests" / "data" / f"verify_h200_x2_{name}.jsonl.gz" for name in ("then", "now"))
+EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LARGE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The challengers of one problem, and the median of the library's times beside them."""
+
+    rows: Mapping[Candidate, Row]
+    baseline_us: float
+
+    def score(self, candidate: Candidate, exponent: float) -> float:
+        return comparable(self.rows[candidate], self.baseline_us, exponent)
+
+    def past_library(self, exponent: float) -> int:
+        """How many rows a score takes for faster than the library that were not, beside it."""
+        lost = [c for c, row in self.rows.items() if row.baseline_p50_us and row.latency_p50_us >= row.baseline_p50_us]
+        return sum(self.score(c, exponent) < self.baseline_us * (1 - noise(self.rows[c])) for c in lost)
+
+
+def windows(records: Iterable[TrialRecord]) -> dict[Problem, Window]:
+    """The finals of every problem where the library was measured beside them."""
+    by_problem: dict[Problem, list[Row]] = {}
+    for record in records:
+        if record.status == "ok" and record.final and record.latency_p50_us is not None:
+            by_problem.setdefault(record.problem, []).append(row_of(record))
+    found = {}
+    for problem, rows in by_problem.items():
+        baselines = [row.baseline_p50_us for row in rows if row.baseline_p50_us is not None]
+        if baselines:
+            challengers = {row.candidate: row for row in rows if not row.is_library and row.baseline_p50_us}
+            found[problem] = Window(challengers, statistics.median(baselines))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One eager problem beside its truth: at least two candidates measured in both."""
+
+    problem: Problem
+    eager: Window
+    truth: Window
+    is_again: bool
+    both: tuple[Candidate, ...]
+
+    @property
+    def is_large(self) -> bool:
+        return get_op(self.problem.op).message_bytes(self.problem) >= LARGE
+
+    def true_us(self, candidate: Candidate, exponent: float) -> float:
+        return self.truth.score(candidate, exponent if self.is_again else 1.0)
+
+    def regret(self, exponent: float) -> float:
+        choice = min(self.both, key=lambda c: (self.eager.score(c, exponent), str(c)))
+        return self.true_us(choice, exponent) / min(self.true_us(c, exponent) for c in self.both)
+
+    def errors(self, exponent: float) -> list[float]:
+        """log(score / truth), without their mean."""
+        return _centred([math.log(self.eager.score(c, exponent) / self.true_us(c, exponent)) for c in self.both])
+
+    def movements(self) -> tuple[list[float], list[float]]:
+        """How far the library's time and the candidate's are off, in logarithms, without their means."""
+        library = [math.log(self.eager.rows[c].baseline_p50_us or math.nan) for c in self.both]
+        if self.is_again:
+            there = [math.log(self.truth.rows[c].baseline_p50_us or math.nan) for c in self.both]
+            library = [one - other for one, other in zip(library, there, strict=True)]
+        return _centred(library), self.errors(0.0)
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    mean = statistics.mean(values)
+    return [value - mean for value in values]
+
+
+def pairs_of(eager: Mapping[Problem, Window], truth: Mapping[Problem, Window], *, is_again: bool) -> list[Pair]:
+    found = []
+    for problem, here in eager.items():
+        there = truth.get(problem if is_again else replace(problem, mode="graph"))
+        if problem.mode == "eager" and there is not None:
+            both = tuple(sorted((c for c in here.rows if c in there.rows), key=str))
+            if len(both) > 1:
+                found.append(Pair(problem, here, there, is_again, both))
+    return found
+
+
+def lines(pairs: Sequence[Pair], truth: str, world_size: int, ran: Mapping[str, str]) -> list[dict[str, object]]:
+    """By size class, op and exponent."""
+    found: list[dict[str, object]] = []
+    for is_large in (True, False):
+        sized = [pair for pair in pairs if pair.is_large == is_large]
+        named = sorted({pair.problem.op for pair in sized})
+        for op in ["all", *named] if len(named) > 1 else named:
+            chosen = [pair for pair in sized if op in ("all", pair.problem.op)]
+            head = {"truth": truth, "world_size": world_size, "op": op, "sizes": ">= 1 MiB" if is_large else "< 1 MiB"}
+            found += [{**head, **numbers(chosen, exponent), **ran} for exponent in EXPONENTS]
+    return found
+
+
+def numbers(pairs: Sequence[Pair], exponent: float) -> dict[str, object]:
+    moved = [pair.movements() for pair in pairs]
+    library, own = ([value for pair in moved for value in pair[which]] for which in (0, 1))
+    # Of two windows each has half of the variance.
+    freedom = (len(library) - len(pairs)) * (2 if pairs[0].is_again else 1)
+    worst = max(pairs, key=lambda pair: pair.regret(exponent))
+    errors = [error for pair in pairs for error in pair.errors(exponent)]
+    return {
+        "exponent": exponent,
+        "problems": len(pairs),
+        "candidates": len(library),
+        "regret_mean": "" if worst.is_again else f"{statistics.mean(pair.regret(exponent) for pair in pairs):.4f}",
+        "regret_worst": "" if worst.is_again else f"{worst.regret(exponent):.4f}",
+        "worst_at": "" if worst.is_again else f"{worst.problem.dtype} {'x'.join(map(str, worst.problem.shape))}",
+        "spread": f"{math.sqrt(sum(error**2 for error in errors) / freedom):.4f}",
+        "library_spread": f"{math.sqrt(sum(value**2 for value in library) / freedom):.4f}",
+        "fitted": f"{sum(map(operator.mul, library, own)) / sum(value**2 for value in library):.2f}",
+        "past_library": sum(pair.eager.past_library(exponent) for pair in pairs),
+    }
+
+
+def measured_with(where: Environment) -> dict[str, str]:
+    return {
+        "gpu": where.gpu,
+        "torch": where.torch,
+        "triton": where.triton,
+        "nccl": where.nccl,
+        "driver": where.driver,
+        "python": platform.python_version(),
+        "command": shlex.join(["python", "bench/eager_scores.py", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    kernels.discover()
+    table: list[dict[str, object]] = []
+    for world_size, path in SHIPPED.items():
+        with Database.open(path, readonly=True, immutable=True) as database:
+            records = list(database.trials())
+        here = windows(records)
+        ran = measured_with(records[0].environment)
+        table += lines(pairs_of(here, here, is_again=False), "graph", world_size, ran)
+    then, now = (list(read_recording(path)) for path in TWICE)
+    pairs = pairs_of(windows(then), windows(now), is_again=True)
+    table += lines(pairs, "again", 2, measured_with(now[0].environment))
+    show(table, args.csv)
+
+
+if __name__ == "__main__":
+    main()
