@@ -5,7 +5,9 @@
 Sizes and configs are random and each rank waits at random before launches. Outputs are poisoned before and compared
 after: the bits of ordered variants with the op's ordered reference, other variants with whole numbers whose sums are
 exact where their dtype holds them, and within the op's tolerance where not. What only moves data is given the words
-that packets must not hold. Variants take turns in random order, so every op runs in the midst of the others.
+that packets must not hold. Variants take turns in random order, so every op runs in the midst of the others. With
+--graph the launches are captured, one of every variant a graph and nothing between them, and the graphs are replayed in
+random order: kernels that are launched before the last one has ended meet each other only there.
 
 A row of the CSV is a variant: its launches, how many of them were wrong, and the versions. A variant that cannot run
 here has a row with the reason and no launches. Ends with code 1 after a wrong result; a hang ends in PeerTimeoutError,
@@ -23,18 +25,16 @@ import os
 import random
 import secrets
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 os.environ.setdefault("TUNEDCOMM_PEER_TIMEOUT_S", "20")
 
 import torch
 import torch.distributed as dist
+from stress_rounds import Entry, Tensors, Trial, run
 
 from tunedcomm import kernels
 from tunedcomm.communicator import Communicator, get_communicator
@@ -44,8 +44,6 @@ from tunedcomm.kernels._sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.compile_pool import CompilePool
 
-Tensors: TypeAlias = tuple[torch.Tensor, ...]
-
 COLUMNS = (
     "op", "variant", "numerics", "world_size", "gpus", "launches", "wrong", "configs", "problems", "not_run", "seconds",
     "gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm", "command", "run_id", "date",
@@ -54,38 +52,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What packets mark and disguise, zeros of both signs, NaNs with a payload, all ones.
 WORDS = (SENTINEL.value, ESCAPE.value, 0, -1, 0x7FC01234, -0x003FEDCC, 0x7F800000)
 CONFIGS = 4  # of a variant at one problem, the default among them
-ROUNDS = 20  # between two looks at the results
 NUMELS = (1, 333, 2048, 30_001, 262_144, 1_000_003, 4_194_312)
 MATRICES = ((1, 8192), (3, 4096), (33, 128), (64, 8192), (129, 5120), (300, 8192))
 PRODUCTS = ((8, 512, 256), (48, 264, 520), (512, 1024, 1024), (2048, 1024, 768))
-
-
-@dataclass(eq=False, slots=True)
-class Trial:
-    """One candidate at one problem, bound.
-
-    Attributes:
-        outputs: two sets in turn, so that what a launch writes late falls upon the next but one.
-        wrong: set on the device where a result was not right.
-    """
-
-    candidate: Candidate
-    problem: Problem
-    launch: Callable[[Tensors, Tensors, int], None]
-    inputs: Tensors
-    is_right: Callable[[Tensors], torch.Tensor]
-    outputs: tuple[Tensors, Tensors]
-    wrong: torch.Tensor
-    count: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """A variant with what it is launched on, or the reason why it is not."""
-
-    variant: Variant
-    trials: list[Trial] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,44 +189,6 @@ def bind_all(communicator: Communicator, planned: Sequence[tuple[Entry, Problem,
     return list(entries.values())
 
 
-def launch_once(trial: Trial, noise: random.Random) -> None:
-    """Poison, wait for a while or not, launch, judge; nothing here waits for the device."""
-    outputs = trial.outputs[trial.count % 2]
-    for output in outputs:
-        output.view(-1).view(torch.uint8).fill_(0xFF)
-    stream = 0
-    if outputs[0].is_cuda:
-        stream = torch.cuda.current_stream().cuda_stream
-        if noise.random() < 0.3:
-            torch.cuda._sleep(noise.randrange(200_000))
-    if noise.random() < 0.005:
-        time.sleep(noise.random() * 0.002)
-    trial.launch(trial.inputs, outputs, stream)
-    trial.wrong += ~trial.is_right(outputs)
-    trial.count += 1
-
-
-def run(communicator: Communicator, entries: Sequence[Entry], launches: int, seconds: float) -> float:
-    """Until each variant had so many launches, or the time is over; returns the seconds it took."""
-    shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
-    begin, order, done = time.monotonic(), [entry for entry in entries if entry.trials], 0
-    while done < launches:
-        for _ in range(min(ROUNDS, launches - done)):
-            shuffle.shuffle(order)
-            for entry in order:
-                launch_once(shuffle.choice(entry.trials), noise)
-            done += 1
-        if communicator.device.type == "cuda":
-            torch.cuda.synchronize()
-        communicator.check_peers()
-        wrong = torch.stack([trial.wrong for entry in order for trial in entry.trials]).sum()
-        over = torch.tensor([time.monotonic() - begin > seconds or bool(wrong)], device=communicator.device).int()
-        dist.all_reduce(over, dist.ReduceOp.MAX)
-        if over.item():
-            break
-    return time.monotonic() - begin
-
-
 def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float) -> list[dict[str, Any]]:
     """One a variant, with what any rank saw."""
     environment, devices = communicator.environment, [""] * communicator.world_size
@@ -308,13 +239,15 @@ def start() -> None:
     kernels.discover()
 
 
-def stress(names: Sequence[str], launches: int, seconds: float, only: Collection[str] = ()) -> list[dict[str, Any]]:
+def stress(
+    names: Sequence[str], launches: int, seconds: float, only: Collection[str] = (), *, graph: bool = False
+) -> list[dict[str, Any]]:
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
     planned = plan(communicator, names, random.Random(7), only)
     compile_all(planned)
     entries = bind_all(communicator, planned)
-    took = run(communicator, entries, launches, seconds)
+    took = run(communicator, entries, launches, seconds, graph=graph)
     for entry in entries:
         for trial in entry.trials:
             if int(trial.wrong):
@@ -329,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", action="append", help="an op; again for more (default: all but the fused GEMMs)")
     parser.add_argument("--variant", action="append", help="a variant; again for more (default: all)")
+    parser.add_argument("--graph", action="store_true", help="replay graphs of launches, instead of launching eagerly")
     parser.add_argument("--launches", type=int, default=300, help="of every variant")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many, whatever was launched by then")
     parser.add_argument("--hang-s", type=float, default=280.0, help="dump all threads and end after so many seconds")
@@ -337,7 +271,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
     start()
     names = args.op or [name for name in ops() if get_op(name).rank_of_shape < 3]
-    rows = stress(names, args.launches, args.seconds, args.variant or ())
+    rows = stress(names, args.launches, args.seconds, args.variant or (), graph=args.graph)
     if dist.get_rank() == 0:
         for row in rows:
             sys.stdout.write("{op:20} {variant:18} {launches:>7} launches, {wrong} wrong {not_run}\n".format(**row))

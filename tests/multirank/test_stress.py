@@ -16,13 +16,15 @@ OPS = ("all_to_all", "all_to_all_v", "all_reduce_bias", "reduce_scatter")
 REST = ("all_gather", "all_reduce", "all_reduce_rms_norm", "ag_gemm", "gemm_rs", "gemm_ar")
 
 
-def body(rank: int, world_size: int, names: tuple[str, ...], only: tuple[str, ...]) -> list[dict[str, Any]]:
+def body(
+    rank: int, world_size: int, names: tuple[str, ...], only: tuple[str, ...], graph: bool = False
+) -> list[dict[str, Any]]:
     sys.path.insert(0, str(BENCH))
     if OP in names:
         importlib.import_module("planted")
     stress = importlib.import_module("stress")
     stress.kernels.discover()
-    rows: list[dict[str, Any]] = stress.stress(names, 2, 300.0, only)
+    rows: list[dict[str, Any]] = stress.stress(names, 2, 300.0, only, graph=graph)
     return rows
 
 
@@ -36,7 +38,16 @@ def test_every_variant_is_right(names: tuple[str, ...]) -> None:
     assert not any(row["wrong"] for row in rows)
 
 
-def test_what_is_wrong_is_found() -> None:
+def test_launches_of_a_graph_are_counted_and_right() -> None:
+    """Here a graph is a function; each trial is launched once before it is captured."""
+    rows, others = run_ranks(2, body, ("all_reduce_bias",), ("library", "lamport"), True, timeout=120)
+    assert [row["launches"] for row in rows] == [row["launches"] for row in others]
+    assert {row["variant"]: row["launches"] - row["problems"] for row in rows} == {"library": 2, "lamport": 2}
+    assert not any(row["wrong"] for row in rows)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_is_wrong_is_found(graph: bool) -> None:
     only = ("good", "other_bits", "nan_on_odd_sizes", "wrong_by_one_element")
-    for rows in run_ranks(2, body, (OP,), only, timeout=120):
+    for rows in run_ranks(2, body, (OP,), only, graph, timeout=120):
         assert {row["variant"]: row["wrong"] > 0 for row in rows} == {name: name != "good" for name in only}
