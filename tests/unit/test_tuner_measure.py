@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ ROUNDS = 5
 CALLS = (2, 5, 3)
 # What one launch of a contender takes in each round, in µs: no two are equal.
 TAKES = [[10.0 * (index + 1) + number for number in range(ROUNDS)] for index in range(len(CALLS))]
+ORDER = [*(0, 1, 2), *(1, 2, 0), *(2, 0, 1), *(0, 2, 1), *(1, 0, 2)]
 
 
 class Machine:
@@ -27,6 +30,7 @@ class Machine:
     def __init__(self, *, has_device: bool) -> None:
         self.host = self.device = 1000.0
         self._has_device = has_device
+        self.ran: list[int] = []
 
     def work(self, us: float) -> None:
         """A launch."""
@@ -81,6 +85,7 @@ def contenders_on(machine: Machine, *, eager: bool) -> list[measure.Contender]:
         numbers = iter(range(ROUNDS))
 
         def run() -> None:
+            machine.ran.append(index)
             us = TAKES[index][next(numbers)]
             for _ in range(CALLS[index]):
                 machine.work(us)
@@ -95,6 +100,7 @@ def test_times_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "time", machine)
     times = measure.take_rounds(machine, contenders_on(machine, eager=True), ROUNDS, None)
     assert times == [pytest.approx(row, rel=1e-6) for row in TAKES]
+    assert machine.ran == ORDER
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "replays"])
@@ -103,6 +109,34 @@ def test_times_on_a_device(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None
     stream: Any = machine
     times = measure.take_rounds(machine, contenders_on(machine, eager=eager), ROUNDS, stream)
     assert times == [pytest.approx(row, rel=1e-3) for row in TAKES]
+    assert machine.ran == ORDER
+
+
+def test_rounds_change_the_order_of_contenders_behind_a_barrier() -> None:
+    seen: list[str] = []
+    gang = SimpleNamespace(on_gpu=False, device_barrier=lambda: seen.append("|"))
+    contenders = [
+        measure.contend(lambda i, o, s, n=name: seen.append(n), (), (), calls=2, graph=True, stream=None)  # type: ignore[misc]
+        for name in "abc"
+    ]
+    times = measure.take_rounds(gang, contenders, 3, None)
+    assert "".join(seen) == "|aa|bb|cc" + "|bb|cc|aa" + "|cc|aa|bb"
+    assert [len(row) for row in times] == [3, 3, 3]
+    seen.clear()
+    measure.take_rounds(gang, contenders, 1, None, first=4)
+    assert "".join(seen) == "|bb|aa|cc"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_everyone_is_at_each_place_and_behind_each_other_equally_often(count: int) -> None:
+    orders = [measure.order_of_round(number, count) for number in range(2 * count)]
+    assert [order[0] for order in orders] == [*range(count)] * 2
+    assert all(sorted(order) == [*range(count)] for order in orders)
+    for place in range(count):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(range(count), 2)
+    behind = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert behind == dict.fromkeys(itertools.permutations(range(count), 2), 2)
+    assert measure.order_of_round(2 * count, count) == orders[0]
 
 
 def test_units_of_the_real_clock() -> None:
