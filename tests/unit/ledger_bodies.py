@@ -55,7 +55,7 @@ def work(url: str, index: int, log: str, host: str | None, run_s: float, gate: A
     spec._variants.update(variants())
     order = list(CANDIDATES)
     random.Random(index).shuffle(order)
-    ledger = open_as(url, host, heartbeat_s=1, grace_s=2)
+    ledger = open_as(url, host, heartbeat_s=1, grace_s=4)
     with Database.open(url, patience_s=60) as database, Path(log).open("a", buffering=1) as file:
         gate.wait()
         while left := [c for c in order if c not in stored(database)]:

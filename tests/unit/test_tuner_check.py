@@ -168,32 +168,6 @@ def test_replays_are_long_but_bounded() -> None:
     assert measure.calls_for(50_000.0) == 3
 
 
-class Barrier:
-    def __init__(self) -> None:
-        self.count = 0
-
-    @property
-    def on_gpu(self) -> bool:
-        return False
-
-    def device_barrier(self) -> None:
-        self.count += 1
-
-
-def test_rounds_alternate_between_contenders_behind_a_barrier() -> None:
-    order: list[str] = []
-    gang = Barrier()
-    contenders = [
-        measure.contend(lambda i, o, s, n=name: order.append(n), (), (), calls=2, graph=True, stream=None)  # type: ignore[misc]
-        for name in ("candidate", "library")
-    ]
-    times = measure.take_rounds(gang, contenders, 2, None)
-    assert order == ["candidate"] * 2 + ["library"] * 2 + ["candidate"] * 2 + ["library"] * 2
-    assert gang.count == 4
-    assert [len(row) for row in times] == [2, 2]
-    assert all(us >= 0 for row in times for us in row)
-
-
 def test_vote_names_the_ranks_with_the_heaviest_trouble() -> None:
     verdict = combine([(0, ""), (int(Trouble.HUNG), "waited"), (int(Trouble.CRASHED), "boom")])
     assert (verdict.trouble, verdict.reason) == (Trouble.CRASHED, "on rank 2 of 3: boom")

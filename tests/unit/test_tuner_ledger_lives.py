@@ -23,7 +23,12 @@ from sqlalchemy import make_url
 from tunedcomm import spec
 from tunedcomm.db.store import Database
 
-QUICK: dict[str, Any] = {"heartbeat_s": 1, "grace_s": 2}
+# Who lives is given up after a silence of the grace and two heartbeats. On 2 cores with 12 busy loops beside, up to
+# 1.3 s were seen between two heartbeats that should be 1 s apart.
+QUICK: dict[str, Any] = {"heartbeat_s": 1, "grace_s": 3}
+# Where heartbeats are made out of date, the two alone must be long.
+STURDY: dict[str, Any] = {"heartbeat_s": 2, "grace_s": 3}
+PATIENCE_S = 180  # for processes that import beside others
 
 
 pytestmark = pytest.mark.usefixtures("pretended_op")
@@ -58,7 +63,7 @@ def test_a_host_without_heartbeats_is_given_up(
     one._ending.set()  # as if it were cut off
     with caplog.at_level(logging.WARNING, "tunedcomm"):
         waited = until(lambda: flying(two) == set(), 15)
-    assert waited > 1.5
+    assert waited > 2
     assert [record.message for record in caplog.records if "given up" in record.message] != []
     assert claim(two) is None
     assert claim(two, again=True) is not None
@@ -68,7 +73,7 @@ def test_a_host_without_heartbeats_is_given_up(
 
 
 def test_a_jump_of_the_servers_clock_takes_no_claim_away(postgres_server: PostgresServer, postgres_url: str) -> None:
-    one, two = (open_as(postgres_url, host, **QUICK) for host in ("a", "b"))
+    one, two = (open_as(postgres_url, host, **STURDY) for host in ("a", "b"))
     assert claim(one) is not None
     name = str(make_url(postgres_url).database)
     for _ in range(2):
@@ -76,7 +81,7 @@ def test_a_jump_of_the_servers_clock_takes_no_claim_away(postgres_server: Postgr
             "UPDATE optuna.trial_heartbeats SET heartbeat = heartbeat - interval '1 hour'", database=name
         )
         begin = time.monotonic()
-        while time.monotonic() - begin < 4:
+        while time.monotonic() - begin < 6:
             assert flying(two) == {FIRST}
             time.sleep(0.1)
     one.close()
@@ -115,7 +120,7 @@ def _hammer(url: str, log: Path, hosts: list[str | None], run_s: float) -> Itera
     try:
         yield processes
         for process in processes:
-            process.join(120)
+            process.join(PATIENCE_S)
     finally:
         for process in processes:
             process.kill()
@@ -150,7 +155,7 @@ def test_what_the_killed_have_left_is_run_by_others(
     choose = random.Random(5)
     with _hammer(database_url, log, [f"host{i}" if far else None for i in range(8)], 0.06) as processes:
         for victim in processes[:4]:
-            until(lambda pid=victim.pid: any(runner == pid for runner, _ in _lines(log)), 60)
+            until(lambda pid=victim.pid: any(runner == pid for runner, _ in _lines(log)), PATIENCE_S)
             time.sleep(choose.uniform(0, 0.07))
             os.kill(victim.pid, signal.SIGKILL)
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 4 + [0] * 4
@@ -165,7 +170,7 @@ def test_what_the_killed_have_left_is_run_by_others(
 def test_a_restart_of_the_server_gives_no_claim_back(
     postgres_server: PostgresServer, postgres_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, two = (open_as(postgres_url, host, **QUICK, patience_s=60) for host in ("a", "b"))
+    one, two = (open_as(postgres_url, host, **STURDY, patience_s=60) for host in ("a", "b"))
     mine = claim(one)
     postgres_server.stop()
     timer = threading.Timer(4.0, postgres_server.start)  # longer than the grace
@@ -175,7 +180,7 @@ def test_a_restart_of_the_server_gives_no_claim_back(
     timer.join()
     assert len([r for r in caplog.records if "Waiting for it" in r.message]) == 1
     begin = time.monotonic()
-    while time.monotonic() - begin < 4:
+    while time.monotonic() - begin < 5:
         assert flying(two) == {FIRST}
         time.sleep(0.2)
     one.tell(mine, 3.0)

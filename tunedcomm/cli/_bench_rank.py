@@ -1,6 +1,7 @@
 """One rank of `tunedcomm bench`: `python -m tunedcomm.cli._bench_rank JOB RESULT` under the elastic launcher.
 
-All contenders of a problem run in one process and interleaved, a replay (or an eager loop) each in turn.
+All contenders of a problem run in one process and interleaved, a replay (or an eager loop) each in turn, in an order
+that changes from round to round.
 """
 
 from __future__ import annotations
@@ -193,10 +194,10 @@ class Bencher:
         """Rounds of everyone; inputs are restored in between, since in place they grow from launch to launch."""
         times: list[list[float]] = [[] for _ in contenders]
         rounds = _ROUNDS if self._stream is not None else 3
-        for _ in range(rounds):
+        for number in range(rounds):
             for entrant in entrants:
                 entrant.load(values)
-            for index, new in enumerate(take_rounds(self._ranks, contenders, 1, self._stream)):
+            for index, new in enumerate(take_rounds(self._ranks, contenders, 1, self._stream, first=number)):
                 times[index] += new
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, times)

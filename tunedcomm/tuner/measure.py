@@ -1,7 +1,8 @@
 """How long a launch takes: rounds of CUDA-graph replays, eager loops, or single launches on the host.
 
 In every round each contender runs once, after a barrier on the device, so that drift of clocks and temperature meets
-all of them alike. A round's time is that of the slowest rank. Counts are fixed before the first round.
+all of them alike; the order changes from round to round, so that what each leaves behind in caches does, too. A round's
+time is that of the slowest rank. Counts are fixed before the first round.
 
 Launches of a round read the same inputs, which are in the cache by then, as what was just produced is. Those of ops
 with `cold` inputs (GEMMs, whose weights come from memory) take as many copies in turn as the cache does not hold.
@@ -20,7 +21,17 @@ import torch
 from tunedcomm.tuner.check import Launch, Tensors
 from tunedcomm.tuner.commands import Latency
 
-__all__ = ["Contender", "calls_for", "capture", "contend", "further_turns", "num_turns", "summarise", "take_rounds"]
+__all__ = [
+    "Contender",
+    "calls_for",
+    "capture",
+    "contend",
+    "further_turns",
+    "num_turns",
+    "order_of_round",
+    "summarise",
+    "take_rounds",
+]
 
 # A replay is long against the skew with which ranks leave the barrier (a few µs) and what an event costs.
 _REPLAY_US = 1000.0
@@ -131,15 +142,40 @@ def contend(
 
 
 def take_rounds(
-    gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int, stream: torch.cuda.Stream | None
+    gang: HasDeviceBarrier,
+    contenders: Sequence[Contender],
+    rounds: int,
+    stream: torch.cuda.Stream | None,
+    *,
+    first: int = 0,
 ) -> list[list[float]]:
-    """This rank's µs a call, by contender and round. Waits for the device."""
+    """This rank's µs a call, by contender and round. Waits for the device.
+
+    Args:
+        gang: the ranks, all of which call this with the same counts.
+        contenders: what to time; in each round in the order that `order_of_round` says.
+        rounds: how often.
+        stream: None on the host.
+        first: the first round's number, where rounds are taken one by one.
+    """
+    orders = [order_of_round(first + number, len(contenders)) for number in range(rounds)]
     if stream is None:
-        return _host_rounds(gang, contenders, rounds)
+        return _host_rounds(gang, contenders, orders)
     with torch.cuda.stream(stream):
         if contenders[0].eager:
-            return _eager_rounds(gang, contenders, rounds, stream)
-        return _replay_rounds(gang, contenders, rounds, stream)
+            return _eager_rounds(gang, contenders, orders, stream)
+        return _replay_rounds(gang, contenders, orders, stream)
+
+
+def order_of_round(number: int, count: int) -> list[int]:
+    """Who runs when: in each `2 * count` rounds everyone is at each place, and right behind each other, equally often.
+
+    A Latin square balanced for what each leaves behind to the next, after E. J. Williams (1949): the round's first, and
+    then in turn the next after it and before it; in every other `count` rounds, before it and after it.
+    """
+    sign = -1 if number // count % 2 else 1
+    steps = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    return [(number + sign * step) % count for step in steps]
 
 
 def _event() -> torch.cuda.Event:
@@ -147,32 +183,32 @@ def _event() -> torch.cuda.Event:
 
 
 def _replay_rounds(
-    gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int, stream: torch.cuda.Stream
+    gang: HasDeviceBarrier, contenders: Sequence[Contender], orders: Sequence[Sequence[int]], stream: torch.cuda.Stream
 ) -> list[list[float]]:
-    events = []
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in contenders]
     torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-    for _ in range(rounds):
-        for contender in contenders:
+    for order in orders:
+        for index in order:
             begin, end = _event(), _event()
             gang.device_barrier()
             begin.record(stream)
-            contender.run()
+            contenders[index].run()
             end.record(stream)
-            events.append((begin, end))
+            events[index].append((begin, end))
     stream.synchronize()
-    count = len(contenders)
     return [
-        [begin.elapsed_time(end) * 1e3 / contender.calls for begin, end in events[index::count]]
-        for index, contender in enumerate(contenders)
+        [begin.elapsed_time(end) * 1e3 / contender.calls for begin, end in pairs]
+        for contender, pairs in zip(contenders, events, strict=True)
     ]
 
 
 def _eager_rounds(
-    gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int, stream: torch.cuda.Stream
+    gang: HasDeviceBarrier, contenders: Sequence[Contender], orders: Sequence[Sequence[int]], stream: torch.cuda.Stream
 ) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in contenders]
-    for _ in range(rounds):
-        for index, contender in enumerate(contenders):
+    for order in orders:
+        for index in order:
+            contender = contenders[index]
             gang.device_barrier()
             stream.synchronize()
             begin = time.perf_counter()
@@ -182,10 +218,13 @@ def _eager_rounds(
     return times
 
 
-def _host_rounds(gang: HasDeviceBarrier, contenders: Sequence[Contender], rounds: int) -> list[list[float]]:
+def _host_rounds(
+    gang: HasDeviceBarrier, contenders: Sequence[Contender], orders: Sequence[Sequence[int]]
+) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in contenders]
-    for _ in range(rounds):
-        for index, contender in enumerate(contenders):
+    for order in orders:
+        for index in order:
+            contender = contenders[index]
             gang.device_barrier()
             begin = time.perf_counter()
             contender.run()

@@ -1,0 +1,163 @@
+"""Times are µs a call, each with the contender and the round that took it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tunedcomm.tuner import measure
+
+ROUNDS = 5
+CALLS = (2, 5, 3)
+# What one launch of a contender takes in each round, in µs: no two are equal.
+TAKES = [[10.0 * (index + 1) + number for number in range(ROUNDS)] for index in range(len(CALLS))]
+ORDER = [*(0, 1, 2), *(1, 2, 0), *(2, 0, 1), *(0, 2, 1), *(1, 0, 2)]
+
+
+class Machine:
+    """A host and a device with a clock each, in s: the device lags behind, and the host waits where it says so."""
+
+    on_gpu = True
+
+    def __init__(self, *, has_device: bool) -> None:
+        self.host = self.device = 1000.0
+        self._has_device = has_device
+        self.ran: list[int] = []
+
+    def work(self, us: float) -> None:
+        """A launch."""
+        self.device = max(self.device, self.host) + us * 1e-6
+        self.host = self.host + 1e-6 if self._has_device else self.device
+
+    def device_barrier(self) -> None:
+        self.work(700)
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device) + 1e-9
+
+    def perf_counter(self) -> float:
+        return self.host
+
+
+@contextlib.contextmanager
+def _entered(stream: object) -> Iterator[None]:
+    yield
+
+
+def with_device(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """One whose device torch.cuda drives, with its units: seconds of the host, milliseconds between two events."""
+    machine = Machine(has_device=True)
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self._at: float | None = None
+
+        def record(self, stream: object) -> None:
+            assert stream is machine
+            self._at = max(machine.device, machine.host)
+
+        def elapsed_time(self, end: Event) -> float:
+            assert self._at is not None
+            assert end._at is not None
+            assert machine.host >= end._at, "CUDA raises: the device has not come to this event"
+            return (end._at - self._at) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", _entered)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: machine.work(cycles / 1e3))
+    monkeypatch.setattr(measure, "time", machine)
+    return machine
+
+
+def contenders_on(machine: Machine, *, eager: bool) -> list[measure.Contender]:
+    """Launches of the n-th run of a contender take what `TAKES` has for the n-th round."""
+
+    def one(index: int) -> measure.Contender:
+        numbers = iter(range(ROUNDS))
+
+        def run() -> None:
+            machine.ran.append(index)
+            us = TAKES[index][next(numbers)]
+            for _ in range(CALLS[index]):
+                machine.work(us)
+
+        return measure.Contender(run, CALLS[index], eager=eager)
+
+    return [one(index) for index in range(len(CALLS))]
+
+
+def test_times_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(has_device=False)
+    monkeypatch.setattr(measure, "time", machine)
+    times = measure.take_rounds(machine, contenders_on(machine, eager=True), ROUNDS, None)
+    assert times == [pytest.approx(row, rel=1e-6) for row in TAKES]
+    assert machine.ran == ORDER
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "replays"])
+def test_times_on_a_device(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    machine = with_device(monkeypatch)
+    stream: Any = machine
+    times = measure.take_rounds(machine, contenders_on(machine, eager=eager), ROUNDS, stream)
+    assert times == [pytest.approx(row, rel=1e-3) for row in TAKES]
+    assert machine.ran == ORDER
+
+
+def test_rounds_change_the_order_of_contenders_behind_a_barrier() -> None:
+    seen: list[str] = []
+    gang = SimpleNamespace(on_gpu=False, device_barrier=lambda: seen.append("|"))
+    contenders = [
+        measure.contend(lambda i, o, s, n=name: seen.append(n), (), (), calls=2, graph=True, stream=None)  # type: ignore[misc]
+        for name in "abc"
+    ]
+    times = measure.take_rounds(gang, contenders, 3, None)
+    assert "".join(seen) == "|aa|bb|cc" + "|bb|cc|aa" + "|cc|aa|bb"
+    assert [len(row) for row in times] == [3, 3, 3]
+    seen.clear()
+    measure.take_rounds(gang, contenders, 1, None, first=4)
+    assert "".join(seen) == "|bb|aa|cc"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_everyone_is_at_each_place_and_behind_each_other_equally_often(count: int) -> None:
+    orders = [measure.order_of_round(number, count) for number in range(2 * count)]
+    assert [order[0] for order in orders] == [*range(count)] * 2
+    assert all(sorted(order) == [*range(count)] for order in orders)
+    for place in range(count):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(range(count), 2)
+    behind = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert behind == dict.fromkeys(itertools.permutations(range(count), 2), 2)
+    assert measure.order_of_round(2 * count, count) == orders[0]
+
+
+def test_units_of_the_real_clock() -> None:
+    """Sleeps end late on a busy machine, but not all of them, and never early."""
+    gang = SimpleNamespace(on_gpu=False, device_barrier=lambda: time.sleep(0.05))
+    contenders = [
+        measure.contend(lambda i, o, s, ms=ms: time.sleep(ms / 1e3), (), (), calls=4, graph=True, stream=None)  # type: ignore[misc]
+        for ms in (2, 20)
+    ]
+    short, long = measure.take_rounds(gang, contenders, 5, None)
+    assert 2_000 <= min(short) < 10_000
+    assert 20_000 <= min(long) < 40_000
+    assert min(long) > 2 * min(short)
+
+
+def test_launches_a_round_take_about_a_millisecond() -> None:
+    """From µs."""
+    for us in (12.0, 50.0, 95.0):
+        assert measure.calls_for(us) * us == pytest.approx(1000, rel=0.06)
+
+
+def test_a_summary_keeps_the_unit() -> None:
+    latency = measure.summarise([[3.0] * 9, [7.5] * 9])
+    assert (latency.p10_us, latency.p50_us, latency.p90_us, latency.samples) == (7.5, 7.5, 7.5, 9)
