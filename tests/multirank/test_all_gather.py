@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, report, run_cases
 from harness import run_ranks
+from quick import some
 from variant_checks import bits_of
 
 import tunedcomm
@@ -57,7 +58,7 @@ def each(names: tuple[str, ...] = VARIANTS) -> Iterator[Iterator[str]]:
 def dimensions(rank: int) -> None:
     with each(("library", "lamport", "push")) as names:
         for name in names:
-            for shape in ((6,), (4, 5), (1, 7), (2, 3, 5), (1, 1, 9), (3, 1, 2)):
+            for shape in some(((6,), (4, 5), (1, 7), (2, 3, 5), (1, 1, 9), (3, 1, 2)), 2):
                 for dim in range(-len(shape), len(shape)):
                     out = tunedcomm.all_gather(of_rank(shape, rank), dim=dim)
                     assert out.is_contiguous()
@@ -72,7 +73,7 @@ def dtypes(rank: int) -> None:
     known += [torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32]
     with each() as names:
         for name in names:
-            for dtype in known:
+            for dtype in some(known, 4):
                 for shape, dim in (((5, 3), 0), ((5, 3), 1), ((), 0)):
                     out = tunedcomm.all_gather(of_rank(shape, rank, dtype), dim=dim)
                     assert out.dtype == dtype

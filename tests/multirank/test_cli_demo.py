@@ -5,6 +5,7 @@ import pytest
 from tunedcomm.cli._gang import run_module
 
 
+@pytest.mark.slow
 def test_demo_ranks_get_the_right_sums(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a kernel; the ranks must also end cleanly, and leave stdout alone."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -74,6 +74,7 @@ def four_outcomes() -> list[dict[str, str]]:
     return run_ranks(4, four_body, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(four_outcomes: list[dict[str, str]], name: str) -> None:
     report(four_outcomes, name)

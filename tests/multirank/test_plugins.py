@@ -190,6 +190,7 @@ def test_the_page_installs(tmp_path: Path) -> None:
     assert "gather_sum" in names
 
 
+@pytest.mark.slow
 def test_the_pages_triton_kernel_sums(tmp_path: Path) -> None:
     install(tmp_path / "site", "triton-variants", "triton_variants", block("triton_variants.py"), "triton_variants")
     names, warnings = discovered(tmp_path / "site")

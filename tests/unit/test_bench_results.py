@@ -250,6 +250,7 @@ def test_going_by_rounds_holds_for_other_candidates_too() -> None:
         assert float(row["regret_mean"]) < float(row["regret_mean_rounds_unknown"])
 
 
+@pytest.mark.slow
 def test_the_table_of_rules_is_what_the_recording_gives(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "bench/regret.py", "report", "--csv", str(tmp_path / "rules.csv")],
@@ -265,6 +266,7 @@ def test_the_table_of_rules_is_what_the_recording_gives(tmp_path: Path) -> None:
     assert (tmp_path / "rules.csv").read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_figures_of_winners_measured_again_are_what_the_recordings_give(tmp_path: Path) -> None:
     out = tmp_path / "again.csv"
     done = subprocess.run(

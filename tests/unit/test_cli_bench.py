@@ -211,6 +211,7 @@ def test_more_ranks_than_gpus_is_bad_usage(monkeypatch: pytest.MonkeyPatch) -> N
         _gang.local_ranks(8)
 
 
+@pytest.mark.slow
 def test_run_module_starts_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank_that_signs.py").write_text(
         "import os, pathlib, sys\n"

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from db_samples import H200, problem, trial
 from sqlalchemy import text
 
@@ -96,6 +97,7 @@ def test_writers_that_meet_the_same_new_rows_neither_clash_nor_wait_for_each_oth
     assert (stats["trials"], stats["problems"], stats["environments"], stats["variants"]) == (800, 200, 200, 35)
 
 
+@pytest.mark.slow
 def test_eight_writers_and_eight_readers(tmp_path: Path) -> None:
     """A minute of it is what bench/results/db/db_concurrency.csv reports."""
     out = tmp_path / "out.csv"

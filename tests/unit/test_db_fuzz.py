@@ -31,7 +31,7 @@ from tunedcomm.db.layers import Layer, load_snapshot
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "db" / "db_fuzz.csv"
-CASES = int(os.environ.get("TUNEDCOMM_TEST_FUZZ", "15" if QUICK else "40"))
+CASES = int(os.environ.get("TUNEDCOMM_TEST_FUZZ", "10" if QUICK else "40"))
 AXES = st.sampled_from(["num_blocks", "num_warps", "items", "num_chunks", "launch_pdl", "", "BLOCK"])
 AXIS_VALUES = st.one_of(st.booleans(), st.sampled_from([0, 1, 2, 4, 8, 32, 264, -1, 10**30]), st.text(max_size=3))
 JSON = st.recursive(
@@ -99,7 +99,7 @@ def sound() -> Iterator[Base]:
 
 @given(changes=CHANGES, untyped=st.sampled_from([None, *TABLES]))
 @settings(
-    max_examples=max(6, CASES // 4),
+    max_examples=max(3, CASES // 4),
     deadline=None,
     derandomize=True,
     database=None,

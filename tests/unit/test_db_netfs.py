@@ -280,6 +280,7 @@ def _write_many(path: str, number: int) -> None:
             database.record([trial("one_shot", config={"num_blocks": 100 * number + i})])
 
 
+@pytest.mark.slow
 def test_processes_of_one_host_share_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers ask for no lock there, and see whole transactions all the same."""
     monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")

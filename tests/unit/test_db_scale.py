@@ -63,6 +63,7 @@ def asked(rows: Snapshot) -> list[Problem]:
     return [*found, *between, *related, replace(found[0], dtype="float32"), replace(found[0], shape=(0,))]
 
 
+@pytest.mark.slow
 def test_a_snapshot_is_fast(big: tuple[str, Environment]) -> None:
     times = []
     for _ in range(5):
@@ -143,6 +144,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

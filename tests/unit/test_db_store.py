@@ -228,6 +228,7 @@ def test_nothing_is_recorded_that_would_refer_to_a_damaged_row(database_url: str
             assert connection.execute(text("SELECT count(*) FROM trial")).scalar() == 1
 
 
+@pytest.mark.slow
 def test_bulk_speed(database_url: str) -> None:
     sizes = [problem(2 << e) for e in range(10, 28)]
     records = [

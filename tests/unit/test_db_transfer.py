@@ -60,6 +60,7 @@ def test_lines_lose_nothing(content: Content) -> None:
         assert digests(here / "copy.db") == digests(source)
 
 
+@pytest.mark.slow
 @given(content=contents())
 @PROPERTY
 def test_exports_decide_alike_in_every_format(content: Content) -> None:

@@ -231,6 +231,7 @@ def _upgrade_at_once(path: Path, folder: Path, barrier: Any) -> None:
     upgrade_database(path)
 
 
+@pytest.mark.slow
 def test_several_at_once_upgrade_once(old: Path, newer: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(3)

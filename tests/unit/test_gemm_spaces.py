@@ -35,6 +35,7 @@ def feasible(problem: Problem) -> list[Candidate]:
     return candidates(problem, GPU, "any")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
 def test_a_problem_needs_few_binaries_and_little_time(op: str) -> None:
     """Each is seconds of the compiler's time, and a catalogue has a thousand problems."""

@@ -93,6 +93,7 @@ def test_what_was_not_measured_is_missed(report: ModuleType) -> None:
     assert missed(report, rows) == ["MISSED   decode_8: not measured on both sides"]
 
 
+@pytest.mark.slow
 def test_a_file_is_checked_by_its_last_runs(report: ModuleType, tmp_path: Path) -> None:
     path, image = tmp_path / "new" / "rows.csv", tmp_path / "new" / "plot.png"
     slow = GOOD | {"fusion_compiled": 500.0, "intercept_compiled": 500.0}

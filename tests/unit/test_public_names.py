@@ -4,6 +4,8 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
 import tunedcomm
 
 IMPORT_BUDGET_S = 0.3
@@ -38,6 +40,7 @@ def _seconds(code: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_import_is_cheap_beside_torch() -> None:
     assert statistics.median(_seconds("import tunedcomm") for _ in range(REPEATS)) <= IMPORT_BUDGET_S
 

