@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import run_ranks
+from quick import some
 
 from tunedcomm import kernels
 from tunedcomm.spec import Problem, variants
@@ -138,7 +139,7 @@ def chunks_body(rank, world_size):
 
     communicator = get_communicator()
     for numel in (16 * 128 * 8 * world_size, 13 * 128 * 8 * world_size + 1234):
-        for chunks in (1, 2, 4, 8, 16) if numel % 128 == 0 else (4, 8):
+        for chunks in some((1, 2, 4, 8, 16) if numel % 128 == 0 else (4, 8)):
             config = {"num_blocks": 1, "num_warps": 4, "items": 1, "num_chunks": chunks}
             problem = Problem("all_reduce", (numel,), "bfloat16", world_size, mode="eager")
             for seed in (1, 2):

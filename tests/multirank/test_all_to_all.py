@@ -305,5 +305,6 @@ def groups_body(rank: int, world_size: int) -> int:
     return calls
 
 
+@pytest.mark.slow
 def test_groups() -> None:
     assert run_ranks(3, groups_body, timeout=240) == [24, 24, 24]

@@ -92,11 +92,10 @@ def every_choice(variant: str, rank: int) -> None:
         for name, axis in chosen.space.axes:
             if name in TILE_AXES:
                 continue
-            for value in some([*axis.values()][::-1], 2):  # defaults come first
-                config = {**default, name: value}
-                if value != default[name] and chosen.infeasible(problem, config, limits) is None:
-                    check_variant(communicator, problem, variant, seed=seed, config=config)
-                    num_run += 1
+            others = [{**default, name: value} for value in axis.values() if value != default[name]]
+            for config in some(c for c in others if chosen.infeasible(problem, c, limits) is None):
+                check_variant(communicator, problem, variant, seed=seed, config=config)
+                num_run += 1
     assert num_run > 0
 
 

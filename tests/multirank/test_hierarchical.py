@@ -34,7 +34,7 @@ def sizes_and_dtypes(rank: int) -> None:
             assert communicator.limits.ranks_per_node == 2
             assert communicator.environment.nodes == 2
             assert not communicator.limits.symmetric
-            for step, numel in some(enumerate((1, 7, 64, 1000, 4099, 1000, 64, 7, 1))):
+            for step, numel in some(enumerate((1, 7, 64, 1000, 4099, 1000, 64, 7, 1)), 4):
                 dtype = ("bfloat16", "float16", "float32")[step % 3]
                 for reduction in ("sum", "avg"):
                     problem = Problem("all_reduce", (numel,), dtype, 4, reduction=reduction, mode="eager")

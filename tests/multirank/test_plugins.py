@@ -172,6 +172,7 @@ def test_the_page_is_tuned_and_dispatched(site: Path, tmp_path: Path) -> None:
     assert "by itself: gather_sum(" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_page_installs(tmp_path: Path) -> None:
     folder, target = tmp_path / "project", tmp_path / "target"
     folder.mkdir()

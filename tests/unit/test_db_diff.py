@@ -212,6 +212,7 @@ def test_needs_two_databases(tmp_path: Path) -> None:
 
 @given(one=contents(), other=contents(start=1000))
 @settings(max_examples=4, deadline=None)
+@pytest.mark.slow
 def test_a_merged_database_lacks_nothing(
     one: Content, other: Content, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

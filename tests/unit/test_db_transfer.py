@@ -115,6 +115,7 @@ def test_the_order_of_sources_does_not_matter(one: Content, other: Content) -> N
 
 @given(content=contents(), earlier=contents())
 @SLOW_PROPERTY
+@pytest.mark.slow
 def test_twice_is_once(content: Content, earlier: Content) -> None:
     with folder() as here:
         source, target = write(here / "source.db", content), write(here / "target.db", earlier)

@@ -72,6 +72,7 @@ def test_a_host_without_heartbeats_is_given_up(
     one.close()
 
 
+@pytest.mark.slow
 def test_a_jump_of_the_servers_clock_takes_no_claim_away(postgres_server: PostgresServer, postgres_url: str) -> None:
     one, two = (open_as(postgres_url, host, **STURDY) for host in ("a", "b"))
     assert claim(one) is not None
