@@ -109,6 +109,7 @@ def engine_body(rank: int, world_size: int) -> int:
     return checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_copy_engines(world_size: int) -> None:
     assert run_ranks(world_size, engine_body, timeout=120) == [13] * world_size

@@ -155,6 +155,7 @@ def outcomes() -> list[dict[str, str]]:
     return run_ranks(WORLD_SIZE, body, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_models(outcomes: list[dict[str, str]], name: str) -> None:
     report(outcomes, name)

@@ -205,6 +205,7 @@ def empty_body(rank: int, world_size: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_empty_operands(world_size: int) -> None:
     assert run_ranks(world_size, empty_body, timeout=60) == [True] * world_size

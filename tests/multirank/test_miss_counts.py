@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, same_bits
@@ -64,6 +65,7 @@ def logged_misses(folder: Path, runs: int) -> list[Miss]:
     return misses
 
 
+@pytest.mark.slow
 def test_groups_note_what_was_not_tuned_and_nothing_else(tmp_path: Path) -> None:
     misses = logged_misses(tmp_path, runs=2)
     untuned = problem(SMALL, dtype="bfloat16")

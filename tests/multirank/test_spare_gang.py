@@ -44,6 +44,7 @@ def has_imported(gang: GangProcess) -> bool:
     return len(maps) == SETTINGS.world_size and all("libtriton" in text for text in maps)
 
 
+@pytest.mark.slow
 def test_spare_waits_and_then_comes_up(spare: GangProcess) -> None:
     wait_until(lambda: has_imported(spare))
     time.sleep(1.0)

@@ -48,6 +48,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow
 @given(content=contents())
 @PROPERTY
 def test_lines_lose_nothing(content: Content) -> None:

@@ -43,6 +43,7 @@ def until(condition: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_a_host_without_heartbeats_is_given_up(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
