@@ -122,6 +122,8 @@ def run(communicator: Communicator, entries: Sequence[Entry], launches: int, sec
     """Until each variant had so many launches, or the time is over; returns the seconds it took."""
     shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
     begin, order, done = time.monotonic(), [entry for entry in entries if entry.trials], 0
+    if not order:
+        raise SystemExit("no variant can run here: " + "; ".join(reason for e in entries for reason in e.reasons))
     graphs = graphs_of(order, shuffle, noise) if graph else []
     while done < launches:
         for _ in range(min(ROUNDS, launches - done)):

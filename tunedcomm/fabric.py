@@ -6,6 +6,7 @@
     pcie                    no NVLink
     pcie-nop2p              no NVLink, and the GPUs cannot reach each other's memory
     nvswitch-18-mig         a MIG slice: it reaches no other GPU, whatever links the whole has
+    loopback                one GPU alone that all ranks share, where PyTorch is told to let them: to try kernels out on
     host                    CPU tensors in shared memory
 
 The class is a hard field of the environment: rows of another class are not used. A class that is written here once is
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 __all__ = ["Fabric", "describe"]
 
-_CLASS = re.compile(r"(host|pcie|nvlink|nvswitch)(?:-(\d{1,3}))?(-partial)?(-nop2p)?(-mig)?")
+_CLASS = re.compile(r"(host|loopback|pcie|nvlink|nvswitch)(?:-(\d{1,3}))?(-partial)?(-nop2p)?(-mig)?")
 # First compute capability with each generation of NVLink.
 _GENERATIONS = ((100, 5), (90, 4), (80, 3), (70, 2), (60, 1))
 _LAST_KNOWN = 109
@@ -30,7 +31,8 @@ class Fabric:
     """A fabric class, taken apart.
 
     Attributes:
-        kind: `nvswitch`, `nvlink`, `pcie`, `host`, or the whole text of a class that this version does not know.
+        kind: `nvswitch`, `nvlink`, `pcie`, `loopback`, `host`, or the whole text of a class that this version does not
+            know.
         num_links: NVLinks a GPU; 0 without NVLink.
         is_partial: some GPUs of the machine have no link to each other.
         has_p2p: False if GPUs without NVLink cannot reach each other's memory over PCIe either.
@@ -73,6 +75,7 @@ class Fabric:
             "nvswitch": "NVLink through NVSwitch",
             "nvlink": "NVLink from some GPUs to some others" if self.is_partial else "NVLink from GPU to GPU",
             "pcie": "PCIe" if self.has_p2p else "PCIe without peer access",
+            "loopback": "one GPU that all ranks share",
             "host": "shared memory of the host",
         }
         return kinds.get(self.kind, self.kind) + (", of a MIG slice" if self.is_mig else "")
@@ -88,6 +91,8 @@ def describe(text: str, compute_capability: int) -> str:
     fabric = Fabric.parse(text)
     if fabric.kind == "host":
         return "CPU tensors in the host's shared memory"
+    if fabric.kind == "loopback":
+        return "one GPU that all ranks share: results count, times do not"
     if fabric.kind == "pcie":
         words = "PCIe without NVLink"
         words += "" if fabric.has_p2p else ", where GPUs cannot reach each other's memory"

@@ -5,6 +5,7 @@ A leaf. NVML is imported when it is asked, and whatever it cannot tell is taken 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,14 @@ def _class_of(pynvml: Any, num_links: int, *, is_switched: bool, is_mig: bool) -
     # What follows looks at the whole machine, for every rank of a group has to find the same.
     if num_links:
         return Fabric(kind="nvlink", num_links=num_links, is_partial=not is_mig and _is_partial(pynvml), is_mig=is_mig)
+    if not is_mig and ranks_may_share_a_gpu() and pynvml.nvmlDeviceGetCount() == 1:
+        return Fabric(kind="loopback")
     return Fabric(kind="pcie", has_p2p=is_mig or _has_p2p(pynvml), is_mig=is_mig)
+
+
+def ranks_may_share_a_gpu() -> bool:
+    """True if PyTorch is told to let symmetric memory of several ranks lie on one GPU."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def _all_gpus(pynvml: Any) -> list[Any]:

@@ -155,6 +155,15 @@ def test_class_of_a_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, exp
     assert (str(found.fabric), found.num_links, found.driver) == (expected, num_links, "580.1")
 
 
+def test_ranks_share_one_gpu_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, two = FakeNvml([[]]), FakeNvml([[], []])
+    sliced, linked = FakeNvml([[]], mig=frozenset({0})), FakeNvml([[SWITCH] * 18])
+    for asked, expected in (("0", "pcie"), ("1", "loopback")):
+        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", asked)
+        found = [str(ask(monkeypatch, fake).fabric) for fake in (alone, two, sliced, linked)]
+        assert found == [expected, "pcie", "pcie-mig", "nvswitch-18"]
+
+
 def test_every_rank_finds_the_same_class(monkeypatch: pytest.MonkeyPatch) -> None:
     for links, p2p in ((CUBE_MESH, None), ([[]] * 4, lambda one, other: {one, other} != {0, 1})):
         assert len({ask(monkeypatch, FakeNvml(links, p2p=p2p), index) for index in range(len(links))}) == 1
@@ -199,6 +208,7 @@ CLASSES = {
     "pcie-nop2p": ("PCIe without NVLink, where GPUs cannot reach each other's memory", False),
     "nvswitch-18-mig": ("NVLink 4, 18 links through NVSwitch; a MIG slice, which reaches no other GPU", False),
     "pcie-mig": ("PCIe without NVLink; a MIG slice, which reaches no other GPU", False),
+    "loopback": ("one GPU that all ranks share: results count, times do not", True),
     "host": ("CPU tensors in the host's shared memory", True),
     "photons-7": ("photons-7 (a class that this version does not know)", True),
     "nvswitch-18-partial-mig-x": ("nvswitch-18-partial-mig-x (a class that this version does not know)", True),
