@@ -273,7 +273,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "lossy norms", lossy_norms
 
 
-CASES = some_of(dict(cases()))
+CASES = some_of(dict(cases()), 5)
 
 
 def body(rank: int, world_size: int) -> dict[str, str]:

@@ -96,7 +96,7 @@ OPCHECK_CASES: dict[str, Case] = {
     **{f"{name} fp8": functools.partial(functional, name, FP8) for name in NAMES},
     **{f"{name}.out": functools.partial(into, name) for name in NAMES if name != "ag_gemm_list"},
 }
-OPCHECK_CASES = some_of(OPCHECK_CASES, 3)
+OPCHECK_CASES = some_of(OPCHECK_CASES, 5)
 
 
 def opcheck_body(rank: int, world_size: int) -> dict[str, str]:
@@ -254,7 +254,7 @@ TRACED_CASES: dict[str, Case] = {
     "refused in compiled code": compiled_refusals,
     "eager calls": eager_goes_past,
 }
-TRACED_CASES = some_of(TRACED_CASES, 2)
+TRACED_CASES = some_of(TRACED_CASES, 3)
 
 
 def traced_body(rank: int, world_size: int) -> dict[str, str]:

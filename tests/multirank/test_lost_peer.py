@@ -79,7 +79,7 @@ def killed_body(rank: int, world_size: int, variant: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("variant", some(KERNELS))
+@pytest.mark.parametrize("variant", some(KERNELS, 5))
 def test_a_peer_that_is_killed(variant: str) -> None:
     settings = {"TUNEDCOMM_PEER_TIMEOUT_S": str(PEER_TIMEOUT_S), "TUNEDCOMM_WORKSPACE_MIB": "1"}
     said, nothing = run_ranks(2, killed_body, variant, env=settings, killed=[1])

@@ -58,6 +58,7 @@ def test_spare_waits_and_then_comes_up(spare: GangProcess) -> None:
     assert spare.silence() is None
 
 
+@pytest.mark.slow
 def test_spare_that_is_not_wanted_ends_without_a_trace(spare: GangProcess) -> None:
     wait_until(lambda: has_imported(spare))
     pids, folder = spare._pids(), spare._folder
