@@ -51,6 +51,13 @@ def test_product_of_options_and_overrides() -> None:
     assert (settings.trials, settings.peer_timeout_s, settings.world_size) == (5, 3.0, 3)
 
 
+def test_a_problem_that_is_named_twice_is_one() -> None:
+    kernels.discover()
+    spec = SweepSpec(op="all_reduce", backend="host", shapes=((64,), (64,)), dtypes=("float32", "float32"))
+    assert [str(problem) for problem in resolve(spec)[0]] == ["all_reduce 64 float32 world_size=2 eager"]
+    assert resolve(replace(spec, problems=(PROBLEM, PROBLEM)))[0] == (PROBLEM,)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
