@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from db_samples import NUMERICS, candidate, decide, problem, row, snapshot
 
-from tunedcomm.db.select import Decision, Pinned
+from tunedcomm.db.select import Decision, Failure, Pinned
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.spec import Candidate
+from tunedcomm.spec import Candidate, Problem
 
 
 def reasons(decision: Decision) -> dict[str, str]:
@@ -67,6 +68,28 @@ def test_relatives_are_asked_in_order_and_checked_for_feasibility() -> None:
     decision = decide(rows, asked, feasible=lambda which: "no avg" if which.variant == "two_shot" else None)
     assert decision.candidate == candidate("one_shot")
     assert decide(rows, asked, feasible=lambda which: "no avg").candidate == candidate("library")
+
+
+@pytest.mark.parametrize(
+    ("asked", "borrowed"),
+    [
+        (problem(dtype="float16"), False),
+        (problem(8192, in_place=True), False),
+        (problem(dtype="float16"), True),
+        (problem(mode="eager"), False),
+        (problem(8192, mode="eager", dtype="float16"), False),
+    ],
+    ids=str,
+)
+def test_what_failed_in_the_family_is_not_taken_over_from_another(asked: Problem, borrowed: bool) -> None:
+    rows = [row(name, us, borrowed=borrowed) for name, us in (("lamport", 2.0), ("one_shot", 4.0))]
+    failure = Failure(problem=asked, candidate=candidate("lamport"), source_hash="current", status="incorrect")
+    decision = decide(snapshot(rows, failures=(failure,)), asked)
+    assert decision.candidate == candidate("one_shot")
+    assert "was incorrect at" in reasons(decision)["lamport(num_blocks=4)"]
+    assert decide(snapshot(rows[:1], failures=(failure,)), asked).candidate == candidate("library")
+    of_others = replace(failure, problem=replace(asked, reduction="max"))
+    assert decide(snapshot(rows, failures=(of_others,)), asked).candidate == candidate("lamport")
 
 
 # Heuristic, library, and the whole

@@ -14,7 +14,7 @@ from tunedcomm.kernels._data import PACKET_BYTES
 from tunedcomm.kernels._matmul import out_itemsize
 from tunedcomm.kernels._tiles import tile_space
 from tunedcomm.space import Choice, Space
-from tunedcomm.spec import Candidate, Problem, candidates, get_op, get_variant
+from tunedcomm.spec import Candidate, Problem, candidates, check_candidate, get_op, get_variant, variants
 
 discover()
 GPU = replace(LIMITS, backend="cuda", multicast=False)
@@ -107,3 +107,12 @@ def test_the_native_operator_takes_whole_tiles(shape: tuple[int, ...], *, fits: 
     refused = variant.infeasible(problem, {"native": True}, GPU) or ""
     assert ("whole 128 rows" not in refused) is fits
     assert variant.infeasible(problem, {"native": False}, GPU) is None
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
+@pytest.mark.parametrize("op", ["ag_gemm", "gemm_rs", "gemm_ar"])
+def test_of_an_empty_product_every_variant_says_whether_it_can_run(op: str, shape: tuple[int, int, int]) -> None:
+    problem = Problem(op, shape, "bfloat16", 4, next(iter(get_op(op).reductions), ""), layout="nk")
+    for name, variant in variants(op).items():
+        reason = check_candidate(problem, Candidate.of(op, name, variant.default(problem, GPU)), GPU)
+        assert variant.is_library or shape[2] == 0 or reason, name

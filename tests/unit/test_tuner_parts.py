@@ -306,6 +306,15 @@ def test_summary_prefers_finals_and_the_interleaved_baseline() -> None:
     assert result.num_trials == 3
 
 
+def test_summary_leaves_out_what_failed_after_it_was_good() -> None:
+    good = [record("library", 10.0, final=True), record("one_shot", 4.0, baseline_p50_us=12.0, final=True)]
+    wrong = record("one_shot", None, "incorrect", reason="x")
+    for trials, best in (([*good, wrong], "library"), ([wrong, *good], "one_shot")):
+        result = summarise_problem(PROBLEM, trials)
+        assert result.best is not None
+        assert (result.best.variant, result.failures) == (best, {"incorrect": 1})
+
+
 def test_summary_of_nothing_has_no_winner() -> None:
     result = summarise_problem(PROBLEM, [record("lamport", None, "crashed", reason="x")])
     assert (result.best, result.speedup, result.failures) == (None, None, {"crashed": 1})

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from tunedcomm import kernels
+from tunedcomm.db.store import Database
+from tunedcomm.dispatcher import source_hash_of
 from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.spec import Problem
 from tunedcomm.tuner import plan
 from tunedcomm.tuner.gang_process import gang_environment
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
+from tunedcomm.tuner.recording import read_recording
+from tunedcomm.tuner.sweep import sweep
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
@@ -45,6 +49,13 @@ def test_product_of_options_and_overrides() -> None:
     problems, settings = resolve(spec)
     assert len(set(problems)) == 8
     assert (settings.trials, settings.peer_timeout_s, settings.world_size) == (5, 3.0, 3)
+
+
+def test_a_problem_that_is_named_twice_is_one() -> None:
+    kernels.discover()
+    spec = SweepSpec(op="all_reduce", backend="host", shapes=((64,), (64,)), dtypes=("float32", "float32"))
+    assert [str(problem) for problem in resolve(spec)[0]] == ["all_reduce 64 float32 world_size=2 eager"]
+    assert resolve(replace(spec, problems=(PROBLEM, PROBLEM)))[0] == (PROBLEM,)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +133,22 @@ def test_recording_decides_what_the_machine_would() -> None:
     assert (settings.backend, settings.world_size, settings.gangs, settings.replay_trial_s) == ("cuda", 4, 1, 0.5)
     assert settings.replay_limits is not None
     assert settings.replay_limits.num_sms == 132
+
+
+def test_the_summary_leaves_out_kernels_that_have_changed_since(tmp_path: Path) -> None:
+    kernels.discover()
+    like = next(r for r in read_recording(RECORDING) if r.problem.shape == (1 << 15,) and r.variant == "lamport")
+    faster = {"status": "ok", "reason": "", "latency_p10_us": None, "latency_p50_us": 0.5, "latency_p90_us": None}
+    # A config that the sweep does not try.
+    config = {**like.config, "num_blocks": 1}
+    before = replace(like, source_hash="before", final=True, config=config, **faster)
+    spec = SweepSpec(op="all_reduce", problems=(like.problem,), replay=str(RECORDING), trials=2, variants=("lamport",))
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        database.record([before])
+        (result,) = sweep(spec, database).problems
+    assert result.best is not None
+    assert result.best.source_hash == source_hash_of("all_reduce", result.best.variant)
+    assert result.num_trials == 2
 
 
 def test_fp8_is_tuned_with_scales_and_shapes_that_ranks_share() -> None:

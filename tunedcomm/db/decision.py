@@ -62,7 +62,10 @@ class Decision:
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of one `choose`, with what has been found out so far; `borrowed` says which rows are looked at."""
+    """The arguments of one `choose`, with what has been found out so far.
+
+    `borrowed` says which rows are looked at; where `problem` stands in for the one that is asked, that is `asked`.
+    """
 
     snapshot: Snapshot
     problem: Problem
@@ -77,6 +80,7 @@ class Call:
     passed: dict[Candidate, str] = field(default_factory=dict)
     objections: dict[Candidate, str | None] = field(default_factory=dict)
     borrowed: bool = False
+    asked: Problem | None = None
 
     def rows(self, like: Problem) -> tuple[Row, ...]:
         """Rows of all sizes of the family of `like`."""
@@ -125,10 +129,15 @@ class Call:
         return [row for row in rows if row.is_library or self.stale(row.candidate, row.source_hash) is None]
 
     def usable(self, rows: Sequence[Row], *, predicted: bool) -> dict[Candidate, str | None]:
-        """Each challenger with the objection to it; a prediction also takes the family's failures into account."""
+        """Each challenger with the objection to it.
+
+        A prediction also takes failures into account: in the family of the rows and in that of the problem.
+        """
         failed: dict[Candidate, str] = {}
+        families = set() if self.asked is None else {self.asked.family}
         if predicted:
-            families = {row.problem.family for row in rows}
+            families |= {self.problem.family, *(row.problem.family for row in rows)}
+        if families:
             for failure in self.snapshot.failures:
                 is_current = self.stale(failure.candidate, failure.source_hash) is None
                 if failure.problem.family in families and is_current:

@@ -10,7 +10,8 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   them takes part, and at times one of the size after them, as `interpolate` says. Elsewhere the winner of the nearest
   size serves within a factor of `MAX_REACH`; beyond that nothing is extrapolated. Where no size of the same N and K of
   a GEMM answers, the winner of the nearest (M, N, K) does, within the same factor in each of the three. Candidates that
-  were ever incorrect, crashed or hung in the family, and have not been good there since, are not interpolated.
+  were ever incorrect, crashed or hung in the family, and have not been good there since, are not interpolated, nor
+  taken over from a family below.
 - Where a family gives no answer its relatives are asked, in this order: `avg` answered by `sum`; in place by out of
   place and the other way round; symmetric input by plain input (what reads a plain input reads a symmetric one, not the
   other way round); a GEMM with or without bias or gathered input, or with B stored the other way; combinations of
@@ -171,7 +172,7 @@ def _heuristic(call: Call) -> Decision | None:
     """An eager call as in graphs: the GPU does the same in both, and what the host adds favours no kernel."""
     if call.problem.mode != "eager":
         return None
-    in_graphs = replace(call, problem=replace(call.problem, mode="graph"))
+    in_graphs = replace(call, problem=replace(call.problem, mode="graph"), asked=call.problem)
     decision = _exact(in_graphs) or interpolated(in_graphs, MAX_REACH)
     if decision is None:
         return None

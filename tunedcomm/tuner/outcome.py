@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tunedcomm.db.records import FAILED as DANGEROUS
 from tunedcomm.db.records import TrialRecord, fastest
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, admits, variants
@@ -144,10 +145,16 @@ class SweepOutcome:
 
 
 def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> ProblemResult:
-    """Sum up the records of one problem in one environment; finals count before searches, later before earlier."""
-    latest: dict[tuple[Candidate, bool], TrialRecord] = {(r.candidate, r.final): r for r in records}
+    """Sum up the records of one problem in one environment, oldest first; finals count before searches.
+
+    Of a candidate's the last one counts. What failed after it was good is not used, as in dispatch.
+    """
+    known = list(records)
+    lost = {candidate for candidate, r in {r.candidate: r for r in known}.items() if r.status in DANGEROUS}
+    latest: dict[tuple[Candidate, bool], TrialRecord] = {(r.candidate, r.final): r for r in known}
     tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
     ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics) and _may_be_chosen(r)]
+    ran = [r for r in ran if r.candidate not in lost]
     ran = [r for r in ran if r.final] or ran
     best = fastest(ran)
     library = [r.latency_p50_us for r in ran if r.variant == "library"]

@@ -95,7 +95,7 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
         ValueError: an option that the op does not have.
     """
     settings = resolve_machine(spec)
-    problems = spec.problems or _expand(spec, settings.backend, settings.world_size)
+    problems = tuple(dict.fromkeys(spec.problems or _expand(spec, settings.backend, settings.world_size)))
     for name in spec.variants:
         get_variant(spec.op, name)
     if strangers := [problem for problem in problems if problem.world_size != settings.world_size]:

@@ -261,17 +261,19 @@ class _Sweep:
         )
 
     def _is_wanted(self, record: TrialRecord) -> bool:
-        """True for a trial of what is tuned, in this environment and of the kernels as they are."""
-        asked, variant = self._settings.variants, variants(record.problem.op).get(record.variant)
-        if variant is None or (asked and record.variant not in asked):
+        """True for a trial of what is tuned."""
+        asked = self._settings.variants
+        return (not asked or record.variant in asked) and self._is_current(record)
+
+    def _is_current(self, record: TrialRecord) -> bool:
+        """True for a trial in this environment and of the kernels as they are."""
+        variant = variants(record.problem.op).get(record.variant)
+        if variant is None or record.environment != self._coordinator.environment:
             return False
-        return record.environment == self._coordinator.environment and record.source_hash == kernels.source_hash(
-            variant
-        )
+        return variant.is_library or record.source_hash == kernels.source_hash(variant)
 
     def _result(self, problem: Problem) -> ProblemResult:
-        here = self._coordinator.environment
-        return summarise_problem(problem, [r for r in self._records[problem] if r.environment == here])
+        return summarise_problem(problem, filter(self._is_current, self._records[problem]))
 
 
 def _budget_text(spec: SweepSpec, settings: Settings) -> str:

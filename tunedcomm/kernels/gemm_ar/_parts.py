@@ -15,11 +15,11 @@ TILE = 128  # rows of the library's tiles
 def parts_of(problem: Problem, config: Config) -> list[tuple[int, int]]:
     """First row and number of rows of each of `chunks` parts, of whole tiles if they are many.
 
-    With `taper` the last one is cut in two.
+    With `taper` the last one is cut in two. No rows are one part without any.
     """
     m = problem.shape[0]
-    step = _whole(-(-m // int(config["chunks"])))
-    parts = [(row, min(step, m - row)) for row in range(0, m, step)]
+    step = max(1, _whole(-(-m // int(config["chunks"]))))
+    parts = [(row, min(step, m - row)) for row in range(0, max(1, m), step)]
     if config.get("taper", False):
         row, rows = parts.pop()
         first = min(_whole(-(-rows // 2)), rows)

@@ -206,7 +206,7 @@ def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
     m, _, k = problem.shape
     wish: dict[str, Any] = {**tile_wish(problem, limits, rows=min(m, 64)), "pointers": False}
     del wish["group"]
-    tiles = num_tiles(m, problem, wish)
+    tiles = max(num_tiles(m, problem, wish), 1)
     steps = max(k // int(wish["block_k"]) // 2, 1)
     split = max(min(_per_sm(problem, wish) * limits.num_sms // tiles, steps, 8), 1) if limits.backend == "cuda" else 2
     wish |= {"split_k": split, "launch_pdl": limits.launch_pdl}
