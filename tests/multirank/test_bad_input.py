@@ -211,6 +211,22 @@ def out_that_does_not_fit(rank: int) -> None:
         tunedcomm.all_reduce(square, out=square.t())
 
 
+def other_default_device(rank: int) -> None:
+    """Where tensors are made that are not told where: what ops make for themselves goes by the call's."""
+    x = torch.full((4, 8), rank + 1.0)
+    for variants in ({"all_reduce": "lamport", "all_to_all_v": "push"}, {}):
+        tunedcomm.release_communicators()
+        with contextlib.ExitStack() as stack:
+            for op, variant in variants.items():
+                stack.enter_context(tunedcomm.force(op, variant))
+            stack.enter_context(torch.device("meta"))
+            for _ in range(3):  # the first call of a group, and those that are known
+                found = tunedcomm.all_reduce(x)
+            sent = tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2)
+        assert torch.equal(found, torch.full((4, 8), 3.0))
+        assert torch.equal(sent[:, 0], torch.tensor([1.0, 1.0, 2.0, 2.0]))
+
+
 INPUT_CASES: dict[str, Case] = {
     "integer dtype": integers,
     "complex": complex_numbers,
@@ -225,6 +241,7 @@ INPUT_CASES: dict[str, Case] = {
     "group of others": not_a_member,
     "unknown options": options,
     "out that does not fit": out_that_does_not_fit,
+    "another default device": other_default_device,
     "the group works after all that": still_works,
 }
 

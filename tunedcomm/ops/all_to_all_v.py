@@ -107,7 +107,7 @@ def _serve(
         source = x.clone(memory_format=torch.contiguous_format)
     if not (is_usable(sink) if plan.wants_aligned else sink.is_contiguous() and not sink.is_neg()):
         sink = torch.empty(result.shape, dtype=x.dtype, device=x.device)
-    send, recv = (torch.tensor(of) * row for of in counts)
+    send, recv = (torch.tensor(of, device="cpu") * row for of in counts)
     if capturing:
         communicator.captured(plan)
     plan.launch((source, send, recv), (sink,), stream)
