@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from cases import Case, logged, report, run_cases
 from harness import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tunedcomm
 from tunedcomm.communicator import get_communicator
@@ -211,6 +214,23 @@ def out_that_does_not_fit(rank: int) -> None:
         tunedcomm.all_reduce(square, out=square.t())
 
 
+def no_plain_tensors(rank: int) -> None:
+    """What has no operator cannot be traced; such tensors have no memory at their address."""
+    out = tunedcomm.symmetric_empty((8, 8), dtype=torch.float32)
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2),
+        lambda x: tunedcomm.all_gather_with_progress(x, out=out),
+    ]
+    mesh = init_device_mesh("cpu", (2,))
+    for call in calls:
+        with refused("takes plain tensors, not DTensor; .* pass .to_local"):
+            call(DTensor.from_local(torch.ones(4, 8), mesh, [Shard(0)]))
+        with refused("cannot be traced and takes plain tensors, not FakeTensor"), FakeTensorMode():
+            call(torch.ones(4, 8))
+        with refused("torch.func transforms"):
+            torch.vmap(call)(torch.ones(2, 4, 8))
+
+
 def other_default_device(rank: int) -> None:
     """Where tensors are made that are not told where: what ops make for themselves goes by the call's."""
     x = torch.full((4, 8), rank + 1.0)
@@ -241,6 +261,7 @@ INPUT_CASES: dict[str, Case] = {
     "group of others": not_a_member,
     "unknown options": options,
     "out that does not fit": out_that_does_not_fit,
+    "no plain tensors": no_plain_tensors,
     "another default device": other_default_device,
     "the group works after all that": still_works,
 }

@@ -14,8 +14,9 @@ from tunedcomm.communicator import Communicator
 from tunedcomm.dispatcher import Plan, check_max_sms, decide, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_numel
-from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out, check_tangents
+from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
+from tunedcomm.ops._operators import check_plain
 from tunedcomm.ops._path import communicator_for, is_usable, world
 from tunedcomm.spec import Candidate, Mode, Problem
 
@@ -174,6 +175,7 @@ def all_to_all_v(
     enqueues on the current stream; never synchronises the host. Every rank must make the call, also one without rows.
     """
     check_input(_OP, x)
+    check_plain(_OP, (x, out))
     check_dtype(_OP, x, MOVED)
     check_max_sms(max_sms)
     if max_count is not None and (not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0):
@@ -189,7 +191,6 @@ def all_to_all_v(
     if out is not None:
         check_out(x, out, shape, x.dtype, may_be_input=False)
     check_differentiable(_OP, (x, out))
-    check_tangents((x, out))
     result = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
     if math.prod(x.shape[1:]) == 0 or max_count == 0:  # nothing moves, on any rank
         return result
