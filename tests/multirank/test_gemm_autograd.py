@@ -137,8 +137,12 @@ def gradients_of_some_ranks(rank: int) -> None:
 
 
 def under_autocast(rank: int) -> None:
-    """A backward pass in its block multiplies in the operands' dtype, in which every rank sends."""
+    """Products are of the operands' dtype, forward and, as every rank sends in it, backward."""
     x, up, _ = parts(rank)
+    half, half_up = x.detach().bfloat16(), up.detach().bfloat16()
+    wide = tunedcomm.gemm_ar(half, half_up.t(), out_dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tunedcomm.gemm_ar(half, half_up.t(), out_dtype=torch.float32), wide)
     expected = grads(lambda x, up: tunedcomm.gemm_ar(x, up.t()), x, up)
     loss = tunedcomm.gemm_ar(x, up.t()).square().sum()
     made = tunedcomm.ag_gemm(x, up.t(), return_gathered=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator
 from tunedcomm.dispatcher import Plan, check_max_sms, decide, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels._own import unintercepted
+from tunedcomm.kernels._own import undisturbed
 from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_numel
 from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
@@ -63,7 +63,7 @@ def _unbounded_plan(communicator: Communicator, dtype: str, mode: Mode) -> Plan:
     problem = Problem(_OP, (0,), dtype, communicator.world_size, reduction="", mode=mode)
     library = Candidate.of(_OP, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    launch = communicator.guarded(problem, unintercepted(communicator.bind(problem, library)))
+    launch = communicator.guarded(problem, undisturbed(communicator.bind(problem, library), communicator.device.type))
     return Plan(problem, decision, launch, False, "any")
 
 
