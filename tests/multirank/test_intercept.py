@@ -362,19 +362,6 @@ def communicators_made_anew(rank: int) -> None:
     assert calls.num_served == 2
 
 
-def blocks_of_others_ask_nothing_of_this_group(rank: int) -> None:
-    """Entering a block is collective over its own groups only, also where this one's communicator is gone."""
-    alone = [dist.new_group([one]) for one in range(WORLD_SIZE)][rank]
-    with served() as calls:
-        tunedcomm.release_communicators()
-        if rank == 0:
-            with tunedcomm.intercept(alone):
-                pass
-        dist.barrier()
-        dist.all_reduce(torch.ones(8))
-    assert calls.num_served == 1
-
-
 CASES = {
     "all_reduce": all_reduce,
     "the future holds the result": the_future_holds_the_result,
@@ -393,7 +380,6 @@ CASES = {
     "other forces are seen": other_forces_are_seen,
     "bad arguments": bad_arguments,
     "communicators made anew": communicators_made_anew,
-    "blocks of others ask nothing of this group": blocks_of_others_ask_nothing_of_this_group,
 }
 
 
