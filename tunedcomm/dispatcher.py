@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm import kernels, misses, settings
 from tunedcomm.db.select import Decision, Snapshot, Source, choose
 from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
-from tunedcomm.kernels._own import unintercepted
+from tunedcomm.kernels._own import undisturbed
 from tunedcomm.space import Value
 from tunedcomm.spec import (
     Candidate,
@@ -283,7 +283,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         decision = _library_instead(decision, str(error))
         candidate = decision.candidate
         launch = communicator.bind(problem, candidate)
-    launch = unintercepted(launch)
+    launch = undisturbed(launch, communicator.device.type)
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
     # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
     if source in MISSES and communicator.rank == 0 and unservable(problem, communicator.limits, "any") is None:
@@ -316,5 +316,5 @@ def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     )
     library = Candidate.of(problem.op, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    launch = communicator.guarded(problem, unintercepted(communicator.bind(problem, library)))
+    launch = communicator.guarded(problem, undisturbed(communicator.bind(problem, library), communicator.device.type))
     return Plan(problem, decision, launch, False, "any")

@@ -44,7 +44,8 @@ class NanWatch:
     def __init__(self, device: torch.device, rank: int) -> None:
         self._rank = rank
         self._ops = sorted(ops())
-        self._cells = torch.zeros(len(self._ops), NUM_CELLS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self._cells = torch.zeros(len(self._ops), NUM_CELLS, dtype=torch.int64, device="cpu", pin_memory=pinned)
         # Made here, for in a capture nothing may be loaded.
         self._counts = {
             width: bind_kernel(count_nan_request(width), NUM_CELLS, device).fix((None,) * 5) for width in WIDTHS

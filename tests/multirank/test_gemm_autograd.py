@@ -136,6 +136,22 @@ def gradients_of_some_ranks(rank: int) -> None:
         assert torch.equal(found, torch.full_like(x, total))
 
 
+def under_autocast(rank: int) -> None:
+    """Products are of the operands' dtype, forward and, as every rank sends in it, backward."""
+    x, up, _ = parts(rank)
+    half, half_up = x.detach().bfloat16(), up.detach().bfloat16()
+    wide = tunedcomm.gemm_ar(half, half_up.t(), out_dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tunedcomm.gemm_ar(half, half_up.t(), out_dtype=torch.float32), wide)
+    expected = grads(lambda x, up: tunedcomm.gemm_ar(x, up.t()), x, up)
+    loss = tunedcomm.gemm_ar(x, up.t()).square().sum()
+    made = tunedcomm.ag_gemm(x, up.t(), return_gathered=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, torch.autograd.grad(loss, (x, up)), expected))
+        (found,) = torch.autograd.grad(made[rank].sum(), x)  # the product on one rank, what was gathered on the other
+    torch.testing.assert_close(found, (leaf(10, 8, 6).detach().sum(0) + 1).expand(4, 6))
+
+
 def settings_carry_over(rank: int) -> None:
     group = dist.new_group(list(range(WORLD_SIZE)))
     said = (WORLD_SIZE, group.group_name, "any", 8)
@@ -215,6 +231,7 @@ CASES: dict[str, Case] = {
     "wider results": wider_results,
     "no collective that nobody needs": only_what_is_needed,
     "gradients of some ranks": gradients_of_some_ranks,
+    "under autocast": under_autocast,
     "settings carry over": settings_carry_over,
     "layouts of gradients": layouts,
     "refused": refused,

@@ -35,8 +35,13 @@ def own_calls_are_the_librarys(rank: int) -> None:
             assert torch.equal(tunedcomm.all_reduce(x, max_sms=0), torch.full((NUMEL,), 3.0))
         assert tunedcomm.gemm_ar(a, b)[0, 0] == 16 * WORLD_SIZE
         assert not seen.calls(), str(seen)
-        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(NUMEL))
         assert seen.num_passed_on == 1
+    # Without a bound of their own, rows are sent whatever bound the block names for others.
+    with tunedcomm.force("all_to_all_v", "push"), tunedcomm.intercept(max_count=4) as seen:
+        sent = tunedcomm.all_to_all_v(x.view(-1, 8), [NUMEL // 16] * 2, [NUMEL // 16] * 2)
+        assert torch.equal(sent.sum(0), torch.full((8,), 3.0 * NUMEL / 16))
+        assert not seen.calls(), str(seen)
 
 
 def symmetric_memory(rank: int) -> None:
@@ -66,9 +71,23 @@ def symmetric_memory(rank: int) -> None:
     dist.barrier()
 
 
+def blocks_of_others_ask_nothing_of_this_group(rank: int) -> None:
+    """Entering a block is collective over its own groups only, also where this one's communicator is gone."""
+    alone = [dist.new_group([one]) for one in range(WORLD_SIZE)][rank]
+    with tunedcomm.force("all_reduce", "two_shot"), tunedcomm.intercept() as calls:
+        tunedcomm.release_communicators()
+        if rank == 0:
+            with tunedcomm.intercept(alone):
+                pass
+        dist.barrier()
+        dist.all_reduce(torch.ones(8))
+    assert calls.num_served == 1
+
+
 CASES: dict[str, Case] = {
     "own calls are the library's": own_calls_are_the_librarys,
     "symmetric memory": symmetric_memory,
+    "blocks of others ask nothing of this group": blocks_of_others_ask_nothing_of_this_group,
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from cases import Launched, report, run_cases, spy_on_launches
 from harness import run_ranks
 from torch import nn
@@ -178,6 +179,23 @@ def compiled_mlp(rank: int) -> None:
         assert launched == []
 
 
+def compiled_inside_with_dynamic_shapes(rank: int) -> None:
+    """Compilers try symbolic shapes on the operators: those are nobody's calls."""
+    group = dist.group.WORLD
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        whole = funcol.all_gather_tensor(funcol.all_reduce(x * 2, "sum", group), 0, group)
+        return funcol.reduce_scatter_tensor(whole + 1, "avg", 0, group) + 0
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (4, 5):
+        x = x_of(rank, rows, 8, same=False)
+        expected = layer(x)
+        with served() as calls:
+            close([compiled(x)], [expected])
+        assert (calls.num_served, calls.num_passed_on) == (3, 0), str(calls)
+
+
 def data_parallel_model(rank: int) -> None:
     """DDP's reducer calls from C++, on the autograd engine's threads."""
 
@@ -210,6 +228,7 @@ CASES = {
     "mlp in inference": mlp_in_inference_mode,
     "attention with sequence parallel": attention_with_sequence_parallel,
     "compiled mlp": compiled_mlp,
+    "compiled inside with dynamic shapes": compiled_inside_with_dynamic_shapes,
     "data parallel model": data_parallel_model,
     "one dimension of a mesh": one_dimension_of_a_mesh,
 }

@@ -31,8 +31,8 @@ UNTUNED = Problem("all_reduce", (98304,), "float32", 4)
 @pytest.fixture(autouse=True)
 def _own_counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     misses._forget()
-    # Of launches that are not by address it makes others, for interception's sake; here it is counting that may not.
-    monkeypatch.setattr(dispatcher, "unintercepted", lambda launch: launch)
+    # Of launches that are not by address it makes others; here it is counting that may not.
+    monkeypatch.setattr(dispatcher, "undisturbed", lambda launch, device_type: launch)
     yield
     misses._forget()
 
@@ -62,6 +62,7 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
     )
     return SimpleNamespace(
         rank=rank,
+        device=SimpleNamespace(type="cuda"),
         limits=limits,
         environment=H200,
         snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),

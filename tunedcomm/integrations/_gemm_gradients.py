@@ -38,10 +38,16 @@ def rows_of(grad: torch.Tensor) -> torch.Tensor:
     return grad.sum(dim=tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
 
 
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x·y in the operands' dtype, also under autocast: what ranks send must not depend on which of them multiplied."""
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ y
+
+
 def _of_b(x: torch.Tensor, grad: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """xᵀ·grad over all rows, stored as `b` is."""
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    return (grad.t() @ x).t() if is_nk(b) else x.t() @ grad
+    return _product(grad.t(), x).t() if is_nk(b) else _product(x.t(), grad)
 
 
 def _check(op: str, a: torch.Tensor) -> None:
@@ -87,7 +93,7 @@ def _scattered(
     total = grad_gathered
     for grad, b in zip(grads, several, strict=True):
         if grad is not None:
-            part = grad.to(gathered.dtype) @ b.t()
+            part = _product(grad.to(gathered.dtype), b.t())
             total = part if total is None else total + part
     total = torch.zeros_like(gathered) if total is None else total
     group_size, group, numerics, max_sms = settings
@@ -151,7 +157,7 @@ def _gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     grad_a = grad_b = None
     if wants_a or wants_b:
         summed = _ops.all_reduce(grad.to(a.dtype), "sum", *ctx.settings)
-        grad_a = summed @ b.t() if wants_a else None
+        grad_a = _product(summed, b.t()) if wants_a else None
         grad_b = _of_b(a, summed, b) if wants_b else None
     return grad_a, grad_b, rows_of(grad) if wants_bias else None, *(None,) * (3 + len(ctx.settings))
 

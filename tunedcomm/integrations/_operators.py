@@ -304,12 +304,14 @@ def _passed_on(namespace: str, name: str) -> Kernel:
 
 
 def _on_devices(kernel: Kernel, original: Kernel, device_keys: frozenset[str]) -> Kernel:
-    """`kernel` for tensors of some devices only, which shapes that compilers try are not."""
-    wanted = [getattr(torch._C.DispatchKey, key) for key in sorted(device_keys)]
-    only = wanted[0]
-    if len(wanted) == 1:
-        return lambda keys, *given, **named: (kernel if keys.has(only) else original)(keys, *given, **named)
-    return lambda keys, *given, **named: (kernel if any(map(keys.has, wanted)) else original)(keys, *given, **named)
+    """`kernel` for tensors of some devices only; shapes that compilers try are not, which are meta as well."""
+    wanted, meta = [getattr(torch._C.DispatchKey, key) for key in sorted(device_keys)], torch._C.DispatchKey.Meta
+
+    def run(keys: Any, *given: Any, **named: Any) -> Any:
+        served = not keys.has(meta) and any(map(keys.has, wanted))
+        return (kernel if served else original)(keys, *given, **named)
+
+    return run
 
 
 def make_kernels(device_keys: frozenset[str]) -> dict[tuple[str, str], Kernel]:

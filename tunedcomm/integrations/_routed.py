@@ -93,16 +93,16 @@ class RoutedGroup:
 
     Attributes:
         group: the process group.
+        device: where it works, known also while there is no communicator.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         depth: how many blocks and installs hold it.
-        device: where it works; None: on the current CUDA device, or the CPU where there is none.
         record: every choice that was made, also those that were made anew since.
     """
 
     group: dist.ProcessGroup
+    device: torch.device
     max_count: int | None = None
     depth: int = 0
-    device: torch.device | None = None
     record: dict[RoutedCall, Choice] = field(default_factory=dict)
     side_stream: Any = None
     _communicator: Communicator | None = None

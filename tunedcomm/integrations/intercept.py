@@ -99,7 +99,7 @@ class Interception:
 
 def _register() -> None:
     """Put the kernels in place for the kinds of devices that intercepted groups work on."""
-    wanted = {group.communicator.device.type.upper() for group in _operators.by_group.values()}
+    wanted = {group.device.type.upper() for group in _operators.by_group.values()}
     if wanted == _device_keys:
         return
     _unregister()
@@ -146,15 +146,15 @@ def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) 
             "torch.distributed has no default process group; call torch.distributed.init_process_group() first"
         )
     resolved = [dist.group.WORLD if group is None else group for group in groups or (None,)]
-    for group in resolved:
-        get_communicator(group)  # collective, and refuses what is no group of this rank's
+    # Collective, and refuses what is no group of this rank's.
+    devices = [get_communicator(group).device for group in resolved]
     with _lock:
         for gone in [each for each in _operators.by_group.values() if not _operators.is_live(each.group)]:
             _operators.drop(gone)
         held: list[RoutedGroup] = []
-        for group in resolved:
+        for group, device in zip(resolved, devices, strict=True):
             assert group is not None
-            routed = _operators.by_group.get(group) or RoutedGroup(group, max_count)
+            routed = _operators.by_group.get(group) or RoutedGroup(group, device, max_count)
             if routed.max_count != max_count:
                 raise UnsupportedInputError(
                     f"the group is intercepted with max_count={routed.max_count} already; pass the same"

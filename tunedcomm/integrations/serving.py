@@ -65,7 +65,7 @@ class ServingAllReduce:
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.max_bytes = max_bytes
         self.disabled = False
-        self._routed = RoutedGroup(self.group, device=self.device)
+        self._routed = RoutedGroup(self.group, self.device)
 
     def should_use(self, x: torch.Tensor) -> bool:
         """True if a kernel is expected to be faster than the library here; the same on every rank.

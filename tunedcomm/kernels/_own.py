@@ -1,4 +1,4 @@
-"""What launches ask `torch.distributed` for is the library's, also while its calls are intercepted."""
+"""What launches ask `torch` for does not go by the caller's surroundings: interception, and autocast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
 
-__all__ = ["intercepted", "own", "unintercepted"]
+__all__ = ["intercepted", "own", "undisturbed"]
 
 
 class _Own(threading.local):
@@ -22,12 +22,16 @@ own = _Own()
 intercepted: list[bool] = []
 
 
-def unintercepted(launch: Callable[..., None]) -> Callable[..., None]:
-    """A launch whose calls on `torch.distributed` are not served by kernels; those by address make none."""
+def undisturbed(launch: Callable[..., None], device_type: str) -> Callable[..., None]:
+    """A launch that does the same whatever surrounds the call; those by address run one kernel, and need no care.
+
+    Its calls on `torch.distributed` are not served by kernels, and autocast does not round what its products read.
+    """
     if isinstance(launch, (AddressLaunch, ManyLaunch)):
         return launch
+    import torch
 
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+    def run_own(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         if not intercepted:
             launch(inputs, outputs, stream)
             return
@@ -36,5 +40,12 @@ def unintercepted(launch: Callable[..., None]) -> Callable[..., None]:
             launch(inputs, outputs, stream)
         finally:
             own.yes = before
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if not torch.is_autocast_enabled(device_type):
+            run_own(inputs, outputs, stream)
+            return
+        with torch.autocast(device_type, enabled=False):
+            run_own(inputs, outputs, stream)
 
     return run

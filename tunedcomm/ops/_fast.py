@@ -35,7 +35,7 @@ TargetKind: TypeAlias = Literal["new", "given", "input"]
 
 
 def _host_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype)
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
 
 def _cuda_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

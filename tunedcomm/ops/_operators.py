@@ -21,7 +21,16 @@ from torch.compiler import is_dynamo_compiling
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.ops._checks import check_differentiable, check_tangents
 
-__all__ = ["call", "call_into", "goes_by_operator", "group_arguments", "is_dynamo_compiling", "lists", "paths"]
+__all__ = [
+    "call",
+    "call_into",
+    "check_plain",
+    "goes_by_operator",
+    "group_arguments",
+    "is_dynamo_compiling",
+    "lists",
+    "paths",
+]
 
 # Op to the `CallPath` or `ManyPath` that serves it.
 paths: dict[str, Any] = {}
@@ -46,11 +55,7 @@ def goes_by_operator(tensors: Sequence[Any]) -> bool:
     check_tangents(tensors)
     if _num_modes():
         return True
-    if _transform() is not None:
-        raise UnsupportedInputError(
-            "torch.func transforms (grad, vmap, …) do not reach through operators of torch.library; use "
-            "torch.autograd.grad, or call this outside the transform"
-        )
+    _check_transforms()
     recording = torch.is_grad_enabled()
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and (
@@ -58,6 +63,30 @@ def goes_by_operator(tensors: Sequence[Any]) -> bool:
         ):
             return True
     return False
+
+
+def _check_transforms() -> None:
+    if _transform() is not None:
+        raise UnsupportedInputError(
+            "torch.func transforms (grad, vmap, …) do not reach through operators of torch.library; use "
+            "torch.autograd.grad, or call this outside the transform"
+        )
+
+
+def check_plain(op: str, tensors: Sequence[Any]) -> None:
+    """Refuse what only an operator could take, for ops that have none: such tensors have no memory to read or write.
+
+    Raises:
+        UnsupportedInputError: inside a `torch.func` transform, or a tensor defines `__torch_dispatch__`, or a tangent.
+    """
+    check_tangents(tensors)
+    _check_transforms()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not _plain_dispatch:
+            raise UnsupportedInputError(
+                f"{op} cannot be traced and takes plain tensors, not {type(tensor).__name__}; call it outside of what "
+                "is traced, or pass .to_local() of a DTensor, .wait() of an AsyncCollectiveTensor"
+            )
 
 
 def group_arguments(group: dist.ProcessGroup | None) -> tuple[int, str]:

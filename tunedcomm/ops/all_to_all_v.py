@@ -13,9 +13,11 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator
 from tunedcomm.dispatcher import Plan, check_max_sms, decide, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.kernels._own import undisturbed
 from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_numel
-from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out, check_tangents
+from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
+from tunedcomm.ops._operators import check_plain
 from tunedcomm.ops._path import communicator_for, is_usable, world
 from tunedcomm.spec import Candidate, Mode, Problem
 
@@ -61,7 +63,7 @@ def _unbounded_plan(communicator: Communicator, dtype: str, mode: Mode) -> Plan:
     problem = Problem(_OP, (0,), dtype, communicator.world_size, reduction="", mode=mode)
     library = Candidate.of(_OP, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    launch = communicator.guarded(problem, communicator.bind(problem, library))
+    launch = communicator.guarded(problem, undisturbed(communicator.bind(problem, library), communicator.device.type))
     return Plan(problem, decision, launch, False, "any")
 
 
@@ -107,7 +109,7 @@ def _serve(
         source = x.clone(memory_format=torch.contiguous_format)
     if not (is_usable(sink) if plan.wants_aligned else sink.is_contiguous() and not sink.is_neg()):
         sink = torch.empty(result.shape, dtype=x.dtype, device=x.device)
-    send, recv = (torch.tensor(of) * row for of in counts)
+    send, recv = (torch.tensor(of, device="cpu") * row for of in counts)
     if capturing:
         communicator.captured(plan)
     plan.launch((source, send, recv), (sink,), stream)
@@ -174,6 +176,7 @@ def all_to_all_v(
     enqueues on the current stream; never synchronises the host. Every rank must make the call, also one without rows.
     """
     check_input(_OP, x)
+    check_plain(_OP, (x, out))
     check_dtype(_OP, x, MOVED)
     check_max_sms(max_sms)
     if max_count is not None and (not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0):
@@ -189,7 +192,6 @@ def all_to_all_v(
     if out is not None:
         check_out(x, out, shape, x.dtype, may_be_input=False)
     check_differentiable(_OP, (x, out))
-    check_tangents((x, out))
     result = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
     if math.prod(x.shape[1:]) == 0 or max_count == 0:  # nothing moves, on any rank
         return result

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, WorkspaceError
 from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
-from tunedcomm.ops._checks import check_differentiable, check_input, check_tangents
+from tunedcomm.ops._checks import check_differentiable, check_input
 from tunedcomm.ops._fast import is_capturing, raw_stream
+from tunedcomm.ops._operators import check_plain
 from tunedcomm.ops._path import is_usable
 from tunedcomm.spec import Mode, Problem
 from tunedcomm.symm.buffer import allocate
@@ -208,7 +209,7 @@ def all_gather_with_progress(
     check_input(_OP, x)
     check_input(_OP, out, "out")
     check_differentiable(_OP, (x, out))
-    check_tangents((x, out))
+    check_plain(_OP, (x, out))
     for name, value, most in (("num_chunks", num_chunks, MAX_CHUNKS), ("num_blocks", num_blocks, 512)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise UnsupportedInputError(f"{name}={value!r} of {_OP} must be a number from 1 to {most}")

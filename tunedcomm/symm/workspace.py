@@ -156,6 +156,6 @@ _WHERE: dict[Mode, str] = {"eager": "called eagerly", "graph": "captured in a gr
 def _status_block(*, pinned: bool) -> torch.Tensor:
     """The status block's words, all 0, at a multiple of its size."""
     words = STATUS_BYTES // 4
-    room = torch.zeros(2 * words, dtype=torch.int32, pin_memory=pinned)
+    room = torch.zeros(2 * words, dtype=torch.int32, device="cpu", pin_memory=pinned)
     skip = -room.data_ptr() % STATUS_BYTES // 4
     return room[skip : skip + words]

@@ -1,0 +1,74 @@
+"""Calls inside of what else PyTorch has: tracing, transforms, tensors of other kinds, another default device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, report, run_cases
+from harness import run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import tunedcomm
+
+
+def refused(text: str) -> Any:
+    return pytest.raises(tunedcomm.UnsupportedInputError, match=text)
+
+
+def no_plain_tensors(rank: int) -> None:
+    """What has no operator cannot be traced; such tensors have no memory at their address."""
+    out = tunedcomm.symmetric_empty((8, 8), dtype=torch.float32)
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2),
+        lambda x: tunedcomm.all_gather_with_progress(x, out=out),
+    ]
+    mesh = init_device_mesh("cpu", (2,))
+    for call in calls:
+        with refused("takes plain tensors, not DTensor; .* pass .to_local"):
+            call(DTensor.from_local(torch.ones(4, 8), mesh, [Shard(0)]))
+        with refused("cannot be traced and takes plain tensors, not FakeTensor"), FakeTensorMode():
+            call(torch.ones(4, 8))
+        with refused("torch.func transforms"):
+            torch.vmap(call)(torch.ones(2, 4, 8))
+
+
+def other_default_device(rank: int) -> None:
+    """Where tensors are made that are not told where: what ops make for themselves goes by the call's."""
+    x = torch.full((4, 8), rank + 1.0)
+    for variants in ({"all_reduce": "lamport", "all_to_all_v": "push"}, {}):
+        tunedcomm.release_communicators()
+        with contextlib.ExitStack() as stack:
+            for op, variant in variants.items():
+                stack.enter_context(tunedcomm.force(op, variant))
+            stack.enter_context(torch.device("meta"))
+            for _ in range(3):  # the first call of a group, and those that are known
+                found = tunedcomm.all_reduce(x)
+            sent = tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2)
+        assert torch.equal(found, torch.full((4, 8), 3.0))
+        assert torch.equal(sent[:, 0], torch.tensor([1.0, 1.0, 2.0, 2.0]))
+
+
+CASES: dict[str, Case] = {
+    "no plain tensors": no_plain_tensors,
+    "another default device": other_default_device,
+}
+
+
+def body(rank: int, world_size: int) -> dict[str, str]:
+    return run_cases(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_surroundings(outcomes: list[dict[str, str]], name: str) -> None:
+    report(outcomes, name)
