@@ -228,6 +228,8 @@ class Communicator:
             self._has_yielding_eager = True
         with within(SHARE_OF_EAGER if problem.mode == "eager" else 1.0) as residency:
             launch = variant.bind(problem, config, workspace)
+        if not callable(launch):
+            raise TypeError(f"bind of {variant.name} returned {launch!r}, not the function to launch")
         if residency.share > SHARE_OF_EAGER:
             if problem.mode == "graph":
                 return self._lane_order.captured(launch)
@@ -327,7 +329,8 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
     """
     if not dist.is_available() or not dist.is_initialized():
         raise NotInitializedError(
-            "torch.distributed has no default process group; call torch.distributed.init_process_group() first"
+            "torch.distributed has no default process group; start the program with torchrun and call "
+            "torch.distributed.init_process_group() first"
         )
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -104,6 +104,8 @@ class Problem:
         if self.dtype not in ITEMSIZE:
             hint = did_you_mean(str(self.dtype), DTYPES)
             raise UnknownNameError(f"unknown dtype {self.dtype!r}{hint} The dtypes are {', '.join(DTYPES)}")
+        if not isinstance(self.shape, tuple):
+            raise ValueError(f"shape must be a tuple, e.g. (4096,), got {self.shape!r}")
         if self.world_size < 1:
             raise ValueError(f"world_size must be >= 1, got {self.world_size}")
         if self.input_kind not in ("plain", "symmetric"):
@@ -330,6 +332,8 @@ def register_op(spec: OpSpec) -> OpSpec:
 
 def register_variant(variant: Variant) -> Variant:
     """Add a variant; a second registration of the same op and name replaces the first."""
+    if variant.numerics not in _ADMITTED["any"]:
+        raise ValueError(f"numerics must be one of {sorted(_ADMITTED['any'])}, got {variant.numerics!r}")
     _variants[variant.op, variant.name] = variant
     return variant
 

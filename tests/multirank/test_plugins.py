@@ -225,7 +225,7 @@ BROKEN = {
         "import dataclasses\nfrom tunedcomm.spec import get_variant, register_variant\n"
         "register_variant(dataclasses.replace(get_variant('all_reduce', 'library'), op='all_redoose'))\n",
         "broken",
-        "'all_redoose', which nobody registered",
+        "'all_redoose', which nobody registered; did you mean 'all_reduce'",
     ),
     "no-source": (
         "import dataclasses\nfrom tunedcomm.spec import get_variant, register_variant\n"

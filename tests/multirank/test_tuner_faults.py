@@ -107,7 +107,7 @@ def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecor
         ("raises_on_one_rank", "planted launch error"),
         (
             "bind_fails_on_one_rank",
-            r"on rank 1 of 2: RuntimeError: planted .* \(bind raised it, not the compiler at planted\.py:\d+",
+            r"on rank 1 of 2: RuntimeError: planted .* \(bind raised it, not the compiler, at planted\.py:\d+",
         ),
         ("segfaults", "SIGSEGV"),
         ("peer_times_out", "waited for rank 0"),

@@ -243,6 +243,18 @@ def test_fp8_has_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "M = 65 of gemm_rs is no multiple of 2 ranks" in " ".join(shown.output.split())
 
 
+def test_a_contender_of_no_known_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gang = Gang([])
+    shown = start(gang, monkeypatch, "--shape", "64", "--contender", "tuned,lampor")
+    assert shown.exit_code == 2
+    assert "'lampor' is no contender of all_reduce; did you mean 'lamport'" in " ".join(shown.output.split())
+    assert not gang.job
+    (tmp_path / "theirs.py").write_text("")
+    named = ("--contender", "tuned,library,lamport,theirs", "--peers", str(tmp_path / "theirs.py"))
+    assert start(gang, monkeypatch, "--shape", "64", *named).exit_code == 0
+    assert gang.job["contenders"] == ["tuned", "library", "lamport", "theirs"]
+
+
 def test_rows_append_to_files_of_fewer_columns(tmp_path: Path) -> None:
     from tunedcomm.cli._bench_rank import COLUMNS, _append_csv
 

@@ -53,6 +53,18 @@ def test_damaged_database_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert str(path) in check.detail
 
 
+def test_a_site_database_that_is_not_there_is_to_be_made_or_named_right(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(tmp_path / "gone.db"))
+    check = by_name(list(_db_checks.check_databases()), "site database")
+    assert check.level == "fail"
+    assert "make it or correct TUNEDCOMM_DB_PATH" in check.fix
+    (tmp_path / "gone.db").write_text("not a database, but there")
+    check = by_name(list(_db_checks.check_databases()), "site database")
+    assert "repair, upgrade or remove it" in check.fix
+
+
 def test_packages_with_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from tunedcomm.kernels import _plugins
 
@@ -60,6 +72,7 @@ def test_packages_with_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
     (good, bad) = _checks.check_packages()
     assert (good.level, good.detail) == ("ok", "nice brings all_reduce.gather_sum, all_reduce.swap")
+    assert good.name == bad.name == "variants"
     assert (bad.level, "broken brings no variants" in bad.detail) == ("warn", True)
     monkeypatch.setattr(_plugins, "brought", {})
     monkeypatch.setattr(_plugins, "failed", {})

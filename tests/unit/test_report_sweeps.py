@@ -36,6 +36,7 @@ def test_a_sweeps_own_database_shows_its_search_and_an_export_of_it_says_why_not
     (panel,) = sweep_panels(read(tmp_path / "short.db"))
     assert not panel.figures
     assert "exported" in panel.note
+    assert "12 trials of one problem" in panel.note
     assert sweep_panels([]) == []
 
 
@@ -58,6 +59,8 @@ def test_pruned_trials_are_no_failures(tmp_path: Path) -> None:
     assert not panel.figures
     assert not panel.tables
     assert panel.note.startswith("None. 2 trials were pruned")
+    (panel,) = failure_panels([replace(sample, trials=(*sample.trials, slow))])
+    assert panel.note.startswith("None. 1 trial was pruned")
     crashed = replace(slow, status="crashed", reason="CUDA error")
     (panel,) = failure_panels([replace(sample, trials=(*sample.trials, slow, crashed))])
     assert panel.title.startswith("1 of 3 trials")

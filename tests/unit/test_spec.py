@@ -133,6 +133,11 @@ def test_bad_problem_is_refused(change: dict[str, Any], message: str) -> None:
         Problem.from_dict(data)
 
 
+def test_a_shape_that_is_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape must be a tuple, e\.g\. \(4096,\), got 4096"):
+        Problem("all_reduce", 4096, "bfloat16", 2)  # type: ignore[arg-type]
+
+
 def test_problem_without_a_required_field_is_refused() -> None:
     with pytest.raises(ValueError, match="not a problem"):
         Problem.from_dict({"op": "all_reduce", "dtype": "bfloat16", "world_size": 2})
@@ -169,6 +174,11 @@ def test_equal_configs_are_equal_candidates() -> None:
     assert hash(one) == hash(two)
     assert one.config_dict == {"num_blocks": 4, "num_warps": 8}
     assert str(one) == "two_shot(num_blocks=4, num_warps=8)"
+
+
+def test_a_variant_of_no_numerics_class_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"numerics must be one of \['library', 'ordered', 'unordered'\], got 'exact'"):
+        spec.register_variant(dataclasses.replace(make_variant("toy", "v"), numerics="exact"))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("registries")

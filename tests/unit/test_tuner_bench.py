@@ -96,6 +96,23 @@ def test_what_the_launch_before_left_is_found(in_place: bool) -> None:
     assert "wrong at launch 1" in found.reason
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_launch_that_changes_its_inputs_is_wrong(in_place: bool) -> None:
+    bench = bench_of(in_place=in_place)
+    good = Sum(bench, stale=False)
+
+    def changes(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        good(inputs, outputs, stream)
+        if not in_place:
+            inputs[0][-1] += 1
+
+    plan = [("integers", 0), ("random", 0)]
+    assert bench.check(good, plan, ordered=False).right
+    found = bench.check(changes, plan, ordered=False)
+    assert found.right == in_place
+    assert found.reason == ("" if in_place else "a launch of shape (64,) changed its inputs, which it may only read")
+
+
 @pytest.mark.parametrize("of_problem", [{"mode": "eager"}, {"shape": (LARGE_BYTES // 4 + 1,)}])
 def test_memory_is_taken_for_small_graphs_alone(of_problem: dict[str, Any]) -> None:
     problem = Problem("all_reduce", of_problem.pop("shape", (64,)), "float32", 2, **{"mode": "graph", **of_problem})

@@ -13,7 +13,7 @@ from tunedcomm.spec import OpSpec, Problem
 from tunedcomm.tuner import check, measure
 from tunedcomm.tuner.check import Case, fill_sentinel, judge, make_case, odd_problems, plan_cases
 from tunedcomm.tuner.gang import Trouble, combine
-from tunedcomm.tuner.trial import _bind_reason
+from tunedcomm.tuner.trial import _bind_reason, _place
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -231,7 +231,9 @@ def raised(code: str, module: str) -> Exception:
 
 def test_what_bind_raises_outside_of_the_compiler_says_where() -> None:
     mine = raised("\nraise ValueError('planted')", "my_variant")
-    assert _bind_reason(mine) == "ValueError: planted (bind raised it, not the compiler at my_variant.py:2)"
+    assert _bind_reason(mine) == "ValueError: planted (bind raised it, not the compiler, at my_variant.py:2)"
+    assert _place(mine, " at ") == " at my_variant.py:2"
+    assert _place(ValueError("never raised"), " at ") == ""
     compiler = raised("raise ValueError('planted')", "triton.compiler.compiler")
     assert _bind_reason(compiler) == "ValueError: planted"
     wrapped = ValueError("wrapped")

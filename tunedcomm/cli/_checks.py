@@ -185,11 +185,11 @@ def check_packages() -> Iterator[Check]:
 
     kernels.discover()
     for package, names in _plugins.brought.items():
-        yield Check("packages", "ok", f"{package} brings {', '.join(names) or 'nothing'}")
+        yield Check("variants", "ok", f"{package} brings {', '.join(names) or 'nothing'}")
     for package, why in _plugins.failed.items():
-        yield Check("packages", "warn", f"{package} brings no variants: {why}", "fix or uninstall it")
+        yield Check("variants", "warn", f"{package} brings no variants: {why}", "fix or uninstall it")
     if not _plugins.brought and not _plugins.failed:
-        yield Check("packages", "ok", f"none brings variants (entry points {_plugins.GROUP})")
+        yield Check("variants", "ok", f"no other package brings any (entry points {_plugins.GROUP})")
 
 
 def check_variables() -> Iterator[Check]:

@@ -39,12 +39,17 @@ def check_databases() -> Iterator[Check]:
 
 
 def _readable(name: str, layer: Layer) -> Check:
+    from tunedcomm.db.engine import parse_target
+
     try:
         with open_layer(layer) as database:
             held = f"{len(database.problems())} problems, {len(database.environments())} environments"
             return Check(name, "ok", f"{database.url}: {held}, schema {database.schema_version}")
     except DatabaseError as error:
-        return Check(name, "fail", str(error), "repair, upgrade or remove it; dispatch skips it until then")
+        path = parse_target(layer.target).path
+        gone = path is not None and not path.exists()
+        mend = "make it or correct TUNEDCOMM_DB_PATH" if gone else "repair, upgrade or remove it"
+        return Check(name, "fail", str(error), f"{mend}; dispatch skips it until then")
 
 
 def _network(name: str, layer: Layer) -> Iterator[Check]:

@@ -35,8 +35,9 @@ from tunedcomm.cli._options import (
 )
 from tunedcomm.cli._output import emit_json, note
 from tunedcomm.cli._peer_files import adapter_files
+from tunedcomm.names import did_you_mean
 from tunedcomm.shapes import format_shape
-from tunedcomm.spec import ITEMSIZE, Problem
+from tunedcomm.spec import ITEMSIZE, Problem, variants
 
 __all__ = ["bench"]
 
@@ -102,6 +103,7 @@ def bench(
         shapes = spec.default_shapes("cuda" if on_gpu else "host", ITEMSIZE[dtypes[0]])
     for extents in shapes:
         check_problem(Problem(spec.name, extents, dtypes[0], ranks))
+    files = adapter_files(peers or [])
     job = {
         "op": spec.name,
         "shapes": [format_shape(extents) for extents in shapes],
@@ -110,8 +112,8 @@ def bench(
         "input_kinds": list(input_kind.values),
         "layout": check_layout(layout, spec),
         "scalings": {name: check_scaling(scaling, spec, name) for name in dtypes},
-        "contenders": split(contender) or None,
-        "peers": [str(path) for path in adapter_files(peers or [])],
+        "contenders": _check_contenders(split(contender), spec.name, files) or None,
+        "peers": [str(path) for path in files],
         "link_gb_s": link_gb_s,
         "csv": None if csv is None else str(csv.absolute()),
         "seed": seed,
@@ -125,6 +127,23 @@ def bench(
         emit_json(found["rows"])
     else:
         print_table(found["rows"])
+
+
+def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[str]:
+    """Refuse as bad usage a contender that nothing is called; a few of an op that do not run here are left out."""
+    from tunedcomm.cli import _gemm_alone
+    from tunedcomm.cli._peers import TORCH_PEERS
+
+    peers = [adapter.name for adapter in TORCH_PEERS] + [file.stem for file in files]
+    known = ["tuned", *variants(op), _gemm_alone.NAME, *peers]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(
+                f"{name!r} is no contender of {op}{did_you_mean(name, known)} They are {', '.join(known)}; "
+                "--peers adds other projects' kernels",
+                param_hint="--contender",
+            )
+    return names
 
 
 def _run(job: Mapping[str, Any], world_size: int, borrow: Sequence[str]) -> dict[str, Any]:

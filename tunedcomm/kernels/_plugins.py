@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from tunedcomm import spec
 from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.names import did_you_mean
 from tunedcomm.spec import Variant, get_op, ops, variants
 
 __all__ = ["GROUP", "brought", "failed", "load_plugins"]
@@ -48,7 +49,8 @@ def _all_or_nothing() -> Iterator[None]:
         yield
         for op, name in spec._variants.keys() - before[1].keys():
             if op not in spec._ops:
-                raise UnknownNameError(f"variant {name!r} is of op {op!r}, which nobody registered")
+                hint = did_you_mean(op, spec._ops)
+                raise UnknownNameError(f"variant {name!r} is of op {op!r}, which nobody registered{hint.rstrip('.')}")
     except BaseException:
         spec._ops.clear()
         spec._ops.update(before[0])

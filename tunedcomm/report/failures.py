@@ -34,7 +34,14 @@ def failure_panels(databases: Sequence[StoredFile]) -> list[Panel]:
 
 
 def _of_pruned(count: int) -> str:
-    return f"{count} trials were pruned: slow at first sight, they were not measured to the end." if count else ""
+    if not count:
+        return ""
+    what = (
+        "1 trial was pruned: slow at first sight, it was"
+        if count == 1
+        else f"{count} trials were pruned: slow at first sight, they were"
+    )
+    return f"{what} not measured to the end."
 
 
 def _of(stored: StoredFile) -> Panel | None:

@@ -22,8 +22,9 @@ __all__ = ["best_so_far", "sweep_panels"]
 # Fewer trials of the search show no course.
 _LEAST_TRIALS = 12
 _NO_SEARCH = (
-    "No database here holds a search: one that was exported keeps the finals. After a sweep, report from the database "
-    "that tune wrote, which is the user database unless --db named another one."
+    f"No database here holds a search of {_LEAST_TRIALS} trials of one problem; fewer show no course. One that was "
+    "exported keeps the finals: after a sweep, report from the database that tune wrote, which is the user database "
+    "unless --db named another one."
 )
 _MEDIAN = "median of the problems"
 

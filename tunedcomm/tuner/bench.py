@@ -72,6 +72,7 @@ class Bench:
         cases = [self.case(kind, number) for kind, number in plan]
         results = [tuple(e.to(o.dtype) for e, o in zip(c.expected, self.outputs, strict=False)) for c in cases]
         self._judge(list(zip(cases, results, strict=True)), ordered=False)
+        check.are_kept(cases[-1], self.inputs)
         if timed:
             assert self.further is not None
 
@@ -112,7 +113,11 @@ class Bench:
             check.rank_delay(self._seed, self._gang.rank, step, self._gang.device)
             launch(self.inputs, self.outputs, handle)
             results.append(tuple(output.clone() for output in self.outputs))
-        return self._judge_after(list(zip(cases, results, strict=True)), ordered=ordered)
+        found = self._judge_after(list(zip(cases, results, strict=True)), ordered=ordered)
+        if found.right and not self.problem.in_place and not check.are_kept(cases[-1], self.inputs):
+            reason = f"a launch of shape {self.problem.shape} changed its inputs, which it may only read"
+            return Judgement(found.error, reason)
+        return found
 
     def check_replay(self, contender: Contender, launch: Launch, *, ordered: bool) -> Judgement:
         """Judge what a captured contender leaves behind, and launches in a graph of which no two in a row are alike.

@@ -28,6 +28,7 @@ __all__ = [
     "Case",
     "Judgement",
     "Launch",
+    "are_kept",
     "fill_sentinel",
     "judge",
     "make_case",
@@ -139,6 +140,12 @@ def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered
         if not found.right:
             return found
     return Judgement(worst)
+
+
+def are_kept(case: Case, inputs: Tensors) -> bool:
+    """Are these still the case's inputs, bit for bit, after launches that read them."""
+    pairs = zip(inputs, case.inputs, strict=True)
+    return all(torch.equal(*(x.view(_BITS[x.element_size()]) for x in pair)) for pair in pairs)
 
 
 def _compare(

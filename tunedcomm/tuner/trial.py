@@ -47,9 +47,13 @@ def _bind_reason(error: BaseException) -> str:
         ):
             return _sentence(error)
         cause = cause.__cause__ or cause.__context__
+    return f"{_sentence(error)} (bind raised it, not the compiler{_place(error, ', at ')})"
+
+
+def _place(error: BaseException, before: str) -> str:
+    """File and line where it was raised, in what a package brings or in ours; nothing where that is not known."""
     places = traceback.extract_tb(error.__traceback__)
-    where = f" at {Path(places[-1].filename).name}:{places[-1].lineno}" if places else ""
-    return f"{_sentence(error)} (bind raised it, not the compiler{where})"
+    return f"{before}{Path(places[-1].filename).name}:{places[-1].lineno}" if places else ""
 
 
 def _odd_plan(index: int) -> list[tuple[str, int]]:
@@ -215,8 +219,9 @@ class TrialRunner:
         except PeerTimeoutError as error:
             return None, Trouble.HUNG, str(error)
         except Exception as error:  # noqa: BLE001 - a candidate may raise anything
-            write_failure(self._gang.folder, self._gang.rank, _sentence(error))
-            return None, Trouble.CRASHED, _sentence(error)
+            reason = _sentence(error) + _place(error, " at ")
+            write_failure(self._gang.folder, self._gang.rank, reason)
+            return None, Trouble.CRASHED, reason
 
     def _check(self, bench: Bench, bound: _Bound, *, ordered: bool, full: bool) -> Verdict:
         def action() -> Judgement:
