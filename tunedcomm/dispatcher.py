@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm import kernels, misses, settings
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MISSES",
     "Plan",
+    "as_mode_has_it",
     "check_max_sms",
     "check_policy",
     "decide",
@@ -237,7 +238,14 @@ def explain(
         raise UnsupportedInputError(
             f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
         )
-    return _decision(communicator, problem, policy, max_sms)
+    return as_mode_has_it(_decision(communicator, problem, policy, max_sms), communicator.settings.mode)
+
+
+def as_mode_has_it(decision: Decision, mode: str) -> Decision:
+    """The decision, with the reason saying so where a call raises instead, as TUNEDCOMM_MODE=force has it."""
+    if mode != "force" or decision.source != "library":
+        return decision
+    return replace(decision, why=f"{decision.why}; with TUNEDCOMM_MODE=force a call raises InfeasibleError")
 
 
 def _decision(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> Decision:

@@ -94,6 +94,14 @@ def test_explain_says_on_what_evidence(stored: str) -> None:
         assert part in shown.stdout
 
 
+def test_explain_says_where_the_mode_makes_a_call_raise(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEDCOMM_MODE", "force")
+    said = "with TUNEDCOMM_MODE=force a call raises InfeasibleError"
+    assert said not in invoke("explain", *ASK, "--hardware", "H200", "--db", stored).stdout
+    other = ("--op", "all_to_all", "--shape", "98304", "--world-size", "4")
+    assert said in invoke("explain", *other, "--hardware", "H200", "--db", stored).stdout
+
+
 def test_explain_says_why_others_were_passed_over(stored: str) -> None:
     shown = invoke("explain", *ASK, "--hardware", "H200", "--db", stored)
     passed_over = shown.stdout.partition("passed over")[2]

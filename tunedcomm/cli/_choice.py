@@ -117,6 +117,7 @@ def _choose(
     decision = dispatcher.decide(
         problem, snapshot, limits, policy=options.policy, forced=forced, max_sms=options.max_sms
     )
+    decision = dispatcher.as_mode_has_it(decision, settings.mode())
     if not with_left_out:
         return Choice(problem, environment, decision)
     stored = _stored_reasons(problem, environment, layers)
