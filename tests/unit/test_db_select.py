@@ -333,6 +333,13 @@ def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
     assert "nothing measured at 16384 bytes, the nearest size, may serve" in decide(rows, problem(1 << 20)).why
 
 
+def test_who_has_tuned_a_size_in_vain_is_not_told_to_tune_it() -> None:
+    decision = decide([row("library", 9.0, 4096)], problem(4096))
+    assert decision.source == "library"
+    assert decision.why == "the library: of what is measured at this very size only the library may serve"
+    assert decide([], problem(4096)).why.endswith("`tunedcomm tune` measures it")
+
+
 def test_sizes_too_far_apart_are_not_joined() -> None:
     near = curve("one_shot", {4096: 4.0, 4096 * MAX_GAP: 9.0})
     assert decide(near, problem(16384)).source == "interpolated"

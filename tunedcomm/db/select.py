@@ -181,13 +181,15 @@ def _heuristic(call: Call) -> Decision | None:
 
 
 def _library(call: Call, hopeless: Callable[[], str | None]) -> Decision:
-    rows = call.rows(call.problem)
+    rows, advice = call.rows(call.problem), "; `tunedcomm tune` measures it"
     if rows:
         size = call.size(call.problem)
         nearest = min({call.size(row.problem) for row in rows}, key=lambda s: (abs(math.log(s / size)), s))
         rows = tuple(row for row in rows if call.size(row.problem) == nearest)
         call.report(rows, call.usable(rows, predicted=True))
         why = f"nothing measured at {nearest} bytes, the nearest size, may serve"
+        if any(row.problem == call.problem for row in rows):
+            why, advice = "of what is measured at this very size only the library may serve", ""
     else:
         why = "nothing of this kind is measured for this hardware and world size"
     if not call.library_admitted:
@@ -200,4 +202,4 @@ def _library(call: Call, hopeless: Callable[[], str | None]) -> Decision:
             f"policy {call.policy!r} admits no candidate for {call.problem}: {why}; run `tunedcomm tune`, or allow "
             "numerics='default'"
         )
-    return _measured(call, call.library, "library", f"the library: {why}; `tunedcomm tune` measures it")
+    return _measured(call, call.library, "library", f"the library: {why}{advice}")
