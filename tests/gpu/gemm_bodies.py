@@ -46,7 +46,8 @@ Tensors = tuple[torch.Tensor, ...]
 def names() -> list[str]:
     """Variants that are to be tried; those that only run when they are forced are somebody else's.
 
-    Where ranks share a GPU, what copies from one to the other takes SMs, and none is left beside a GEMM that waits.
+    Where ranks share a GPU, what copies from one to the other probably takes SMs, and none is left beside a GEMM that
+    waits: such a launch ran into its time limit there.
     """
     shared = torch.cuda.device_count() < dist.get_world_size()
     found = [name for name, variant in variants(OP).items() if variant.bounded]
