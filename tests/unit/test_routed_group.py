@@ -39,4 +39,4 @@ def test_forgotten_while_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     made = object()
     monkeypatch.setattr(_routed, "get_communicator", lambda group, device=None: made)
     group: Any = Group()
-    assert Forgetful(group).communicator is made
+    assert Forgetful(group, torch.device("cpu")).communicator is made
