@@ -39,6 +39,7 @@ from stress_rounds import Entry, Tensors, Trial, run
 from tunedcomm import kernels
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.hardware import gpu_of
 from tunedcomm.kernels._move import ESCAPE
 from tunedcomm.kernels._sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
@@ -230,10 +231,10 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def start() -> None:
     """Join the ranks that torchrun started; on the host where there is no GPU."""
-    local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        device = gpu_of(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     kernels.discover()

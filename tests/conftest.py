@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def _num_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    from tunedcomm.hardware import num_gpu_ranks
+
+    return num_gpu_ranks() if torch.cuda.is_available() else 0
 
 
 def _num_ranks(item: pytest.Item) -> int | None:

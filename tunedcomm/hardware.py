@@ -15,15 +15,30 @@ import platform
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.fabric import Fabric, describe
-from tunedcomm.nvml import links_of
+from tunedcomm.nvml import links_of, ranks_may_share_a_gpu
 from tunedcomm.version import VERSION
 
-__all__ = ["HARD_FIELDS", "SOFT_FIELDS", "Environment", "advice", "detect", "multicast_disabled", "nearest"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "HARD_FIELDS",
+    "SOFT_FIELDS",
+    "Environment",
+    "advice",
+    "detect",
+    "gpu_of",
+    "multicast_disabled",
+    "nearest",
+    "num_gpu_ranks",
+    "ranks_share_a_gpu",
+]
 
 HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "nodes")
+_SHARERS = 8  # symm.layout.MAX_WORLD_SIZE
 SOFT_FIELDS = ("driver", "cuda", "torch", "triton", "nccl", "tunedcomm")
 
 
@@ -175,6 +190,33 @@ def _truthy(name: str) -> bool:
 def multicast_disabled() -> bool:
     """True if the user switched NVLink multicast off for PyTorch or NCCL."""
     return _truthy("TORCH_SYMM_MEM_DISABLE_MULTICAST") or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
+
+
+def ranks_share_a_gpu() -> bool:
+    """True if all ranks that commands start here run on one GPU: its fabric class is `loopback`."""
+    return ranks_may_share_a_gpu() and links_of(0).fabric.kind == "loopback"
+
+
+def num_gpu_ranks() -> int:
+    """Ranks that GPUs here serve: one each, or as many as kernels take where they share the only one.
+
+    Asks NVML, so that no context is made.
+    """
+    import torch
+
+    return _SHARERS if ranks_share_a_gpu() else torch.cuda.device_count()
+
+
+def gpu_of(local_rank: int) -> torch.device:
+    """The GPU of a rank that a command started; call it before the rank's first group is made."""
+    import torch
+
+    if not ranks_share_a_gpu():
+        return torch.device("cuda", local_rank)
+    # NCCL lets ranks of different hosts alone share a GPU; those meet through sockets.
+    for name, value in {"NCCL_HOSTID": str(local_rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}.items():
+        os.environ.setdefault(name, value)
+    return torch.device("cuda", 0)
 
 
 def _physical_index(device: int) -> int:

@@ -21,6 +21,7 @@ import tunedcomm
 from tunedcomm import kernels, spec
 from tunedcomm.communicator import get_communicator
 from tunedcomm.db.select import Pinned, Snapshot
+from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 
 ORDERED = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
@@ -298,10 +299,10 @@ def miss(
 
 def main(name: str, found: Mapping[str, Any] | None = None) -> None:
     """Run `NAME_body` of this module, or of the module whose names are `found`."""
-    rank = int(os.environ["LOCAL_RANK"])
+    device = gpu_of(int(os.environ["LOCAL_RANK"]))
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "120")))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     kernels.discover()
     assert spec.variants("all_reduce")
     begin = time.monotonic()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
+from tunedcomm.hardware import gpu_of
 
 
 def say(text: str) -> None:
@@ -31,9 +32,9 @@ def say(text: str) -> None:
 def main(module: str, names: list[str]) -> None:
     """Run `NAME_body` for each of the names."""
     faulthandler.dump_traceback_later(float(os.environ.get("DUMP_AFTER_S", "280")))
-    local = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    device = gpu_of(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
     kernels.discover()
     bodies = importlib.import_module(module)
     for name in names:

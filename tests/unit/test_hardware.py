@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from tunedcomm import hardware
+from tunedcomm.fabric import Fabric
 from tunedcomm.hardware import HARD_FIELDS, SOFT_FIELDS, Environment
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 H200 = Environment(
     gpu="NVIDIA H200",
@@ -112,3 +115,23 @@ def test_stored_environments_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", ["loopback", "nvswitch"])
+def test_ranks_that_share_the_only_gpu_are_as_many_as_kernels_serve(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    import torch
+
+    links = hardware.links_of(0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(hardware, "links_of", lambda index: dataclasses.replace(links, fabric=Fabric(kind=kind)))
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "")  # so that it is taken back at the end, whoever sets it
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    assert (hardware.num_gpu_ranks(), hardware.gpu_of(0).index, "NCCL_HOSTID" in os.environ) == (1, 0, False)
+
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    shared = kind == "loopback"
+    assert hardware.num_gpu_ranks() == (MAX_WORLD_SIZE if shared else 1)
+    assert hardware.gpu_of(3).index == (0 if shared else 3)
+    assert os.environ.get("NCCL_HOSTID") == ("3" if shared else None)

@@ -87,7 +87,7 @@ def test_auto_fills_the_machine_with_gangs(
     monkeypatch: pytest.MonkeyPatch, gpus: int, world_size: int, asked: int | None, expected: int
 ) -> None:
     kernels.discover()
-    monkeypatch.setattr(plan, "_count_gpus", lambda: gpus)
+    monkeypatch.setattr(plan, "num_gpu_ranks", lambda: gpus)
     _, settings = resolve(SweepSpec(op="all_reduce", world_size=world_size, gangs=asked))
     assert (settings.backend, settings.gangs) == ("cuda", expected)
 
@@ -99,7 +99,7 @@ def test_host_has_one_gang_unless_told_otherwise() -> None:
 
 def test_more_gangs_than_fit_are_refused_with_how_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.discover()
-    monkeypatch.setattr(plan, "_count_gpus", lambda: 5)
+    monkeypatch.setattr(plan, "num_gpu_ranks", lambda: 5)
     with pytest.raises(TuningError, match=r"3 gangs of 2 ranks need 6 GPUs .* has 5 usable ones: at most 2 fit"):
         resolve(SweepSpec(op="all_reduce", world_size=2, gangs=3))
 
@@ -123,6 +123,19 @@ def test_gangs_share_out_the_gpus_that_are_visible(
     assert gang_devices(settings) == expected
     assert [gang_environment(settings, devices)["CUDA_VISIBLE_DEVICES"] for devices in expected] == expected
     assert gang_devices(replace(settings, backend="host")) == ["", ""]
+
+
+def test_one_gang_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.discover()
+    monkeypatch.setattr(plan, "num_gpu_ranks", lambda: 8)
+    monkeypatch.setattr(plan, "ranks_share_a_gpu", lambda: True)
+    found = [resolve(SweepSpec(op="all_reduce", world_size=ranks))[1] for ranks in (None, 4)]
+    assert [(each.backend, each.world_size, each.gangs) for each in found] == [("cuda", 2, 1), ("cuda", 4, 1)]
+    with pytest.raises(TuningError, match="at most 1 fit"):
+        resolve(SweepSpec(op="all_reduce", world_size=2, gangs=2))
+    for visible, expected in (("", "0"), ("5", "5")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gang_devices(found[0]) == [expected]
 
 
 def test_recording_decides_what_the_machine_would() -> None:

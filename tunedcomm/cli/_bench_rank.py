@@ -25,6 +25,7 @@ from tunedcomm.cli._ceiling import add_ceiling_shares
 from tunedcomm.cli._entrants import Entrant, Field, Tensors, agreed, entrants_of
 from tunedcomm.cli._peer_files import load_adapter
 from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.hardware import gpu_of
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.shapes import format_shape, parse_shape
@@ -289,7 +290,7 @@ def main(job_file: str, result_file: str) -> int:
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     job.setdefault("command", shlex.join(["tunedcomm", "bench", "--op", job["op"]]))
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    device = gpu_of(int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)

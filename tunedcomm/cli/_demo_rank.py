@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import tunedcomm
 from tunedcomm.communicator import release_communicators
+from tunedcomm.hardware import gpu_of
 from tunedcomm.shapes import parse_shape
 
 __all__ = ["main"]
@@ -18,7 +19,7 @@ __all__ = ["main"]
 def main(shapes: list[str]) -> int:
     """Reduce small whole numbers, whose sums are exact in bf16; 0 if every rank has every sum right."""
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    device = gpu_of(int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)

@@ -9,24 +9,26 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
+from tunedcomm.hardware import num_gpu_ranks, ranks_share_a_gpu
+
 __all__ = ["host_ranks", "local_ranks", "num_gpus", "run_module", "swept_ranks"]
 
 
 def num_gpus() -> int:
-    """CUDA GPUs that torch can use here."""
+    """CUDA GPUs that ranks can use here; a single one that they may share counts as many."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return num_gpu_ranks() if torch.cuda.is_available() else 0
 
 
 def local_ranks(world_size: int | None) -> int:
-    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend; a single GPU has no peers.
+    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend or on a single GPU that they share.
 
     Raises:
         BadParameter: more ranks than GPUs, on a machine that has several, or more than the host backend serves.
     """
     available = num_gpus()
-    if available < 2:
+    if available < 2 or ranks_share_a_gpu():
         return host_ranks(world_size)
     if world_size is None:
         return available
@@ -40,7 +42,7 @@ def local_ranks(world_size: int | None) -> int:
 
 
 def host_ranks(world_size: int | None) -> int:
-    """Ranks of the host backend to start, 2 by default.
+    """Ranks of the host backend, or on a GPU that they share, to start: 2 by default.
 
     Raises:
         BadParameter: more than kernels serve, which would be a measurement of the library alone.

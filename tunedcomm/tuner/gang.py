@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate
 from tunedcomm.tuner.channel import GangEnd
@@ -186,7 +187,7 @@ def assemble(settings: Settings, folder: Path) -> Gang:
         timeout=timeout,
         master_listen_fd=int(os.environ[STORE_FD]) if rank == 0 else None,
     )
-    device = torch.device("cuda", rank) if settings.backend == "cuda" else None
+    device = gpu_of(rank) if settings.backend == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunedcomm.errors import TuningError
+from tunedcomm.hardware import num_gpu_ranks, ranks_share_a_gpu
 from tunedcomm.spec import ITEMSIZE, InputKind, Mode, NumericsPolicy, OpSpec, Problem, get_op, get_variant
 from tunedcomm.tuner.job import Settings
 
@@ -79,13 +80,6 @@ class SweepSpec:
     replay_trial_s: float = 0.0
 
 
-def _count_gpus() -> int:
-    """GPUs that this process may use; asked of NVML, so that no context is made."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
     """Fill in what the machine decides.
 
@@ -113,16 +107,17 @@ def resolve_machine(spec: SweepSpec) -> Settings:
     """
     if spec.replay is not None:
         return _replay_settings(spec, spec.replay)
-    gpus = _count_gpus() if spec.backend != "host" else 0
+    gpus = num_gpu_ranks() if spec.backend != "host" else 0
     backend: Literal["cuda", "host"] = spec.backend or ("cuda" if gpus >= 2 else "host")
     world_size = spec.world_size or (spec.problems[0].world_size if spec.problems else 0)
-    world_size = world_size or (gpus if backend == "cuda" else 2)
+    world_size = world_size or (gpus if backend == "cuda" and not ranks_share_a_gpu() else 2)
     if world_size < 2 or (backend == "cuda" and world_size > gpus):
         raise TuningError(
             f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
             "at least 2 ranks; pass --world-size with a smaller number, or --backend host for CPU ranks"
         )
-    gangs = _count_gangs(spec.gangs, gpus // world_size if backend == "cuda" else None, gpus, world_size)
+    fitting = 1 if ranks_share_a_gpu() else gpus // world_size
+    gangs = _count_gangs(spec.gangs, fitting if backend == "cuda" else None, gpus, world_size)
     return replace(_settings(spec, backend, world_size), gangs=gangs)
 
 
@@ -160,6 +155,8 @@ def gang_devices(settings: Settings) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each gang: its share of the GPUs that this process may use, which no other gang has."""
     if settings.backend == "host" or settings.replay is not None:
         return [""] * settings.gangs
+    if ranks_share_a_gpu():
+        return [os.environ.get("CUDA_VISIBLE_DEVICES") or "0"]
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = visible or [str(index) for index in range(settings.gangs * settings.world_size)]
     starts = range(0, settings.gangs * settings.world_size, settings.world_size)
