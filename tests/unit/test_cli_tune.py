@@ -359,6 +359,18 @@ def test_infeasible_everywhere_is_said_and_no_failure(monkeypatch: pytest.Monkey
     assert "lamport is infeasible for every problem of this sweep: needs NVLink" in shown.stderr
 
 
+def test_named_variant_that_dispatch_will_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, said in (
+        ("multimem_one_shot", 'runs only in calls with numerics="any": its class is unordered'),
+        ("torch_one_shot", "runs only when it is forced"),
+        ("lamport", ""),
+    ):
+        told = start(swept(fate(name, num_ran=1)), monkeypatch, "--variants", name).stderr
+        assert said in told
+        assert ("was measured" in told) == bool(said)
+        assert "was measured" not in start(swept(fate(name, num_ran=1)), monkeypatch).stderr
+
+
 def test_failures_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = start(swept(fate(incorrect=4), skipped=4), monkeypatch, "--variants", "lamport", "--json")
     assert shown.exit_code == 1

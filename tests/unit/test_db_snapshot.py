@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +222,16 @@ def test_a_good_trial_after_a_failure_counts_even_where_finals_hide_it(tmp_path:
     assert ([r.final for r in found.rows], found.failures) == ([True], ())
     stored(tmp_path / "user.db", replace(failed, created_at=trial(after=7).created_at))
     assert load_snapshot(H200, 4, layers=[layer]).rows == ()
+
+
+def test_a_trial_that_makes_no_sense_does_not_end_a_failure(tmp_path: Path) -> None:
+    failed = trial(latency_us=None, status="incorrect", after=5)
+    layer = stored(tmp_path / "user.db", trial(final=True), failed, trial(after=6))
+    with closing(sqlite3.connect(tmp_path / "user.db")) as plain:
+        plain.execute("UPDATE trial SET latency_p50_us = 1e-9 WHERE id = (SELECT max(id) FROM trial)")
+        plain.commit()
+    found = load_snapshot(H200, 4, layers=[layer])
+    assert (found.rows, [f.status for f in found.failures]) == ((), ["incorrect"])
 
 
 def test_pins_of_this_hardware_nearest_layer_first(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Problem, get_op
+from tunedcomm.spec import Problem, admits, get_op, variants
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.fates import VariantFate
@@ -17,10 +17,11 @@ __all__ = ["broken", "fate_lines", "fate_to_dict"]
 
 
 def fate_lines(outcome: SweepOutcome, named: Collection[str], database: str | None) -> Iterator[str]:
-    """A line each for what was left out, and for each way in which a variant fails.
+    """A line each for what was left out, for each way in which a variant fails, and for what dispatch will not run.
 
     Told are variants that were `named`, and others of which nothing runs.
     """
+    op = outcome.problems[0].problem.op if outcome.problems else ""
     if count := outcome.num_skipped:
         whose, are = ("1 candidate", "is") if count == 1 else (f"{count} candidates", "are")
         yield (
@@ -32,6 +33,16 @@ def fate_lines(outcome: SweepOutcome, named: Collection[str], database: str | No
             yield f"{fate.variant} is infeasible for every problem of this sweep: {fate.infeasible}"
         if fate.is_broken or (fate.variant in named and fate.failures):
             yield from _failures(fate, database)
+        if fate.variant in named and fate.num_ran:
+            yield from _not_by_default(op, fate.variant)
+
+
+def _not_by_default(op: str, name: str) -> Iterator[str]:
+    variant = variants(op).get(name)
+    if variant is not None and not variant.bounded:
+        yield f"{name} was measured, and runs only when it is forced: it would wait for a lost peer for ever"
+    elif variant is not None and not admits("default", variant.numerics):
+        yield f'{name} was measured, and runs only in calls with numerics="any": its class is {variant.numerics}'
 
 
 def _failures(fate: VariantFate, database: str | None) -> Iterator[str]:

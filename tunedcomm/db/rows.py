@@ -20,14 +20,14 @@ from tunedcomm.shapes import parse_shape
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem
 
-__all__ = ["Reader", "Skipped", "StoredVariant"]
+__all__ = ["LEAST_US", "MOST_US", "Reader", "Skipped", "StoredVariant"]
 
 _MAX_TEXT = 100_000
 _MAX_CONFIG = 10_000
 _MAX_EXTENTS = 16
 _MAX_EXTENT = 2**63
 # A thousandth of a nanosecond, and two weeks.
-_LEAST_US, _MOST_US = 1e-6, 1e12
+LEAST_US, MOST_US = 1e-6, 1e12
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON can name and UTF-8 cannot
 
 
@@ -83,9 +83,9 @@ def latency_of(value: object, name: str) -> float | None:
     """µs; selection multiplies and divides them, which nothing between these bounds makes 0 or infinite."""
     if value is None:
         return None
-    if type(value) is float and _LEAST_US <= value <= _MOST_US:  # nearly all of them
+    if type(value) is float and LEAST_US <= value <= MOST_US:  # nearly all of them
         return value
-    if type(value) not in (int, float) or not _LEAST_US <= cast(float, value) <= _MOST_US:
+    if type(value) not in (int, float) or not LEAST_US <= cast(float, value) <= MOST_US:
         raise ValueError(f"{name} is not a time: {value!r:.80}")
     return float(cast(float, value))
 

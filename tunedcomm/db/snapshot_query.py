@@ -217,6 +217,7 @@ def failed_trials(
     good_since = exists().where(
         since.c.environment_id.in_(list(environments)),
         since.c.status == "ok",
+        since.c.latency_p50_us.between(parse.LEAST_US, parse.MOST_US),  # or it is read by nobody
         since.c.final.in_([False, True]),  # lets the index be used through to the candidate
         since.c.problem_id == TrialRow.problem_id,
         since.c.variant_id == TrialRow.variant_id,
