@@ -228,6 +228,16 @@ def replays() -> list[str]:
     return [count(min(int(row["launches"]) for row in ran))]
 
 
+def model_on_one_gpu() -> list[str]:
+    """The largest errors, in forward and in training, of four ranks that share a GPU; all must have served calls."""
+    found = [row for row in rows("model/llama_tp_loopback_h200.csv") if row["configuration"] != "library_eager"]
+    assert {(row["status"], row["world_size"]) for row in found} == {("ok", "4")}
+    assert all(int(row["num_served"]) or row["collectives"] for row in found)
+    forward = max(float(row["error"]) for row in found if row["workload"] != "train")
+    train = max(float(row["error"]) for row in found if row["workload"] == "train")
+    return [f"{100 * error:.1f} %" for error in (forward, train)]
+
+
 FIGURES: dict[str, Callable[[], list[str]]] = {
     "headline": headline,
     "machine": machine,
@@ -250,4 +260,5 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "many readers and writers": many_readers_and_writers,
     "winners measured again": winners_again,
     "replays": replays,
+    "model on one GPU": model_on_one_gpu,
 }
