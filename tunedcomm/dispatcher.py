@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm import kernels, misses, settings
+from tunedcomm.asking import default_config, objection
 from tunedcomm.db.select import Decision, Snapshot, Source, choose
-from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
+from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.kernels._own import undisturbed
 from tunedcomm.space import Value
 from tunedcomm.spec import (
@@ -151,7 +152,9 @@ def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, s
         variant = get_variant(problem.op, name)
     except UnknownNameError as error:  # force() has looked its name up, so it is the variable's
         raise UnknownNameError(f"{settings.FORCE_PREFIX}{problem.op.upper()}={name!r}: {error}") from None
-    candidate = Candidate.of(problem.op, name, config if config is not None else variant.default(problem, limits))
+    candidate = Candidate.of(
+        problem.op, name, config if config is not None else default_config(variant, problem, limits)
+    )
     if reason := check_candidate(problem, candidate, limits):
         raise InfeasibleError(f"{candidate} is forced for {problem}, but cannot run it: {reason}")
     return candidate
@@ -199,10 +202,13 @@ def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str 
     for variant in variants(problem.op).values():
         if variant.is_library or not variant.bounded or not admits(policy, variant.numerics):
             continue
-        reason = variant.infeasible(problem, variant.default(problem, limits), limits)
+        try:
+            reason = objection(variant, problem, default_config(variant, problem, limits), limits)
+        except ConfigError as error:
+            reason = str(error)
         if reason is None or (
             variant.space.size <= _FEW_CONFIGS  # of more, defaults have looked at the nearest ones
-            and any(variant.infeasible(problem, config, limits) is None for config in variant.space.enumerate())
+            and any(objection(variant, problem, config, limits) is None for config in variant.space.enumerate())
         ):
             return None
         reasons.setdefault(reason, []).append(variant.name)
@@ -230,6 +236,8 @@ def explain(
             'explain(get_communicator(), Problem("all_reduce", x.shape, "bfloat16", 4))'
         )
     reductions = get_op(problem.op).reductions or ("",)
+    if reductions == ("",) and problem.reduction == "sum":  # what a Problem has where none is given
+        problem = replace(problem, reduction="")
     if problem.reduction not in reductions:
         raise UnsupportedInputError(
             f"{problem.op} has no reduction {problem.reduction!r}, only {', '.join(map(repr, reductions))}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
+from tunedcomm.asking import objection
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.names import did_you_mean
 from tunedcomm.shapes import format_shape
@@ -381,7 +382,7 @@ def candidates(problem: Problem, limits: Limits, policy: NumericsPolicy = "defau
         for variant in variants(problem.op).values()
         if admits(policy, variant.numerics)
         for config in variant.space.enumerate()
-        if variant.infeasible(problem, config, limits) is None
+        if objection(variant, problem, config, limits) is None
     ]
 
 
@@ -394,4 +395,4 @@ def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, b
         return str(error)
     if not (variant.bounded or by_name):
         return f"{variant.name} would wait for a lost peer for ever; it only runs when it is forced"
-    return variant.infeasible(problem, config, limits)
+    return objection(variant, problem, config, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.spec import register_variant, variants
 
 
 def refused(text: str) -> Any:
@@ -41,10 +44,10 @@ def no_plain_tensors(rank: int) -> None:
 def other_default_device(rank: int) -> None:
     """Where tensors are made that are not told where: what ops make for themselves goes by the call's."""
     x = torch.full((4, 8), rank + 1.0)
-    for variants in ({"all_reduce": "lamport", "all_to_all_v": "push"}, {}):
+    for forced in ({"all_reduce": "lamport", "all_to_all_v": "push"}, {}):
         tunedcomm.release_communicators()
         with contextlib.ExitStack() as stack:
-            for op, variant in variants.items():
+            for op, variant in forced.items():
                 stack.enter_context(tunedcomm.force(op, variant))
             stack.enter_context(torch.device("meta"))
             for _ in range(3):  # the first call of a group, and those that are known
@@ -54,9 +57,38 @@ def other_default_device(rank: int) -> None:
         assert torch.equal(sent[:, 0], torch.tensor([1.0, 1.0, 2.0, 2.0]))
 
 
+def a_variant_that_raises_when_asked(rank: int) -> None:
+    """Whether a miss is worth tuning is asked on one rank alone; nobody wanted this variant to run."""
+    tunedcomm.release_communicators()
+    kernels.discover()
+
+    def asked(*arguments: Any) -> Any:
+        raise KeyError("num_pieces")
+
+    held = list(variants("all_gather").values())
+    for each in held:
+        if not each.is_library:
+            register_variant(dataclasses.replace(each, infeasible=asked, default=asked))
+    try:
+        for size in (64, 1000):
+            found = tunedcomm.all_gather(torch.full((size,), rank + 1.0))
+            assert torch.equal(found, torch.arange(1.0, 3.0).repeat_interleave(size))
+        communicator = tunedcomm.get_communicator()
+        told = tunedcomm.explain(communicator, tunedcomm.Problem("all_gather", (64,), "float32", 2, mode="eager"))
+        assert (told.candidate.variant, told.source) == ("library", "library")
+        named = pytest.raises(tunedcomm.ConfigError, match=r"all_gather.push: its default\(\) raised KeyError")
+        with tunedcomm.force("all_gather", "push"), named:
+            tunedcomm.all_gather(torch.ones(64))
+    finally:
+        for each in held:
+            register_variant(each)
+        tunedcomm.release_communicators()
+
+
 CASES: dict[str, Case] = {
     "no plain tensors": no_plain_tensors,
     "another default device": other_default_device,
+    "a variant that raises when it is asked": a_variant_that_raises_when_asked,
 }
 
 

@@ -17,6 +17,7 @@ from tunedcomm.communicator import limits_for
 from tunedcomm.db.pins import pinnable
 from tunedcomm.db.records import PinRecord
 from tunedcomm.db.store import Database
+from tunedcomm.dispatcher import source_hash_of
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, candidates, get_variant
@@ -80,6 +81,34 @@ def test_default_config_of_the_problem_is_pinned_where_none_is_given(path: Path)
     assert invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport")[0] == 0
     (pin,) = pins_of(path)
     assert pin.candidate.config_dict == default_of("lamport")
+
+
+@pytest.mark.parametrize("numel", [PROBLEM.numel, 2 * PROBLEM.numel])
+def test_what_failed_is_not_pinned(path: Path, numel: int) -> None:
+    """Not even at another size of its family; a pin that was made before is not followed."""
+    asked = ("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "lamport")
+    assert "it runs unchecked" in invoke(*asked)[2]
+    assert "source        pin" in invoke("explain", *ASKED, *ON_H200)[1]
+    there = replace(PROBLEM, shape=(numel,))
+    failed = trial("lamport", None, config=default_of("lamport"), status="incorrect", problem=there)
+    with Database.open(path) as database:
+        database.record([replace(failed, source_hash=source_hash_of("all_reduce", "lamport") or "")])
+    code, _, errors = invoke(*asked)
+    assert code == 2
+    assert f"was incorrect at {there}" in " ".join(errors.replace("│", " ").split())
+    out = invoke("explain", *ASKED, *ON_H200)[1]
+    assert "source        pin" not in out
+    assert "pinned, but was incorrect" in " ".join(out.split())
+
+
+def test_pin_without_a_mode_is_of_eager_calls_on_the_host(path: Path) -> None:
+    asked = ("--op", "all_reduce", "--shape", "512", "--world-size", "2", "--dtype", "float32")
+    assert invoke("db", "pin", *asked, *WHY, "--variant", "library")[0] == 0
+    (pin,) = pins_of(path)
+    assert pin.problem.mode == "eager"
+    assert "source        pin" in invoke("explain", *asked)[1]
+    assert invoke("db", "unpin", *asked)[0] == 0
+    assert not pins_of(path)
 
 
 def test_pin_replaces_an_earlier_one(path: Path) -> None:

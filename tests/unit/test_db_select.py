@@ -249,6 +249,12 @@ def test_a_pin_comes_before_measurements_but_not_before_policy_and_feasibility()
     decision = decide(pinned("atomic"))
     assert decision.candidate == candidate("lamport")
     assert reasons(decision)["atomic(num_blocks=4)"].startswith("pinned, but numerics class 'unordered'")
+    failed = Failure(problem=problem(8192), candidate=candidate("two_shot"), source_hash="current", status="incorrect")
+    measured = replace(pinned("two_shot"), failures=(failed,))
+    assert decide(measured).source == "pin", "it is good at this very size"
+    decision = decide(replace(measured, rows=measured.rows[:1]))
+    assert decision.candidate == candidate("lamport")
+    assert "pinned, but was incorrect at all_reduce " in reasons(decision)["two_shot(num_blocks=4)"]
     decision = decide(pinned("two_shot"), feasible=lambda which: "no" if which.variant == "two_shot" else None)
     assert decision.candidate == candidate("lamport")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm import garbage
 from tunedcomm.cli._options import ProblemOptions, check_in_place
 from tunedcomm.cli._output import note
-from tunedcomm.errors import DatabaseError, UnknownNameError
+from tunedcomm.errors import ConfigError, DatabaseError, UnknownNameError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tunedcomm.db.select import Decision
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
-    from tunedcomm.spec import Limits, NumericsPolicy, Problem
+    from tunedcomm.spec import Limits, NumericsPolicy, Problem, Variant
 
 __all__ = [
     "Choice",
@@ -159,24 +159,34 @@ def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence
 def _left_out(
     problem: Problem, decision: Decision, limits: Limits, policy: NumericsPolicy, stored: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
-    from tunedcomm.spec import Candidate, admits, check_candidate, variants
+    from tunedcomm.spec import admits, variants
 
     looked_at = {name.partition("(")[0] for name, _ in decision.passed_over} | {decision.candidate.variant}
     found = []
     for variant in variants(problem.op).values():
         if variant.name in looked_at:
             continue
-        default = Candidate.of(problem.op, variant.name, variant.default(problem, limits))
         reason: str | None
         if not admits(policy, variant.numerics):
             reason = f"its numerics class, {variant.numerics}, is not admitted by the policy {policy!r}"
         elif variant.is_library and decision.library_us is not None and decision.latency_us is not None:
             reason = f"{decision.library_us:.2f} µs against {decision.latency_us:.2f} µs"
         else:
-            reason = check_candidate(problem, default, limits, by_name=False)
+            reason = _against_default(problem, variant, limits)
             reason = reason or stored.get(variant.name) or "no trial near this problem is stored"
         found.append((variant.name, reason))
     return tuple(found)
+
+
+def _against_default(problem: Problem, variant: Variant, limits: Limits) -> str | None:
+    from tunedcomm.asking import default_config
+    from tunedcomm.spec import Candidate, check_candidate
+
+    try:
+        config = default_config(variant, problem, limits)
+    except ConfigError as error:
+        return str(error)
+    return check_candidate(problem, Candidate.of(problem.op, variant.name, config), limits, by_name=False)
 
 
 def read_layers(database: str | None) -> Sequence[Layer]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from tunedcomm.cli._choice import environment_here, match_environments, open_layer, read_layers, stored_environments
+from tunedcomm.cli._options import ProblemOptions
 from tunedcomm.cli._output import note, table
 from tunedcomm.cli._problems import kind_of
 from tunedcomm.errors import DatabaseError, UnknownNameError
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Problem
 
-__all__ = ["WrittenOption", "environment_for", "pin_to_dict", "pinned_in", "print_pins", "read_pins"]
+__all__ = ["WrittenOption", "environment_for", "pin_to_dict", "pinned_in", "print_pins", "problem_on", "read_pins"]
 
 COLUMNS = ("shape", "dtype", "ranks", "mode", "input", "pinned", "reason", "by", "since", "on")
 
@@ -50,6 +52,12 @@ def environment_for(hardware: str | None, database: str | None) -> Environment:
         listed = "; ".join(f"{there.digest[:8]} = {there}" for there in matching)
         raise UnknownNameError(f"--hardware {hardware!r} matches several environments, give a digest: {listed}")
     return matching[0]
+
+
+def problem_on(environment: Environment, options: ProblemOptions) -> Problem:
+    """The problem that is meant: without a mode that of calls in graphs, on the host backend, which has none, eager."""
+    problem = options.problem()
+    return replace(problem, mode="eager") if options.mode is None and environment.is_host else problem
 
 
 def read_pins(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tunedcomm.cli._choice import read_layers
 from tunedcomm.cli._options import (
-    CallMode,
+    AnyModeOption,
     DtypeOption,
     HardwareOption,
     InPlaceOption,
@@ -21,11 +23,12 @@ from tunedcomm.cli._options import (
     split,
 )
 from tunedcomm.cli._output import emit, emit_json, note
-from tunedcomm.cli._pins import WrittenOption, environment_for, pin_to_dict
+from tunedcomm.cli._pins import WrittenOption, environment_for, pin_to_dict, problem_on
 from tunedcomm.errors import ConfigError, InfeasibleError
 from tunedcomm.spec import admits, get_variant
 
 if TYPE_CHECKING:
+    from tunedcomm.hardware import Environment
     from tunedcomm.spec import Candidate, Limits, Problem, Variant
 
 __all__ = ["db_pin", "parse_config"]
@@ -43,7 +46,7 @@ def db_pin(
         typer.Option(help="Config as num_blocks=8,num_warps=4; by default the variant's own for this problem."),
     ] = None,
     dtype: DtypeOption = "bfloat16",
-    mode: Annotated[CallMode, typer.Option(help="Inside CUDA graphs or not.")] = CallMode.graph,
+    mode: AnyModeOption = None,
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     in_place: InPlaceOption = False,
@@ -51,9 +54,10 @@ def db_pin(
     db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Have dispatch run one variant for one problem on this hardware, whatever was measured; replaces an earlier pin.
+    """Have dispatch run one variant for one problem on this hardware, however fast others are; replaces an earlier pin.
 
-    Groups that are made from now on go by it. `tunedcomm explain` names the pin and its reason.
+    Groups that are made from now on go by it. `tunedcomm explain` names the pin and its reason. What failed its check,
+    crashed or hung there is refused, and not run where a pin of it was made before.
 
     Example: tunedcomm db pin --op all_reduce --shape 98304 --world-size 4 --variant library --reason "until ticket 12"
     """
@@ -67,16 +71,18 @@ def db_pin(
         input_kind=input_kind,
         in_place=in_place,
     )
-    problem = check_in_place(options.problem())
     if not reason.strip():
         raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
-    chosen = get_variant(problem.op, variant)
+    chosen = get_variant(options.problem().op, variant)
     from tunedcomm.communicator import limits_for
     from tunedcomm.db.layers import may_be_made, writable_database
     from tunedcomm.db.store import Database
 
     environment = environment_for(hardware, db)
-    candidate = _candidate(problem, chosen, split(config), limits_for(environment, world_size))
+    problem = check_in_place(problem_on(environment, options))
+    limits = limits_for(environment, world_size)
+    candidate = _candidate(problem, chosen, split(config), limits)
+    _check_measured(problem, candidate, environment, limits, db)
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")
     with Database.open(writable_database(db), create=may_be_made(db)) as opened:
@@ -87,6 +93,28 @@ def db_pin(
         emit_json({"database": where, **pin_to_dict(pin)})
     else:
         emit(f"{problem} runs {candidate} on {environment}: pinned in {where}")
+
+
+def _check_measured(
+    problem: Problem, candidate: Candidate, environment: Environment, limits: Limits, database: str | None
+) -> None:
+    """Refuse what dispatch would not run though it were pinned, and say if nothing is known of it."""
+    from tunedcomm import dispatcher
+    from tunedcomm.db.layers import load_snapshot
+    from tunedcomm.db.select import Pinned
+
+    layers = [*([] if database is None else read_layers(database)), *read_layers(None)]
+    snapshot = load_snapshot(environment, problem.world_size, layers=layers, like=problem)
+    pin = Pinned(problem=problem, candidate=candidate, reason="", layer="")
+    decision = dispatcher.decide(problem, replace(snapshot, pins=(pin,)), limits, policy="any")
+    if decision.source != "pin":
+        reason = dict(decision.passed_over)[str(candidate)].removeprefix("pinned, but ")
+        raise typer.BadParameter(
+            f"{candidate} {reason}; mend it and have `tunedcomm tune --retry` measure it, or pin another",
+            param_hint="--variant",
+        )
+    if candidate.variant != "library" and decision.latency_us is None:
+        note(f"no good trial of {candidate} is stored for this problem: it runs unchecked; `tunedcomm tune` checks it")
 
 
 def _candidate(problem: Problem, variant: Variant, config: list[str], limits: Limits) -> Candidate:

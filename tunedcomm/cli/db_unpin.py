@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tunedcomm.cli._options import (
-    CallMode,
+    AnyModeOption,
     DtypeOption,
     HardwareOption,
     InPlaceOption,
@@ -19,7 +19,7 @@ from tunedcomm.cli._options import (
     WorldSizeOption,
 )
 from tunedcomm.cli._output import emit, emit_json, note
-from tunedcomm.cli._pins import WrittenOption, environment_for, pinned_in
+from tunedcomm.cli._pins import WrittenOption, environment_for, pinned_in, problem_on
 
 __all__ = ["db_unpin"]
 
@@ -30,7 +30,7 @@ def db_unpin(
     shape: ShapeOption,
     world_size: WorldSizeOption,
     dtype: DtypeOption = "bfloat16",
-    mode: Annotated[CallMode, typer.Option(help="Inside CUDA graphs or not.")] = CallMode.graph,
+    mode: AnyModeOption = None,
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None,
     input_kind: Annotated[Kind, typer.Option(help="Whether peers can address the input.")] = Kind.plain,
     in_place: InPlaceOption = False,
@@ -42,7 +42,7 @@ def db_unpin(
 
     Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
     """
-    problem = ProblemOptions(
+    options = ProblemOptions(
         op=op,
         shape=shape,
         dtype=dtype,
@@ -51,11 +51,12 @@ def db_unpin(
         reduction=reduction,
         input_kind=input_kind,
         in_place=in_place,
-    ).problem()
+    )
     from tunedcomm.db.layers import Layer, is_absent, named_layers, writable_database
     from tunedcomm.db.store import Database
 
     environment = environment_for(hardware, db)
+    problem = problem_on(environment, options)
     where, removed = writable_database(db), False
     others = [layer for layer in named_layers(db) if layer.target != where]
     if not others or not is_absent(Layer("user", where)):

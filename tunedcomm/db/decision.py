@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -133,21 +133,26 @@ class Call:
 
         A prediction also takes failures into account: in the family of the rows and in that of the problem.
         """
-        failed: dict[Candidate, str] = {}
         families = set() if self.asked is None else {self.asked.family}
         if predicted:
             families |= {self.problem.family, *(row.problem.family for row in rows)}
-        if families:
-            for failure in self.snapshot.failures:
-                is_current = self.stale(failure.candidate, failure.source_hash) is None
-                if failure.problem.family in families and is_current:
-                    reason = f"was {failure.status} at {failure.problem}; it is not used where it was not measured"
-                    failed.setdefault(failure.candidate, reason)
+        failed = {
+            candidate: f"{how}; it is not used where it was not measured"
+            for candidate, how in self.failed(families).items()
+        }
         return {
             row.candidate: self.objection(row.candidate) or failed.get(row.candidate)
             for row in rows
             if not row.is_library
         }
+
+    def failed(self, families: Collection[Problem]) -> dict[Candidate, str]:
+        """How and where candidates failed in these families, with the kernels that they have now."""
+        found: dict[Candidate, str] = {}
+        for failure in self.snapshot.failures if families else ():
+            if failure.problem.family in families and self.stale(failure.candidate, failure.source_hash) is None:
+                found.setdefault(failure.candidate, f"was {failure.status} at {failure.problem}")
+        return found
 
     def report(self, rows: Iterable[Row], usable: Mapping[Candidate, str | None]) -> None:
         """Note why rows that were looked at could not even compete."""

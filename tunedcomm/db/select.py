@@ -120,11 +120,21 @@ def _pinned(call: Call) -> Decision | None:
         if pin.problem != call.problem:
             continue
         reason = call.objection(pin.candidate) if pin.candidate != call.library or not call.library_admitted else None
+        reason = reason or _failed(call, pin.candidate)
         if reason is None:
             text = f"{pin.candidate} is pinned in the {pin.layer} layer: {pin.reason or 'no reason given'}"
             return replace(_measured(call, pin.candidate, "pin", text), layer=pin.layer)
         call.pass_over(pin.candidate, f"pinned, but {reason}")
     return None
+
+
+def _failed(call: Call, candidate: Candidate) -> str | None:
+    """How a candidate failed in the problem's family, unless it is the library or was good at this very problem."""
+    if candidate == call.library or any(
+        row.candidate == candidate and row.problem == call.problem for row in call.fresh(call.rows(call.problem))
+    ):
+        return None
+    return call.failed({call.problem.family}).get(candidate)
 
 
 def _measured(call: Call, candidate: Candidate, source: Source, why: str) -> Decision:

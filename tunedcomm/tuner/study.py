@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -10,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import optuna
 
+from tunedcomm.asking import default_config, objection
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
@@ -40,11 +42,12 @@ def families(problems: Iterable[Problem]) -> list[list[Problem]]:
 
 
 def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
-    """The library, then every other variant's default config."""
-    return [
-        Candidate.of(problem.op, variant.name, variant.default(problem, limits))
-        for variant in variants(problem.op).values()
-    ]
+    """The library, then every other variant's default config; not of those whose `default` raises."""
+    found = []
+    for variant in variants(problem.op).values():
+        with contextlib.suppress(ConfigError):  # stray_defaults says it
+            found.append(Candidate.of(problem.op, variant.name, default_config(variant, problem, limits)))
+    return found
 
 
 def stray_defaults(problem: Problem, limits: Limits, wanted: Collection[str]) -> Iterator[str]:
@@ -52,7 +55,7 @@ def stray_defaults(problem: Problem, limits: Limits, wanted: Collection[str]) ->
     for variant in variants(problem.op).values():
         if variant.name in wanted:
             try:
-                variant.space.validate(variant.default(problem, limits))
+                variant.space.validate(default_config(variant, problem, limits))
             except ConfigError as error:
                 yield f"the default config of {variant.op}.{variant.name} is not in its space and is not tried: {error}"
 
@@ -73,9 +76,15 @@ def infeasible_variants(problem: Problem, limits: Limits, policy: NumericsPolicy
     """The default config of each variant that has no feasible config at all, and why it cannot run."""
     possible = {candidate.variant for candidate in candidates(problem, limits, policy)}
     for variant in variants(problem.op).values():
-        config = variant.default(problem, limits)
-        reason = variant.infeasible(problem, config, limits)
-        if variant.name not in possible and reason is not None:
+        if variant.name in possible:
+            continue
+        config: dict[str, Value] = {}
+        try:
+            config = default_config(variant, problem, limits)
+            reason = objection(variant, problem, config, limits)
+        except ConfigError as error:
+            reason = str(error)
+        if reason is not None:
             yield Candidate.of(problem.op, variant.name, config), reason
 
 
