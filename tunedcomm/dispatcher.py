@@ -223,7 +223,7 @@ def explain(
 
     Args:
         communicator: what `get_communicator(group)` gives.
-        problem: one that a call on it may ask: its world size, a reduction of the op ("" for ops that reduce nothing).
+        problem: one that a call on it may ask: its world size, a reduction of the op if that has any.
         policy, max_sms: as in calls.
 
     Raises:

@@ -6,6 +6,7 @@ All cases of a body run in the same few processes, one after another, and each i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sqlite3
 import tempfile
@@ -188,8 +189,11 @@ def options(rank: int) -> None:
         tunedcomm.explain(get_communicator(), problem, policy="exact")
     with refused("explain takes a communicator and a Problem, not Tensor"):
         tunedcomm.explain("all_reduce", x)  # type: ignore[arg-type]
-    with refused("all_to_all has no reduction 'sum', only ''"):
-        tunedcomm.explain(get_communicator(), tunedcomm.Problem("all_to_all", (4,), "float32", 2))
+    with refused("all_to_all has no reduction 'max', only ''"):
+        tunedcomm.explain(get_communicator(), tunedcomm.Problem("all_to_all", (4,), "float32", 2, "max"))
+    moved = tunedcomm.Problem("all_to_all", (4,), "float32", 2)  # with a reduction by default, which it has none of
+    told = [tunedcomm.explain(get_communicator(), one) for one in (moved, dataclasses.replace(moved, reduction=""))]
+    assert told[0] == told[1]
     with refused("the problem is one of 4 ranks, the communicator has 2"):
         tunedcomm.explain(get_communicator(), tunedcomm.Problem("all_reduce", (4,), "float32", 4))
     with refused("out is a list; it must be a dense tensor"):

@@ -361,7 +361,7 @@ def test_infeasible_everywhere_is_said_and_no_failure(monkeypatch: pytest.Monkey
 
 def test_named_variant_that_dispatch_will_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, said in (
-        ("multimem_one_shot", 'runs only in calls with numerics="any": its class is unordered'),
+        ("multimem_one_shot", 'runs only in calls with numerics="any", of ops that take it, or if forced: its'),
         ("torch_one_shot", "runs only when it is forced"),
         ("lamport", ""),
     ):

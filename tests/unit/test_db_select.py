@@ -336,7 +336,10 @@ def test_nothing_is_extrapolated_beyond_a_factor_of_two() -> None:
         decision = decide(rows, problem(size))
         assert decision.source == source, size
         assert decision.candidate == candidate("one_shot" if source == "interpolated" else "library")
-    assert "nothing measured at 16384 bytes, the nearest size, may serve" in decide(rows, problem(1 << 20)).why
+    assert (
+        "what is measured at 16384 bytes, the nearest size, may not serve this one; `tunedcomm tune` measures it"
+        in decide(rows, problem(1 << 20)).why
+    )
 
 
 def test_who_has_tuned_a_size_in_vain_is_not_told_to_tune_it() -> None:

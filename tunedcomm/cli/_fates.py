@@ -42,7 +42,10 @@ def _not_by_default(op: str, name: str) -> Iterator[str]:
     if variant is not None and not variant.bounded:
         yield f"{name} was measured, and runs only when it is forced: it would wait for a lost peer for ever"
     elif variant is not None and not admits("default", variant.numerics):
-        yield f'{name} was measured, and runs only in calls with numerics="any": its class is {variant.numerics}'
+        yield (
+            f'{name} was measured, and runs only in calls with numerics="any", of ops that take it, or if forced: '
+            f"its class is {variant.numerics}"
+        )
 
 
 def _failures(fate: VariantFate, database: str | None) -> Iterator[str]:

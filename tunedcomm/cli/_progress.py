@@ -35,6 +35,8 @@ def _duration(seconds: float) -> str:
 
 
 def _against_library(gang: GangProgress) -> str:
+    if gang.best_us is None:
+        return "nothing is timed yet"
     speed_up = format_ratio(gang.library_us, gang.best_us)
     return f"best {format_us(gang.best_us)} µs, library {format_us(gang.library_us)} µs ({speed_up})"
 

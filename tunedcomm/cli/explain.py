@@ -48,7 +48,7 @@ def explanation(choice: Choice) -> list[str]:
         lines.append(f"  evidence      {decision.layer} database{trial}")
     if decision.latency_us is not None:
         lines.append(f"  latency       {format_us(decision.latency_us)} µs")
-    if decision.library_us is not None:
+    if decision.library_us is not None and decision.candidate.variant != "library":
         speed_up = format_ratio(decision.library_us, decision.latency_us)
         lines.append(f"  library       {format_us(decision.library_us)} µs, speed-up {speed_up}")
     if decision.runner_up is not None:

@@ -197,7 +197,7 @@ def _library(call: Call, hopeless: Callable[[], str | None]) -> Decision:
         nearest = min({call.size(row.problem) for row in rows}, key=lambda s: (abs(math.log(s / size)), s))
         rows = tuple(row for row in rows if call.size(row.problem) == nearest)
         call.report(rows, call.usable(rows, predicted=True))
-        why = f"nothing measured at {nearest} bytes, the nearest size, may serve"
+        why = f"what is measured at {nearest} bytes, the nearest size, may not serve this one"
         if any(row.problem == call.problem for row in rows):
             why, advice = "of what is measured at this very size only the library may serve", ""
     else:
