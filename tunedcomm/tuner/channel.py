@@ -20,11 +20,12 @@ import json
 import os
 import selectors
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GangEnd", "SupervisorEnd", "read_failures", "write_failure"]
+__all__ = ["GangEnd", "SupervisorEnd", "failure_age_s", "read_failures", "write_failure"]
 
 _NAME = "socket"
 _CHUNK = 1 << 16
@@ -146,6 +147,12 @@ class GangEnd:
 def write_failure(folder: Path, rank: int, text: str) -> None:
     """Leave the error of a launch for the supervisor: the other ranks may never answer again."""
     (folder / f"failure-{rank}.json").write_text(json.dumps({"rank": rank, "error": text}), encoding="utf-8")
+
+
+def failure_age_s(folder: Path) -> float:
+    """Seconds since the last rank left a failure; 0 where none did."""
+    now = time.time()
+    return max(0.0, now - max((path.stat().st_mtime for path in folder.glob("failure-*.json")), default=now))
 
 
 def read_failures(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tunedcomm.spec import Candidate
-from tunedcomm.tuner.channel import SupervisorEnd, read_failures
+from tunedcomm.tuner.channel import SupervisorEnd, failure_age_s, read_failures
 from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.death import Death, read_death
 from tunedcomm.tuner.job import Settings, candidate_from_dict
@@ -29,6 +29,8 @@ __all__ = ["GangProcess", "gang_environment", "remove_stale_folders"]
 _log = logging.getLogger("tunedcomm")
 
 _EXIT_WAIT_S = 20.0
+# Once a launch has raised on one rank the gang is lost: the others get so long to say what became of theirs.
+_ECHO_S = 5.0
 # Of this kernel's processes: a temporary directory may be shared with other hosts or containers.
 _FOLDER = f"tunedcomm-gang-{hashlib.sha256(kernel_identity().encode()).hexdigest()[:8]}-"
 # Set by whatever launched the supervisor; a gang is a job of its own.
@@ -177,10 +179,13 @@ class GangProcess:
     def silence(self) -> tuple[str, str] | None:
         """`hung` or `crashed` and a sentence, if it has been silent for longer than it may."""
         silent_s = time.monotonic() - self._heard
-        if silent_s <= self._patience_s() or (self.waiting and not self._channel.closed):
+        if silent_s <= min(_ECHO_S, self._patience_s()) or (self.waiting and not self._channel.closed):
             return None
-        if failures := read_failures(self._folder):
+        failures = read_failures(self._folder)
+        if failures and min(silent_s, failure_age_s(self._folder)) > _ECHO_S:
             return "crashed", f"{'; '.join(failures)}; the other ranks waited for it for {silent_s:.0f} s"
+        if silent_s <= self._patience_s():
+            return None
         return "hung", f"no sign of life for {silent_s:.0f} s while {self._step()}"
 
     def _step(self) -> str:
