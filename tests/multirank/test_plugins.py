@@ -237,6 +237,28 @@ BROKEN = {
 }
 
 
+def test_doctor_has_one_line_for_a_package_that_brings_nothing(tmp_path: Path) -> None:
+    text, value, _ = BROKEN["no-such-op"]
+    install(tmp_path / "other", "of-no-op", "broken", text, value)
+    install(tmp_path / "other", "registers-nothing", "empty", "", "empty")
+    code = (
+        "from tunedcomm.cli._checks import check_packages\n"
+        "for check in check_packages(): print(check.level, check.detail)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(tmp_path / "other"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    nothing, refused = done.stdout.splitlines()
+    assert nothing == "warn registers-nothing brings nothing: its import registers no variant"
+    assert refused.startswith("warn of-no-op brings no variants: ")
+    assert "did you mean 'all_reduce'" in refused
+
+
 @pytest.mark.parametrize("package", some(BROKEN))
 def test_a_broken_package_is_left_out_with_one_warning(package: str, site: Path, tmp_path: Path) -> None:
     text, value, reason = BROKEN[package]

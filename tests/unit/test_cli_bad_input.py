@@ -52,7 +52,10 @@ def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--op quux", ["unknown op 'quux'. The ops are "]),
         ("--op all_reduce --model lama3-70b", ["unknown model 'lama3-70b'; did you mean 'llama3-70b'", "--shape"]),
         ("--op all_reduce --model quux", ["unknown model 'quux'. The models are"]),
-        ("--op all_reduce --variants lamprt", ["no variant 'lamprt'; did you mean 'lamport'", "Its variants are"]),
+        (
+            "--op all_reduce --variants lamprt",
+            ["no variant 'lamprt'; did you mean 'lamport'", "Its variants are", "doctor"],
+        ),
         ("--op all_reduce --variants lamport,quux", ["no variant 'quux'. Its variants are"]),
         ("--op all_reduce --dtype bf16", ["'bf16' is not a dtype of all_reduce; did you mean 'bfloat16'"]),
         ("--op all_reduce --dtype quux", ["'quux' is not a dtype of all_reduce. Allowed: bfloat16, float16"]),

@@ -196,6 +196,53 @@ def test_show_of_an_unknown_problem_is_exit_code_1(stored: str) -> None:
     assert json.loads(text) == []
 
 
+def told_instead(path: str, *more: str) -> str:
+    shown = CliRunner().invoke(
+        main.app, ["db", "show", "--op", "all_reduce", "--shape", "98304", "--world-size", "4", *more, "--db", path]
+    )
+    assert shown.exit_code == 1
+    return " ".join(shown.stderr.split())
+
+
+def test_show_says_what_to_pass_where_the_shape_is_stored_otherwise(stored: str) -> None:
+    said = told_instead(stored, "--dtype", "float32")
+    assert "no trial of all_reduce 98304 float32 world_size=4 in either mode is stored; 98304 is stored in" in said
+    assert "database: pass --dtype bfloat16; `tunedcomm db list`" in said
+    said = told_instead(stored, "--mode", "eager")
+    assert "world_size=4 eager is stored" in said
+    assert "pass --mode graph; `tunedcomm db list`" in said
+    said = told_instead(stored, "--in-place", "--reduction", "avg")
+    assert "in either mode (avg, in place) is stored" in said
+    assert "pass --reduction sum and leave out --in-place;" in said
+    assert "database: leave out --in-place;" in told_instead(stored, "--in-place")
+
+
+def test_show_names_the_nearest_problems_of_a_shape_first(tmp_path: Path) -> None:
+    path = tmp_path / "several.db"
+    others = [
+        dataclasses.replace(PROBLEM, world_size=2, dtype="float32", mode="eager"),
+        dataclasses.replace(PROBLEM, dtype="float16", in_place=True, mode="eager"),
+        dataclasses.replace(PROBLEM, dtype="float32", mode="eager"),
+        dataclasses.replace(PROBLEM, dtype="float32", mode="graph"),
+        dataclasses.replace(PROBLEM, shape=(98305,)),
+    ]
+    with Database.open(path, create=True) as database:
+        database.record([trial("library", 9.0, problem=problem) for problem in others])
+    said = told_instead(str(path))
+    ways = ("pass --dtype float32", "pass --dtype float16 --in-place", "pass --dtype float32 --world-size 2")
+    assert f"database: {' or '.join(ways)}; `tunedcomm db list`" in said
+
+
+def test_show_names_a_nearest_shape_of_both_modes_once(tmp_path: Path) -> None:
+    path = tmp_path / "both.db"
+    shapes = [(1024,), (2048,), (4096,), (1 << 20,)]
+    every = [dataclasses.replace(PROBLEM, shape=shape, mode=mode) for shape in shapes for mode in ("graph", "eager")]
+    with Database.open(path, create=True) as database:
+        database.record([trial("library", 9.0, problem=problem) for problem in every])
+    assert "in either mode is stored; the nearest shapes stored are 1048576, 4096, 2048;" in told_instead(str(path))
+    assert "eager is stored; the nearest shapes stored are 1048576" in told_instead(str(path), "--mode", "eager")
+
+
 def test_show_command_names_the_whole_problem(tmp_path: Path) -> None:
     """Of a fused GEMM in a layout that is not the default one, and of a call in place."""
     fp8 = Problem("gemm_rs", (4096, 8192, 3584), "float8_e4m3fn", 4, reduction="sum", layout="kn", scaling="tensorwise")

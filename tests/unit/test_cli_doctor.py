@@ -80,6 +80,50 @@ def test_packages_with_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert none.level == "ok"
 
 
+def test_a_package_that_brings_nothing_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunedcomm.kernels import _plugins
+
+    monkeypatch.setattr(_plugins, "brought", {"empty": [], "broken": []})
+    monkeypatch.setattr(_plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
+    (empty, broken) = _checks.check_packages()
+    assert (empty.level, empty.detail) == ("warn", "empty brings nothing: its import registers no variant")
+    assert "call register_variant" in empty.fix
+    assert broken.detail.startswith("broken brings no variants: "), "one line, not two that contradict each other"
+
+
+@pytest.mark.parametrize(
+    ("group", "is_meant"),
+    [
+        ("tunedcomm.variant", True),
+        ("tunedcomm.kernels", True),
+        ("tunedcom.variants", True),
+        ("TunedComm.Variants", True),
+        ("tunedcomm_variants", True),
+        ("tunedcomm.variants", False),
+        ("console_scripts", False),
+        ("torch.backends", False),
+    ],
+)
+def test_an_entry_point_in_a_group_that_means_nothing(
+    group: str, is_meant: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tunedcomm.kernels import _plugins
+
+    info = tmp_path / "nice_variants-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nice-variants\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\nnice = nice\nother = nice\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_plugins, "brought", {})
+    monkeypatch.setattr(_plugins, "failed", {})
+    (check,) = _checks.check_packages()
+    assert check.level == ("warn" if is_meant else "ok")
+    if is_meant:
+        assert f"nice-variants has an entry point in the group {group!r}" in check.detail
+        assert "did you mean 'tunedcomm.variants'?" in check.detail
+        assert "install it again" in check.fix
+
+
 def test_settings_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", "soon")
     monkeypatch.setenv("TUNEDCOMM_TIMEOUT", "3")

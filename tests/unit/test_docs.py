@@ -12,6 +12,7 @@ import pytest
 
 from tunedcomm import errors
 from tunedcomm.db.schema import Base
+from tunedcomm.tuner.plan import SweepSpec, _settings
 
 ROOT = Path(__file__).parents[2]
 GENERATORS = sorted((ROOT / "docs").glob("generate_*.py"))
@@ -44,6 +45,15 @@ def test_every_error_says_what_to_do() -> None:
             parts = (getattr(errors, name).__doc__ or "").split("\n\n")
             assert len(parts) >= 2, name
             assert len(parts[1].split()) >= 6, name
+
+
+def test_the_time_limits_of_a_trial_are_those_of_the_tuner() -> None:
+    page = " ".join((ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8").split())
+    host = _settings(SweepSpec(op="all_reduce"), "host", 2)
+    gpus = _settings(SweepSpec(op="all_reduce"), "cuda", 2)
+    assert host.compile_timeout_s == gpus.compile_timeout_s
+    assert f": {host.trial_timeout_s:g} s on the host, {gpus.trial_timeout_s:g} s on GPUs." in page
+    assert f"A `bind` has {gpus.compile_timeout_s:g} s." in page
 
 
 def test_every_page_is_in_the_readme_and_on_the_menu() -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from tunedcomm import settings
+from tunedcomm.errors import UnknownNameError
 from tunedcomm.names import did_you_mean
 from tunedcomm.shapes import parse_shape
-from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op
+from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, get_variant
 
 if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy
@@ -182,6 +183,20 @@ def known_op(name: str) -> OpSpec:
 
     kernels.discover()
     return get_op(name)
+
+
+def known_variant(op: str, name: str) -> str:
+    """The name of a variant of the op, which `known_op` has looked up.
+
+    Raises:
+        UnknownNameError: with the nearest names.
+    """
+    try:
+        return get_variant(op, name).name
+    except UnknownNameError as error:
+        raise UnknownNameError(
+            f"{error} If a package should bring it, `tunedcomm doctor` says what it brings."
+        ) from None
 
 
 def borrowed(values: list[str] | None) -> tuple[str, ...]:

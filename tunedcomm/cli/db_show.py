@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,10 +73,10 @@ def db_show(
     ).problem()
     asked = {problem} if mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}
     found: list[Contest] = []
-    others: set[Problem] = set()
+    stored: list[tuple[str, Problem]] = []
     for layer, trials in read_trials(db, op=op, hardware=hardware):
         found += contests(layer, [trial for trial in trials if trial.problem in asked])
-        others |= {trial.problem for trial in trials if trial.problem.family == problem.family}
+        stored += dict.fromkeys((layer, trial.problem) for trial in trials)
     if as_json:
         emit_json([_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
     for contest in [] if as_json else found:
@@ -88,19 +88,55 @@ def db_show(
     if not as_json:
         print_pins((name, pin) for name, pin in read_pins(db, op=op, hardware=hardware) if pin.problem in asked)
     if not found:
-        near = nearest_shapes(problem, others)
-        hint = f"; the nearest shapes stored are {', '.join(near)}" if near else ""
-        note(f"no trial of {problem} is stored{hint}; `tunedcomm db list` prints what is")
+        note(f"no trial of {_named(asked)} is stored{_hint(asked, stored)}; `tunedcomm db list` prints what is")
         raise typer.Exit(1)
 
 
+def _named(asked: set[Problem]) -> str:
+    """One problem, or one that was asked for in either mode."""
+    first = min(asked)
+    return str(first) if len(asked) == 1 else str(first).replace(f" {first.mode}", " in either mode", 1)
+
+
+def _hint(asked: set[Problem], stored: Sequence[tuple[str, Problem]]) -> str:
+    """The options under which this very shape is stored, else the nearest shapes that are."""
+    problem = min(asked)
+    if same := [(layer, other) for layer, other in stored if other.shape == problem.shape]:
+        nearest = same[0][0]
+        ways = {_change_to(other, asked) for layer, other in same if layer == nearest}
+        fewest = sorted(ways, key=lambda way: (way.count("--"), way))[:3]
+        return f"; {format_shape(problem.shape)} is stored in the {nearest} database: {' or '.join(fewest)}"
+    families = {one.family for one in asked}
+    near = nearest_shapes(problem, {other for _, other in stored if other.family in families})
+    return f"; the nearest shapes stored are {', '.join(near)}" if near else ""
+
+
+def _change_to(other: Problem, asked: set[Problem]) -> str:
+    """What to change in the command that asked, to have it ask for the other problem."""
+    problem = next((one for one in asked if one.mode == other.mode), min(asked))
+    named = {
+        "--dtype": (problem.dtype, other.dtype),
+        "--world-size": (str(problem.world_size), str(other.world_size)),
+        "--mode": (problem.mode, other.mode),
+        "--reduction": (problem.reduction, other.reduction),
+        "--input-kind": (problem.input_kind, other.input_kind),
+        "--layout": (problem.layout, other.layout),
+        "--scaling": (problem.scaling, other.scaling),
+    }
+    changed = [f"{option} {there or 'none'}" for option, (here, there) in named.items() if here != there]
+    changed += ["--in-place"] if other.in_place and not problem.in_place else []
+    parts = [f"pass {' '.join(changed)}"] if changed else []
+    parts += ["leave out --in-place"] if problem.in_place and not other.in_place else []
+    return " and ".join(parts)
+
+
 def nearest_shapes(problem: Problem, others: Iterable[Problem]) -> list[str]:
-    """Shapes of the problems nearest in size, at most three, nearest first."""
+    """Shapes of the problems nearest in size, at most three, nearest first, each once."""
 
     def distance(other: Problem) -> tuple[float, Problem]:
         return abs(math.log((other.numel + 1) / (problem.numel + 1))), other
 
-    return [format_shape(other.shape) for other in sorted(others, key=distance)[:3]]
+    return list(dict.fromkeys(format_shape(other.shape) for other in sorted(others, key=distance)))[:3]
 
 
 def _by_speed(contest: Contest) -> list[TrialRecord]:

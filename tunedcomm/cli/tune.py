@@ -28,6 +28,7 @@ from tunedcomm.cli._options import (
     check_scaling,
     check_shape,
     known_op,
+    known_variant,
     parse_budget,
     parse_gangs,
     split,
@@ -36,7 +37,6 @@ from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note
 from tunedcomm.cli._problems import kind_of, message_of
 from tunedcomm.cli._progress import shown
 from tunedcomm.shapes import format_shape
-from tunedcomm.spec import get_variant
 
 if TYPE_CHECKING:
     from tunedcomm.spec import Problem
@@ -161,7 +161,7 @@ def tune(
         scalings=tuple(check_scaling(name, spec, one) for one in dtypes for name in split(scaling)),
         input_kinds=input_kind.values,
         in_place=in_place.values,
-        variants=tuple(get_variant(spec.name, name).name for name in split(variants)),
+        variants=tuple(known_variant(spec.name, name) for name in split(variants)),
         trials=trials,
         budget_s=None if budget is None else parse_budget(budget),
         gangs=parse_gangs(gangs),

@@ -7,16 +7,17 @@ that cannot be loaded costs one warning with its name and what it said, and leav
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 
 from tunedcomm import spec
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.names import did_you_mean
 from tunedcomm.spec import Variant, get_op, ops, variants
 
-__all__ = ["GROUP", "brought", "failed", "load_plugins"]
+__all__ = ["GROUP", "brought", "failed", "load_plugins", "misspelt_groups"]
 
 GROUP = "tunedcomm.variants"
 # Package to what it registered, `OP.VARIANT` each; package to why it brings nothing.
@@ -34,11 +35,25 @@ def load_plugins(source_hash: Callable[[Variant], str]) -> None:
     for point in sorted(entry_points(group=GROUP), key=lambda point: (_package(point), point.name, point.value)):
         try:
             with _all_or_nothing():
-                _load(point, source_hash)
+                names = _load(point, source_hash)
         except Exception as error:  # noqa: BLE001 - somebody else's code must not take this library along
             why = f"its entry point {point.name} = {point.value} failed: {type(error).__name__}: {error}"
             failed[_package(point)] = why
             logger.warning("the package %s brings no variants: %s; fix or uninstall it", _package(point), why)
+        else:
+            brought.setdefault(_package(point), []).extend(names)
+            logger.info("%s brings %s", _package(point), ", ".join(names) or "nothing")
+
+
+def misspelt_groups() -> list[tuple[str, str]]:
+    """(package, group) of installed entry points that look as if they were meant for `GROUP`, sorted."""
+    found = {(dist.name or "of no name", point.group) for dist in distributions() for point in dist.entry_points}
+    return sorted(
+        (package, group)
+        for package, group in found
+        if group != GROUP
+        and (group.startswith("tunedcomm.") or difflib.get_close_matches(group.lower(), [GROUP], cutoff=0.85))
+    )
 
 
 @contextlib.contextmanager
@@ -67,7 +82,8 @@ def _registered() -> dict[tuple[str, str], Variant]:
     return {(variant.op, variant.name): variant for op in ops() for variant in variants(op).values()}
 
 
-def _load(point: EntryPoint, source_hash: Callable[[Variant], str]) -> None:
+def _load(point: EntryPoint, source_hash: Callable[[Variant], str]) -> list[str]:
+    """What the entry point registered, `OP.VARIANT` each."""
     before, ops_before = _registered(), ops()
     loaded = point.load()
     if callable(loaded):
@@ -87,6 +103,4 @@ def _load(point: EntryPoint, source_hash: Callable[[Variant], str]) -> None:
     for op in ops().keys() - ops_before.keys():
         if "library" not in variants(op):
             raise ConfigError(f"its op {op!r} has no variant 'library', which serves what no kernel can")
-    names = brought.setdefault(_package(point), [])
-    names += [f"{op}.{name}" for op, name in added]
-    logger.info("%s brings %s", _package(point), ", ".join(names) or "nothing")
+    return [f"{op}.{name}" for op, name in added]
