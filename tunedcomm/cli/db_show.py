@@ -26,7 +26,7 @@ from tunedcomm.cli._options import (
 )
 from tunedcomm.cli._output import emit_json, format_ratio, format_us, note, table
 from tunedcomm.cli._pins import print_pins, read_pins
-from tunedcomm.cli._stored import Contest, contests, read_trials
+from tunedcomm.cli._stored import Contest, contests, library_us, read_trials
 from tunedcomm.shapes import format_shape
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def _cells(trial: TrialRecord) -> list[str]:
         format_us(trial.latency_p10_us),
         format_us(trial.latency_p50_us),
         format_us(trial.latency_p90_us),
-        format_us(trial.baseline_p50_us),
-        format_ratio(trial.baseline_p50_us, trial.latency_p50_us),
+        format_us(library_us(trial)),
+        format_ratio(library_us(trial), trial.latency_p50_us),
         "-" if trial.error is None else f"{trial.error:.1e}",
         trial.reason,
     ]
