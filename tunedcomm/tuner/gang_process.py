@@ -178,13 +178,13 @@ class GangProcess:
 
     def silence(self) -> tuple[str, str] | None:
         """`hung` or `crashed` and a sentence, if it has been silent for longer than it may."""
-        silent_s = time.monotonic() - self._heard
-        if silent_s <= min(_ECHO_S, self._patience_s()) or (self.waiting and not self._channel.closed):
+        silent_s, patience_s = time.monotonic() - self._heard, self._patience_s()
+        if silent_s <= min(_ECHO_S, patience_s) or (self.waiting and not self._channel.closed):
             return None
-        failures = read_failures(self._folder)
-        if failures and min(silent_s, failure_age_s(self._folder)) > _ECHO_S:
+        is_late, failures = silent_s > patience_s, read_failures(self._folder)
+        if failures and (is_late or min(silent_s, failure_age_s(self._folder)) > _ECHO_S):
             return "crashed", f"{'; '.join(failures)}; the other ranks waited for it for {silent_s:.0f} s"
-        if silent_s <= self._patience_s():
+        if not is_late:
             return None
         return "hung", f"no sign of life for {silent_s:.0f} s while {self._step()}"
 
