@@ -25,6 +25,7 @@ import os
 import random
 import secrets
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -240,14 +241,24 @@ def start() -> None:
     kernels.discover()
 
 
+def say(text: str) -> None:
+    """So that a run that ends before its time tells where it stood."""
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
 def stress(
     names: Sequence[str], launches: int, seconds: float, only: Collection[str] = (), *, graph: bool = False
 ) -> list[dict[str, Any]]:
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
-    planned = plan(communicator, names, random.Random(7), only)
+    planned, begin = plan(communicator, names, random.Random(7), only), time.monotonic()
+    say(f"compiling {sum(len(chosen) for _, _, chosen in planned)} candidates")
     compile_all(planned)
+    say(f"binding them, {time.monotonic() - begin:.0f} s after the beginning")
     entries = bind_all(communicator, planned)
+    say(f"launching, {time.monotonic() - begin:.0f} s after the beginning")
     took = run(communicator, entries, launches, seconds, graph=graph)
     for entry in entries:
         for trial in entry.trials:
