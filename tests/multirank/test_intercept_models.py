@@ -15,6 +15,7 @@ from cases import Launched, report, run_cases, spy_on_launches
 from harness import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -212,6 +213,32 @@ def data_parallel_model(rank: int) -> None:
     assert launched
 
 
+def fully_sharded_model(rank: int) -> None:
+    """FSDP2 gathers parameters in bf16 and scatters averages of gradients in fp32, which are then clipped."""
+
+    def steps() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(Mlp(), Mlp())
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*model, model):
+            fully_shard(part, mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(x_of(rank, 4, WIDTH, same=False)).float().square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [local(parameter).detach().clone() for parameter in model.parameters()]
+
+    expected = steps()
+    with served() as calls:
+        close(steps(), expected)
+    found = {tuple(told.problem.split()[::2][:2]) for told in calls.calls()}
+    assert found == {("all_gather", "bfloat16"), ("reduce_scatter", "float32"), ("all_reduce", "float32")}, str(calls)
+    assert calls.num_passed_on == 0, str(calls)
+    assert launched
+
+
 def one_dimension_of_a_mesh(rank: int) -> None:
     """The other dimension's groups, of one rank each here, are not intercepted."""
     mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("dp", "tp"))
@@ -230,6 +257,7 @@ CASES = {
     "compiled mlp": compiled_mlp,
     "compiled inside with dynamic shapes": compiled_inside_with_dynamic_shapes,
     "data parallel model": data_parallel_model,
+    "fully sharded model": fully_sharded_model,
     "one dimension of a mesh": one_dimension_of_a_mesh,
 }
 
