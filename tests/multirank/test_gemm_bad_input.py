@@ -48,7 +48,7 @@ def shapes(rank: int) -> None:
     refuse({"b": torch.ones(K)}, r"it must be a matrix \[K, N\], e\.g\. weight\.t\(\)")
     refuse({"b": torch.tensor(1.0)}, "it must be a matrix")
     refuse({"a": torch.tensor(1.0)}, r"a of \w+ has shape \(\); it must have at least \d dimension")
-    refuse({"a": torch.ones(K)}, r"at least 2 dimensions: pass \[\.\.\., M, K\]", "ag_gemm", "gemm_rs")
+    refuse({"a": torch.ones(K)}, r"at least 2 dimensions: pass \[M, \.\.\., K\]", "ag_gemm", "gemm_rs")
     refuse({"b": None}, r"wants b \[K, N\], got None")
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +266,37 @@ def test_rows_append_to_files_of_fewer_columns(tmp_path: Path) -> None:
     assert old.read_text().split() == ["op,shape", "all_reduce,5", "x,x", "x,x"]
     assert new.read_text().splitlines()[0].split(",") == list(COLUMNS)
     assert len(new.read_text().split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda path: path.write_text("name,shape,value\nfoo,3,7\n"),
+            "is another program's table: it lacks the columns op,",
+        ),
+        (lambda path: path.mkdir(), "cannot be appended to: "),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be appended to: "),
+    ],
+    ids=["another program's", "a directory", "no text"],
+)
+def test_a_csv_that_cannot_take_the_rows_is_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Path], Any], said: str
+) -> None:
+    path = tmp_path / "mine.csv"
+    make(path)
+    before = path.read_bytes() if path.is_file() else b""
+    gang = Gang([])
+    shown = start(gang, monkeypatch, "--shape", "98304", "--csv", str(path))
+    assert shown.exit_code == 2
+    assert said in " ".join(shown.stderr.replace("│", " ").split())
+    assert not gang.job
+    assert (path.read_bytes() if path.is_file() else b"") == before
+
+
+def test_a_csv_is_not_made_before_there_are_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.csv"
+    gang = Gang(None, code=1)
+    assert start(gang, monkeypatch, "--shape", "98304", "--csv", str(path)).exit_code == 1
+    assert gang.job["csv"] == str(path)
+    assert not path.exists()

@@ -213,6 +213,29 @@ def test_a_shells_pattern_and_images(tmp_path: Path) -> None:
         assert image.stat().st_size > 10_000
 
 
+def test_a_page_of_nothing_is_bad_usage(tmp_path: Path) -> None:
+    page = ("-o", tmp_path / "r.html")
+    code, output = invoke("report", "--no-db", *page)
+    assert code == 2
+    assert "a page needs a database or CSV files" in output
+    code, output = invoke("report", "--no-db", *page, "--csv", ALL_REDUCE, "--op", "all_reduec")
+    assert code == 2
+    assert "nothing of 'all_reduec' is in" in output
+    empty = tmp_path / "empty.csv"
+    empty.write_text(ALL_REDUCE.read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
+    code, output = invoke("report", "--no-db", *page, "--csv", empty)
+    assert code == 0
+    assert "empty.csv: has no rows" in output
+
+
+def test_images_that_cannot_be_written_are_bad_usage(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    gemms = gemm_csv(tmp_path / "gemms.csv")
+    code, output = invoke("report", "--no-db", "-o", tmp_path / "r.html", "--png", tmp_path / "file", "--csv", gemms)
+    assert code == 2, output
+    assert "cannot take images" in output
+
+
 def test_a_missing_package_names_the_extra(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()

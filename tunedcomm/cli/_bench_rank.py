@@ -309,9 +309,9 @@ def main(job_file: str, result_file: str) -> int:
             sys.stderr.write(f"  {problem}\n")
             sys.stderr.flush()
     if communicator.rank == 0:
+        Path(result_file).write_text(json.dumps({"rows": rows, "left_out": bencher.left_out}), encoding="utf-8")
         if job["csv"]:
             _append_csv(Path(job["csv"]), rows)
-        Path(result_file).write_text(json.dumps({"rows": rows, "left_out": bencher.left_out}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
     return 0

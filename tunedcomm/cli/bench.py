@@ -8,6 +8,8 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from csv import Error as CsvError
+from csv import reader
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,6 +106,8 @@ def bench(
     for extents in shapes:
         check_problem(Problem(spec.name, extents, dtypes[0], ranks))
     files = adapter_files(peers or [])
+    if csv is not None:
+        _check_csv(csv)
     job = {
         "op": spec.name,
         "shapes": [format_shape(extents) for extents in shapes],
@@ -127,6 +131,27 @@ def bench(
         emit_json(found["rows"])
     else:
         print_table(found["rows"])
+
+
+def _check_csv(path: Path) -> None:
+    """Refuse, before anything is measured, a file that cannot take the rows: of another program, or not writable."""
+    from tunedcomm.report.bench_rows import NEEDED
+
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            columns = next(reader(file), [])
+        if is_new:
+            path.unlink()
+    except (OSError, UnicodeDecodeError, CsvError) as error:
+        raise typer.BadParameter(f"{path} cannot be appended to: {error}", param_hint="--csv") from None
+    if columns and (missing := [name for name in NEEDED if name not in columns]):
+        raise typer.BadParameter(
+            f"{path} is another program's table: it lacks the columns {', '.join(missing)}; name another file",
+            param_hint="--csv",
+        )
 
 
 def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[str]:

@@ -47,18 +47,27 @@ def report(
     if no_db and db:
         raise typer.BadParameter("leave it out, or --db", param_hint="--no-db")
     files = [*(csv or []), *(more or [])]
+    if no_db and not files:
+        raise typer.BadParameter("a page needs a database or CSV files; name some", param_hint="--no-db")
     try:
         material = gather([] if no_db else _layers(db), files, op=op, link_gb_s=link_gb_s)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--csv") from error
     for file in material.files:
+        if not (file.rows or file.candidates or file.rules or file.skipped):
+            note(f"{file.name}: has no rows")
         if file.skipped:
             note(f"{file.name}: left out {len(file.skipped)} lines that make no sense; the page lists them")
+    if op is not None and not (material.bench or material.stored):
+        raise typer.BadParameter(f"nothing of {op!r} is in the databases and files given", param_hint="--op")
     try:
         output.write_text(render(material, title=title), encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from error
-    images = [] if png is None else write_png(material, png)
+    try:
+        images = [] if png is None else write_png(material, png)
+    except OSError as error:
+        raise typer.BadParameter(f"{png} cannot take images: {error.strerror}", param_hint="--png") from error
     _say(output, images, len(material.bench) + len(material.stored), as_json=as_json)
 
 

@@ -30,7 +30,9 @@ _ops: Any = torch.ops.tunedcomm
 
 def refuse(what: str) -> None:
     """Say that a call has no gradient."""
-    raise UnsupportedInputError(f"{what} is not differentiable; call it under torch.no_grad() or pass x.detach()")
+    raise UnsupportedInputError(
+        f"{what} is not differentiable; call it under torch.no_grad() or pass its inputs detached"
+    )
 
 
 def rows_of(grad: torch.Tensor) -> torch.Tensor:

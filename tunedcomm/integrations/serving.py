@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.communicator import get_communicator
+from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations._routed import Choice, Route, RoutedCall, RoutedGroup
 from tunedcomm.ops.all_reduce import all_reduce
 
@@ -51,16 +52,21 @@ class ServingAllReduce:
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of the group, or it has no backend for the device.
+        UnsupportedInputError: `max_bytes` is no number of bytes.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         *,
         max_bytes: int | None = None,
     ) -> None:
-        communicator = get_communicator(group, device)
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
+            raise UnsupportedInputError(
+                f"max_bytes={max_bytes!r} is no number of bytes; pass an integer from 0 on, or None"
+            )
+        communicator = get_communicator(group, None if device is None else torch.device(device))
         self.group, self.device = communicator.group, communicator.device
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.max_bytes = max_bytes

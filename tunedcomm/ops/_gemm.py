@@ -92,10 +92,10 @@ class GemmForm(ManyForm):
         if b is None:
             raise UnsupportedInputError(f"{self.op} wants b [K, N], got None")
         if a.dim() < self.least_dims:
-            dims = ", ".join(["M", "K"][-self.least_dims :])
+            dims = "..., K" if self.least_dims == 1 else "M, ..., K"
             raise UnsupportedInputError(
                 f"a of {self.op} has shape {tuple(a.shape)}; it must have at least {self.least_dims} dimensions: "
-                f"pass [..., {dims}]"
+                f"pass [{dims}]"
             )
         if b.dim() != 2:
             raise UnsupportedInputError(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tunedcomm.report.measured import LIBRARY, TUNED, Group, Measured
 
-__all__ = ["BenchFile", "RegretRule", "read_csv"]
+__all__ = ["NEEDED", "BenchFile", "RegretRule", "read_csv"]
 
-_NEEDED = ("op", "shape", "message_bytes", "dtype", "world_size", "mode", "contender", "latency_p50_us")
+NEEDED = ("op", "shape", "message_bytes", "dtype", "world_size", "mode", "contender", "latency_p50_us")
 _RULES = ("world_size", "rule", "regret_mean", "regret_worst")
 _HOST_COST = "host_cost:"
 # What `bench/regret.py` writes: several configs of any variant, one of them the library.
@@ -64,7 +64,7 @@ def read_csv(path: Path) -> BenchFile:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or []
             is_rules = all(name in columns for name in _RULES)
-            missing = [name for name in _NEEDED if name not in columns]
+            missing = [name for name in NEEDED if name not in columns]
             if missing and not is_rules:
                 raise ValueError(
                     f"{path} is not a table that a report can show: it lacks the columns {', '.join(missing)}; give "
