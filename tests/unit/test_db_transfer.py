@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, trial
@@ -27,7 +26,6 @@ from transfer_samples import (
     write,
 )
 
-from tunedcomm.db import migrate, supply
 from tunedcomm.db.answers import newest_variants
 from tunedcomm.db.diff import diff_databases
 from tunedcomm.db.export import export_database
@@ -136,7 +134,7 @@ def test_lines_are_sorted_plain_and_the_same_from_every_database(tmp_path: Path)
     text = lines_of(source, tmp_path / "a.jsonl").decode("ascii")
     assert lines_of(tmp_path / "copy.db", tmp_path / "b.jsonl").decode() == text
     lines = [json.loads(line) for line in text.splitlines()]
-    assert lines[0] == {"format": "tunedcomm-jsonl", "version": 1, "schema": "0001"}
+    assert lines[0] == {"format": "tunedcomm-jsonl", "version": 1, "schema": "0002"}
     assert lines[-1] == {"kind": "end", "lines": len(lines) - 1}
     kinds = [line["kind"] for line in lines[1:]]
     assert sorted(set(kinds), key=kinds.index) == ["environment", "run", "variant", "trial", "end"]
@@ -155,18 +153,7 @@ def test_lines_are_sorted_plain_and_the_same_from_every_database(tmp_path: Path)
     assert [{**t, "run": None} for t in others if t.get("kind") == "trial"] == without_runs
 
 
-def test_a_source_older_than_this_tunedcomm_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the schema had gone on since the file of the first revision was made."""
-    upgrade = migrate._upgrade
-
-    def to_next(connection: Any) -> None:
-        upgrade(connection)
-        connection.exec_driver_sql("UPDATE tunedcomm_version SET version_num = '0002'")
-
-    monkeypatch.setattr(migrate, "HEAD", "0002")
-    monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
-    monkeypatch.setattr(migrate, "_upgrade", to_next)
-    monkeypatch.setattr(supply, "REVISIONS", ("0001", "0002"))
+def test_a_source_older_than_this_tunedcomm_is_read(tmp_path: Path) -> None:
     asset = tmp_path / "old.db"
     shutil.copy(DATA / "revision_0001.db", asset)
     before = asset.read_bytes()

@@ -17,6 +17,7 @@ from tunedcomm.db import rows as parse
 from tunedcomm.db.columns import own_columns, to_stored
 from tunedcomm.db.jsonl import FORMAT, FORMAT_VERSION, Line, check_trial, end, run_key
 from tunedcomm.db.records import canonical_json, config_digest
+from tunedcomm.db.rekey import current_hash
 from tunedcomm.db.schema import HEAD, REVISIONS, Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 from tunedcomm.shapes import format_shape
@@ -109,6 +110,7 @@ class Intake:
         stored = parse.parse_variant(values)
         if not stored.name:
             raise ValueError("a variant without a name")
+        values["source_hash"] = stored.source_hash
         self._put(VariantRow, (stored.op, stored.name, stored.numerics, stored.source_hash), values)
 
     def _problem(self, line: Line) -> tuple[int, str]:
@@ -137,7 +139,8 @@ class Intake:
         values = self._own(TrialRow, line, *_TRIAL_FIELDS)
         check_trial(values)
         problem_id, op = self._problem(line)
-        variant = (op, line.get("variant"), line.get("numerics"), line.get("source_hash"))
+        name, stored_hash = str(line.get("variant")), str(line.get("source_hash"))
+        variant = (op, name, line.get("numerics"), current_hash(op, name, stored_hash))
         run = line.get("run")
         batch = self._batches.setdefault(TrialRow, [])
         batch.append(

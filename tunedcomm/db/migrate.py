@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Engine, String, column, inspect, select, tabl
 
 from tunedcomm.db.backup import back_up
 from tunedcomm.db.engine import IMMEDIATE, Target, exclusive
-from tunedcomm.db.schema import HEAD, REVISIONS, VERSION_TABLE
+from tunedcomm.db.schema import HEAD, READABLE, REVISIONS, VERSION_TABLE
 from tunedcomm.errors import DatabaseCorruptError, DatabaseVersionError
 
 __all__ = ["Migrated", "ensure_schema", "known", "migrate", "schema_version"]
@@ -40,8 +40,8 @@ def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: boo
     """
     with engine.connect() as connection:
         version = schema_version(connection)
-    if version == HEAD:
-        return HEAD
+    if version == HEAD or (readonly and version in READABLE):
+        return version
     if readonly:
         raise DatabaseVersionError(
             f"{target} has schema {known(target, version)} and this tunedcomm reads {HEAD}; run `tunedcomm db upgrade "

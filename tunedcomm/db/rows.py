@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from typing import Any, NoReturn, cast
 
 from tunedcomm.db.records import STATUSES, RunRecord, Status
+from tunedcomm.db.rekey import current_hash
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
 from tunedcomm.shapes import parse_shape
@@ -174,8 +175,9 @@ def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
     numerics = row["numerics"]
     if numerics not in ("ordered", "library", "unordered"):
         raise ValueError(f"unknown numerics class {numerics!r:.80}")
-    name = text_of(row["name"], "name")
-    return StoredVariant(text_of(row["op"], "op"), name, numerics, text_of(row["source_hash"], "source_hash"))
+    op, name = text_of(row["op"], "op"), text_of(row["name"], "name")
+    source_hash = current_hash(op, name, text_of(row["source_hash"], "source_hash"))
+    return StoredVariant(op, name, numerics, source_hash)
 
 
 def parse_run(row: Mapping[str, Any]) -> RunRecord:

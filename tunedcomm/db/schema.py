@@ -27,6 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 __all__ = [
     "HEAD",
+    "READABLE",
     "REVISIONS",
     "VERSION_TABLE",
     "Base",
@@ -40,8 +41,10 @@ __all__ = [
 ]
 
 # Every schema revision, oldest first: an up-to-date database opens without importing Alembic.
-REVISIONS: tuple[str, ...] = ("0001",)
+REVISIONS: tuple[str, ...] = ("0001", "0002")
 HEAD = REVISIONS[-1]
+# Revisions with the tables of HEAD: readers take them as they are.
+READABLE = frozenset({"0001", HEAD})
 # Not Alembic's default name: a shared server may hold other applications' tables, each with its own version.
 VERSION_TABLE = "tunedcomm_version"
 

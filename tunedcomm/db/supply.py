@@ -88,11 +88,12 @@ def _of_file(target: Target, scratch: Path) -> Supply:
     assert target.path is not None
     try:
         with Database.open(target.path, readonly=True) as database:
-            return Supply(str(target), target, database.schema_version)
+            if (version := database.schema_version) == HEAD:
+                return Supply(str(target), target, version)
     except DatabaseVersionError:
-        version = _version(target)
-        if version not in REVISIONS:
+        if (older := _version(target)) not in REVISIONS:
             raise
+        version = str(older)
     with (
         translated(target),
         closing(sqlite3.connect(file_uri(target.path, readonly=True, immutable=False), uri=True)) as of,

@@ -5,28 +5,20 @@
 
 from __future__ import annotations
 
-import ast
-import copy
 import functools
-import hashlib
 import importlib
-import inspect
-import linecache
 import logging
 import os
 import pkgutil
 import sys
-import textwrap
 from pathlib import Path
-from typing import Any
 
 from tunedcomm.kernels._plugins import load_plugins
-from tunedcomm.spec import Variant
+from tunedcomm.kernels.common.source_hash import source_hash
 
 __all__ = ["discover", "source_hash"]
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of the driver on Linux, and under Windows
-_UNTOLD = ("ctx", "kind", "type_comment")  # fields of syntax trees that say nothing about what runs
 
 
 def _choose_interpreter() -> None:
@@ -68,101 +60,7 @@ def discover() -> None:
             module = importlib.import_module(package.name)
             for member in sorted(info.name for info in pkgutil.iter_modules(module.__path__, f"{package.name}.")):
                 importlib.import_module(member)
-    load_plugins(source_hash)
+    load_plugins()
 
 
 _choose_interpreter()
-
-
-@functools.lru_cache(maxsize=64)
-def _functions_in(lines: tuple[str, ...]) -> dict[int, ast.FunctionDef]:
-    """Functions at the top of a module by their first line, which may be a decorator's: a module is parsed once."""
-    found = [node for node in ast.parse("".join(lines)).body if isinstance(node, ast.FunctionDef)]
-    return {min([node.lineno, *(part.lineno for part in node.decorator_list)]): node for node in found}
-
-
-def _definition(function: Any) -> ast.FunctionDef:
-    """Syntax tree of a function without comments, docstring, decorators and formatting."""
-    lines = linecache.getlines(inspect.getsourcefile(function) or "", function.__globals__)
-    found: ast.stmt | None = _functions_in(tuple(lines)).get(function.__code__.co_firstlineno)
-    if found is None:  # inside of another function, say
-        found = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(found, ast.FunctionDef)
-    definition = copy.copy(found)
-    if ast.get_docstring(definition, clean=False) is not None:
-        definition.body = definition.body[1:] or [ast.Pass()]
-    definition.decorator_list = []
-    return definition
-
-
-def _dump(node: object, names: set[str]) -> str:
-    """A syntax tree as text that every supported Python writes alike; the names that it uses are added to `names`.
-
-    `ast.unparse` sets parentheses differently from version to version, and newer Pythons add fields to nodes: those are
-    empty in code that older ones can read, so empty fields are left out.
-    """
-    if isinstance(node, ast.AST):
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-        fields = [(n, v) for n, v in ast.iter_fields(node) if v is not None and v != [] and n not in _UNTOLD]
-        return f"{type(node).__name__}({', '.join(f'{name}={_dump(value, names)}' for name, value in fields)})"
-    if isinstance(node, list):
-        return f"[{', '.join(_dump(item, names) for item in node)}]"
-    return repr(node)
-
-
-def _plain(function: Any) -> Any:
-    """The Python function inside a Triton function or constexpr function; None for anything else."""
-    inner = getattr(function, "fn", None)
-    if inner is None and inspect.isfunction(function):
-        inner = function
-    module = getattr(inner, "__module__", "") or ""
-    return inner if inspect.isfunction(inner) and not module.startswith("triton.") else None
-
-
-@functools.cache
-def _told(function: Any) -> tuple[str, tuple[str, ...]]:
-    """A function's syntax tree as text, and the names it uses; most kernels call the same few functions."""
-    names: set[str] = set()
-    return _dump(_definition(function), names), tuple(sorted(names))
-
-
-def _collect(function: Any, seen: dict[str, str]) -> None:
-    name = f"{function.__module__}.{function.__qualname__}"
-    if name in seen:
-        return
-    seen[name], used = _told(function)
-    for global_name in used:
-        value = function.__globals__.get(global_name)
-        inner = _plain(value)
-        if inner is not None:
-            _collect(inner, seen)
-        elif isinstance(value, (int, float, str)) or hasattr(value, "value"):
-            constant = getattr(value, "value", value)
-            if isinstance(constant, (int, float, str)) and global_name != "INTERPRET":
-                seen[f"{function.__module__}:{global_name}"] = repr(constant)
-
-
-def source_hash(variant: Variant) -> str:
-    """SHA-256 over the sources of the variant's kernels and all they call, first 16 hex digits.
-
-    Comments, docstrings and formatting do not count, so that only a change of code retires stored rows. Variants
-    without kernels hash to their version alone.
-    """
-    functions = []
-    for kernel in variant.kernels:
-        inner = _plain(kernel)
-        if inner is None:
-            raise TypeError(f"{variant.op}.{variant.name}: {kernel!r} is not a Triton function")
-        functions.append(inner)
-    return _hash_of(variant.version, *functions)
-
-
-@functools.cache
-def _hash_of(version: int, *functions: Any) -> str:
-    # Of plain functions, since a Triton function that is looked up in a cache works out a hash of its own.
-    seen: dict[str, str] = {}
-    for function in functions:
-        _collect(function, seen)
-    text = "\n".join([f"version {version}", *(f"{name}\n{seen[name]}" for name in sorted(seen))])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, distributions, entry_points
 
 from tunedcomm import spec
 from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.kernels.common.source_hash import source_hash
 from tunedcomm.names import did_you_mean
 from tunedcomm.spec import Variant, get_op, ops, variants
 
@@ -26,16 +27,12 @@ failed: dict[str, str] = {}
 logger = logging.getLogger("tunedcomm")
 
 
-def load_plugins(source_hash: Callable[[Variant], str]) -> None:
-    """Register what installed packages bring, in the order of their names, the same on every machine.
-
-    Args:
-        source_hash: as for the library's own variants; a variant that has none cannot be told apart from others' rows.
-    """
+def load_plugins() -> None:
+    """Register what installed packages bring, in the order of their names, the same on every machine."""
     for point in sorted(entry_points(group=GROUP), key=lambda point: (_package(point), point.name, point.value)):
         try:
             with _all_or_nothing():
-                names = _load(point, source_hash)
+                names = _load(point)
         except Exception as error:  # noqa: BLE001 - somebody else's code must not take this library along
             why = f"its entry point {point.name} = {point.value} failed: {type(error).__name__}: {error}"
             failed[_package(point)] = why
@@ -82,7 +79,7 @@ def _registered() -> dict[tuple[str, str], Variant]:
     return {(variant.op, variant.name): variant for op in ops() for variant in variants(op).values()}
 
 
-def _load(point: EntryPoint, source_hash: Callable[[Variant], str]) -> list[str]:
+def _load(point: EntryPoint) -> list[str]:
     """What the entry point registered, `OP.VARIANT` each."""
     before, ops_before = _registered(), ops()
     loaded = point.load()
@@ -99,7 +96,7 @@ def _load(point: EntryPoint, source_hash: Callable[[Variant], str]) -> list[str]
             )
     added = {key: variant for key, variant in after.items() if key not in before}
     for variant in added.values():
-        source_hash(variant)
+        source_hash(variant)  # raises for what cannot be told apart from others' rows
     for op in ops().keys() - ops_before.keys():
         if "library" not in variants(op):
             raise ConfigError(f"its op {op!r} has no variant 'library', which serves what no kernel can")
