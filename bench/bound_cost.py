@@ -21,7 +21,7 @@ from rows import Line, append
 
 from tunedcomm import spec
 from tunedcomm.communicator import Communicator, get_communicator
-from tunedcomm.kernels import _launch, _sync
+from tunedcomm.kernels.common import launch, sync
 from tunedcomm.tuner import measure
 
 VARIANTS = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
@@ -41,24 +41,24 @@ class Fence:
 
 
 def unbounded_loop(poll: list[str], missed: list[str], timeout: str, status: str) -> str:
-    """What `_sync._bounded_loop` makes, without the bound."""
+    """What `sync._bounded_loop` makes, without the bound."""
     return "\n".join(["LOOP:", *poll, "vote.sync.any.pred any, any, 0xffffffff;", "@any bra LOOP;"])
 
 
 def bind(communicator: Communicator, problem: spec.Problem, candidate: spec.Candidate, *, bounded: bool) -> object:
     """A launch of one of the two builds; each build has caches of its own."""
-    _launch._compile.cache_clear()
+    launch._compile.cache_clear()
     if bounded:
         return communicator.bind(problem, candidate)
-    kept, folder = _sync._bounded_loop.fn, triton.knobs.cache.dir
+    kept, folder = sync._bounded_loop.fn, triton.knobs.cache.dir
     with tempfile.TemporaryDirectory() as name:
         triton.knobs.cache.dir = name
-        _sync._bounded_loop.fn = unbounded_loop
+        sync._bounded_loop.fn = unbounded_loop
         try:
             return communicator.bind(problem, candidate)
         finally:
-            _sync._bounded_loop.fn, triton.knobs.cache.dir = kept, folder
-            _launch._compile.cache_clear()
+            sync._bounded_loop.fn, triton.knobs.cache.dir = kept, folder
+            launch._compile.cache_clear()
 
 
 def main() -> None:

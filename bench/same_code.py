@@ -5,7 +5,7 @@
 
 A row serves while the sources of its kernels are those that were measured, so an edit retires it, even one that changes
 nothing for its dtype. For every row that was current in the tree before and is not in this one, Triton's IR of all
-binaries that its config asks for is made from both trees, as tunedcomm/kernels/_launch.py asks for them and for the
+binaries that its config asks for is made from both trees, as kernels/common/launch.py asks for them and for the
 row's GPU, each tree in a process of its own. Where all are equal, the row gets today's hash of its variant; the others
 are listed and stay as they are, and the exit status is 1.
 
@@ -65,7 +65,7 @@ def binary_of(request: Any, capability: int) -> tuple[str, str, str]:
     """The request's function, and what is compiled for it in 16 hex digits."""
     from triton.backends.compiler import GPUTarget
 
-    from tunedcomm.kernels._launch import compile_request
+    from tunedcomm.kernels.common.launch import compile_request
 
     text = compile_request(request, GPUTarget("cuda", capability, 32))
     return request.module, request.function, hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -41,8 +41,8 @@ from tunedcomm import kernels
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import gpu_of
-from tunedcomm.kernels._move import ESCAPE
-from tunedcomm.kernels._sync import SENTINEL
+from tunedcomm.kernels.common.move import ESCAPE
+from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.compile_pool import CompilePool
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tunedcomm import kernels, settings
-from tunedcomm.kernels import _sync
+from tunedcomm.kernels.common import sync
 from tunedcomm.spec import ops, variants
 
 __all__ = ["AgreedSettings"]
@@ -45,7 +45,7 @@ class AgreedSettings:
         every = [variant for op in ops() for variant in variants(op).values()]
         return cls(
             device=device,
-            interpreted=bool(_sync.INTERPRET),
+            interpreted=bool(sync.INTERPRET),
             mode=settings.mode(),
             forced=settings.forced_all(),
             borrow=settings.borrow(),

@@ -25,7 +25,7 @@ from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError
 from tunedcomm.exchange import agree, exchange, make_memory_everywhere, on_every_rank
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch, within
+from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch, within
 from tunedcomm.lane_order import SHARE_OF_EAGER, LaneOrder
 from tunedcomm.nan_watch import NanWatch
 from tunedcomm.spec import Candidate, Limits, Mode, Problem, get_variant

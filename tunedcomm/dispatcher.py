@@ -17,7 +17,7 @@ from tunedcomm import kernels, misses, settings
 from tunedcomm.asking import default_config, objection
 from tunedcomm.db.select import Decision, Snapshot, Source, choose
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
-from tunedcomm.kernels._own import undisturbed
+from tunedcomm.kernels.common.own import undisturbed
 from tunedcomm.space import Value
 from tunedcomm.spec import (
     Candidate,

@@ -25,7 +25,7 @@ from tunedcomm.db.once import warn_once
 from tunedcomm.db.records import utc_now
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
-from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
 from tunedcomm.spec import Problem
 
 __all__ = ["MAX_PROBLEMS", "counted", "flush"]

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 
 from tunedcomm.errors import NanInputError
-from tunedcomm.kernels._launch import bind_kernel
-from tunedcomm.kernels._nan import NAN_BITS, NUM_CELLS, WIDTHS, count_nan_request
+from tunedcomm.kernels.common.launch import bind_kernel
+from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, WIDTHS, count_nan_request
 from tunedcomm.spec import Problem, ops
 
 __all__ = ["NanWatch"]

@@ -273,7 +273,7 @@ class Variant:
         num_rounds: `(problem, config)` to how often its grid goes round to do all the work; 0 where that is not known.
             Dispatch between the measured sizes goes by whether once is enough.
         kernels: the Triton functions whose source, with all they call, makes the variant's source hash.
-        compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels._launch`.
+        compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels.common.launch`.
         version: raise it to retire stored rows when something outside `kernels` changes what is measured.
         bounded: its waits for peers end. Others are only run when forced: a lost peer would leave them spinning.
     """

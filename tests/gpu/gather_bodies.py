@@ -14,8 +14,8 @@ from bodies import main, miss, stream
 import tunedcomm
 from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.db.select import Pinned, Snapshot
-from tunedcomm.kernels._move import ESCAPE
-from tunedcomm.kernels._sync import SENTINEL
+from tunedcomm.kernels.common.move import ESCAPE
+from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.space import Config
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
 

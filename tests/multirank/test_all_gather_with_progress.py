@@ -16,7 +16,7 @@ from harness import run_ranks
 import tunedcomm
 from tunedcomm.communicator import get_communicator
 from tunedcomm.errors import PeerTimeoutError
-from tunedcomm.kernels import _copies
+from tunedcomm.kernels.common import copies
 from tunedcomm.ops import progress
 
 WORLD_SIZE = 3
@@ -144,7 +144,7 @@ def ended_elsewhere(rank: int) -> None:
     with replaced(progress, "is_capturing", lambda: True), refused("must end in the capture that it began in"):
         gather.finish()
     gather._stream = 7
-    with replaced(_copies._HostCopies, "wait", lambda self, stream, event: waited.append(stream)):
+    with replaced(copies._HostCopies, "wait", lambda self, stream, event: waited.append(stream)):
         gather.finish()
     assert sorted(waited) == [0, 7]
     assert torch.equal(out, torch.cat([shard(r, 4, 4, 0) for r in range(WORLD_SIZE)]))

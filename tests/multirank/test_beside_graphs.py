@@ -15,7 +15,7 @@ from harness import run_ranks
 import tunedcomm
 from tunedcomm import communicator as communicator_module
 from tunedcomm.communicator import get_communicator
-from tunedcomm.kernels import _launch
+from tunedcomm.kernels.common import launch
 from tunedcomm.spec import Candidate, Problem, get_variant
 
 
@@ -48,8 +48,8 @@ def large_kernels_leave_room_for_graphs(rank: int) -> None:
     """An eager kernel that takes most of the GPU serves until a graph is captured, then is no candidate any more."""
 
     @contextlib.contextmanager
-    def whole(limit: float) -> Iterator[_launch.Residency]:
-        yield _launch.Residency(limit, share=1.0)
+    def whole(limit: float) -> Iterator[launch.Residency]:
+        yield launch.Residency(limit, share=1.0)
 
     tunedcomm.release_communicators()
     x = torch.ones(256)

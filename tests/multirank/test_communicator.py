@@ -22,7 +22,7 @@ from tunedcomm import kernels
 from tunedcomm.communicator import get_communicator, live_communicators
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.kernels import _sync
+from tunedcomm.kernels.common import sync
 from tunedcomm.spec import Problem, get_variant
 from tunedcomm.symm import host
 
@@ -89,7 +89,7 @@ def code_that_differs(rank: int) -> None:
     tunedcomm.release_communicators()
     with replaced(kernels, "source_hash", other_hash, here=rank == 1):
         refused_everywhere(rank, tunedcomm.AgreementError, r"source hash of \w+\.\w+ is .*the same version")
-    with replaced(_sync, "INTERPRET", False, here=rank == 1):
+    with replaced(sync, "INTERPRET", False, here=rank == 1):
         refused_everywhere(rank, tunedcomm.AgreementError, "interpreted is True on rank 0 and False on rank 1")
     works(rank)
 

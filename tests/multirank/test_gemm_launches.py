@@ -11,11 +11,11 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.kernels import _copies
-from tunedcomm.kernels._launch import ManyLaunch
-from tunedcomm.kernels._matmul import operands_of
 from tunedcomm.kernels.ag_gemm import _products
 from tunedcomm.kernels.all_gather import progress
+from tunedcomm.kernels.common import copies
+from tunedcomm.kernels.common.launch import ManyLaunch
+from tunedcomm.kernels.common.matmul import operands_of
 from tunedcomm.kernels.gemm_ar import one_shot
 from tunedcomm.ops import ag_gemm as ag_module
 from tunedcomm.ops import gemm_ar as ar_module
@@ -162,6 +162,6 @@ def test_nobody_writes_what_a_slow_peer_still_reads() -> None:
 
 
 def test_a_gather_under_way_shares_no_event_with_calls_in_between() -> None:
-    assert min(_copies.EVENTS_OF_PROGRESS) >= _copies.NUM_EVENTS
-    assert {progress._BEGUN, progress._SENT} == set(_copies.EVENTS_OF_PROGRESS)
-    assert max(_products._START, _products._BEGUN, _products._BESIDE) < _copies.NUM_EVENTS
+    assert min(copies.EVENTS_OF_PROGRESS) >= copies.NUM_EVENTS
+    assert {progress._BEGUN, progress._SENT} == set(copies.EVENTS_OF_PROGRESS)
+    assert max(_products._START, _products._BEGUN, _products._BESIDE) < copies.NUM_EVENTS

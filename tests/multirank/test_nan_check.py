@@ -11,8 +11,8 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm.communicator import get_communicator
-from tunedcomm.kernels._launch import AddressLaunch
-from tunedcomm.kernels._nan import NAN_BITS
+from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.kernels.common.nan import NAN_BITS
 from tunedcomm.spec import Problem
 
 ON = {"TUNEDCOMM_NAN_CHECK": "1"}

@@ -29,7 +29,7 @@ from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, InputKind, Limits, Problem, Variant
 
 if TYPE_CHECKING:  # `discover` must choose between compiler and interpreter before anything of kernels is imported
-    from tunedcomm.kernels._launch import CompileRequest
+    from tunedcomm.kernels.common.launch import CompileRequest
 
 CAPABILITIES = (90, 100)
 REDUCTIONS = ("sum", "avg")
@@ -256,7 +256,7 @@ def compiled(corner: Corner) -> dict[str, Any]:
     """Compile one corner and describe the binary, or the error."""
     from triton.backends.compiler import GPUTarget
 
-    from tunedcomm.kernels._launch import compile_request
+    from tunedcomm.kernels.common.launch import compile_request
 
     described = {"op": corner.op, "variant": corner.variant, **corner.fields}
     try:
@@ -276,7 +276,7 @@ def sums_of(op: str, variant: str, dtype: str, scaling: str, **changes: bool) ->
     """What stands in the loop over the depth of a tile of 64x64, of 256 bytes of depth by 128 threads."""
     from triton.backends.compiler import GPUTarget
 
-    from tunedcomm.kernels._launch import compile_request
+    from tunedcomm.kernels.common.launch import compile_request
     from tunedcomm.spec import get_variant
 
     problem = Problem(op, (64, 8192, 2048), dtype, 4, "sum", layout="nk", scaling=scaling)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tunedcomm.cli import _checks, _db_checks, main
 from tunedcomm.cli._checks import Check
 from tunedcomm.db.netfs import own_file
+from tunedcomm.kernels import plugins
 
 
 def by_name(checks: list[Check], name: str) -> Check:
@@ -66,25 +67,23 @@ def test_a_site_database_that_is_not_there_is_to_be_made_or_named_right(
 
 
 def test_packages_with_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunedcomm.kernels import _plugins
 
-    monkeypatch.setattr(_plugins, "brought", {"nice": ["all_reduce.gather_sum", "all_reduce.swap"]})
-    monkeypatch.setattr(_plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
+    monkeypatch.setattr(plugins, "brought", {"nice": ["all_reduce.gather_sum", "all_reduce.swap"]})
+    monkeypatch.setattr(plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
     (good, bad) = _checks.check_packages()
     assert (good.level, good.detail) == ("ok", "nice brings all_reduce.gather_sum, all_reduce.swap")
     assert good.name == bad.name == "variants"
     assert (bad.level, "broken brings no variants" in bad.detail) == ("warn", True)
-    monkeypatch.setattr(_plugins, "brought", {})
-    monkeypatch.setattr(_plugins, "failed", {})
+    monkeypatch.setattr(plugins, "brought", {})
+    monkeypatch.setattr(plugins, "failed", {})
     (none,) = _checks.check_packages()
     assert none.level == "ok"
 
 
 def test_a_package_that_brings_nothing_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunedcomm.kernels import _plugins
 
-    monkeypatch.setattr(_plugins, "brought", {"empty": [], "broken": []})
-    monkeypatch.setattr(_plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
+    monkeypatch.setattr(plugins, "brought", {"empty": [], "broken": []})
+    monkeypatch.setattr(plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
     (empty, broken) = _checks.check_packages()
     assert (empty.level, empty.detail) == ("warn", "empty brings nothing: its import registers no variant")
     assert "call register_variant" in empty.fix
@@ -107,15 +106,14 @@ def test_a_package_that_brings_nothing_is_told_what_to_do(monkeypatch: pytest.Mo
 def test_an_entry_point_in_a_group_that_means_nothing(
     group: str, is_meant: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tunedcomm.kernels import _plugins
 
     info = tmp_path / "nice_variants-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nice-variants\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\nnice = nice\nother = nice\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(_plugins, "brought", {})
-    monkeypatch.setattr(_plugins, "failed", {})
+    monkeypatch.setattr(plugins, "brought", {})
+    monkeypatch.setattr(plugins, "failed", {})
     (check,) = _checks.check_packages()
     assert check.level == ("warn" if is_meant else "ok")
     if is_meant:

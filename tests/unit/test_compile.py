@@ -86,7 +86,7 @@ def moves_whole_packets(binary: dict[str, Any]) -> bool:
 
 def about_resources(binary: dict[str, Any]) -> list[str]:
     kernels.discover()
-    from tunedcomm.kernels._launch import resident_blocks
+    from tunedcomm.kernels.common.launch import resident_blocks
 
     found = []
     if re.fullmatch(rf"sm_{binary['capability']}a?", binary["target"]) is None:

@@ -98,7 +98,7 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(
     rank: int, cases: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = compile_corners.variants_with_kernels()
-    from tunedcomm.kernels._launch import BoundKernel
+    from tunedcomm.kernels.common.launch import BoundKernel
 
     bound: list[Any] = []
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from quick import some
 
-TELL = "from tunedcomm.kernels import _sync; print(bool(_sync.INTERPRET), os.environ.get('TRITON_INTERPRET'))"
+TELL = "from tunedcomm.kernels.common import sync; print(bool(sync.INTERPRET), os.environ.get('TRITON_INTERPRET'))"
 
 
 def told(*lines: str, **changes: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from tunedcomm.kernels import _launch
+from tunedcomm.kernels.common import launch as launches
 from tunedcomm.lane_order import LaneOrder
 
 
@@ -85,6 +85,6 @@ def test_eager_calls_wait_for_the_graph_and_tell_it_when_they_are_done(capturing
     [(132, 512, 0.5, 64), (132, 512, 1.0, 128), (264, 256, 0.5, 64), (66, 512, 0.5, 128), (132, 1024, 0.5, 32)],
 )
 def test_registers_that_make_a_grid_fit(grid: int, threads: int, limit: float, expected: int) -> None:
-    found = _launch.fewer_registers(grid, threads, 132, limit)
+    found = launches.fewer_registers(grid, threads, 132, limit)
     assert found == expected
-    assert _launch.resident_blocks(found, 0, threads, 132) * limit >= grid
+    assert launches.resident_blocks(found, 0, threads, 132) * limit >= grid

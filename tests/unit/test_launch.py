@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tunedcomm.kernels import _launch
+from tunedcomm.kernels.common import launch
 
 TAIL = (4, "bfloat16")
 
@@ -46,7 +46,7 @@ def test_every_layout_gets_every_argument(layout: str, arguments: tuple[Any, ...
     }[layout]
     run = _Run(**extra)
     compiled = SimpleNamespace(run=run, function=5, packed_metadata=("m",))
-    _launch._through_triton(compiled, 8, TAIL, "memory", arguments)(99, *varying)
+    launch._through_triton(compiled, 8, TAIL, "memory", arguments)(99, *varying)
     payload = (1, 2, 10, 11, *TAIL)
     expected = {"own": (*OWN, *payload), "shared": (*SHARED, payload), "profile": (*CALLED, *payload)}[layout]
     assert run.seen == [expected]
@@ -57,4 +57,4 @@ def test_every_layout_gets_every_argument(layout: str, arguments: tuple[Any, ...
     [(32, 0, 1024, 2 * 132), (255, 0, 512, 0), (128, 0, 512, 132), (72, 0, 512, 132), (16, 0, 32, 32 * 132)],
 )
 def test_resident_blocks(registers: int, shared: int, threads: int, expected: int) -> None:
-    assert _launch.resident_blocks(registers, shared, threads, 132) == expected
+    assert launch.resident_blocks(registers, shared, threads, 132) == expected

@@ -21,7 +21,7 @@ from tunedcomm.db.miss_log import read
 from tunedcomm.db.select import Row, Snapshot
 from tunedcomm.dispatcher import decide, force, plan_for, unservable
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.spec import Candidate, Problem, get_variant, variants
 
 TUNED = Problem("all_reduce", (98304,), "bfloat16", 4)

@@ -42,7 +42,7 @@ COMPILE = """
 import importlib, json, sys
 import triton
 import same_code
-from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels.common.launch import CompileRequest
 triton.compile = same_code.ir_of
 found = []
 for dtype in ("bfloat16", "float8_e4m3fn"):

@@ -18,7 +18,7 @@ import pytest
 
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.hardware import Environment
-from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.channel import GangEnd, SupervisorEnd, read_failures, write_failure
 from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
@@ -210,7 +210,7 @@ def test_compile_requests_travel_as_lines() -> None:
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from tunedcomm import kernels
-from tunedcomm.kernels import _launch
+from tunedcomm.kernels.common import launch
 from tunedcomm.spec import Problem, get_variant
 from tunedcomm.tuner.compile_count import CompileCount
 kernels.discover()
@@ -218,13 +218,13 @@ variant = get_variant("all_reduce", "one_shot")
 problem = Problem("all_reduce", (4096,), "bfloat16", 2)
 request = next(iter(variant.compile_requests(problem, next(variant.space.enumerate()))))
 heard = []
-_launch.importlib.import_module("triton").knobs.compilation.listener = lambda **told: heard.append(told["cache_hit"])
+launch.importlib.import_module("triton").knobs.compilation.listener = lambda **told: heard.append(told["cache_hit"])
 count, numbers = CompileCount(), []
 for _ in range(2):
     for _ in range(2):
-        _launch.compile_request(request, GPUTarget("cuda", 90, 32))
+        launch.compile_request(request, GPUTarget("cuda", 90, 32))
         numbers.append(count.num_compiled)
-    _launch._compile.cache_clear()  # what a new process finds: Triton's cache alone
+    launch._compile.cache_clear()  # what a new process finds: Triton's cache alone
 print(numbers, heard)
 """
 

@@ -181,28 +181,28 @@ def _host_backend() -> Iterator[Check]:
 def check_packages() -> Iterator[Check]:
     """Other packages that bring variants."""
     from tunedcomm import kernels
-    from tunedcomm.kernels import _plugins
+    from tunedcomm.kernels import plugins
 
     kernels.discover()
-    for package, names in _plugins.brought.items():
+    for package, names in plugins.brought.items():
         if names:
             yield Check("variants", "ok", f"{package} brings {', '.join(names)}")
-        elif package not in _plugins.failed:
+        elif package not in plugins.failed:
             advice = "call register_variant in the module, or the function, that its entry point names"
             yield Check("variants", "warn", f"{package} brings nothing: its import registers no variant", advice)
-    for package, why in _plugins.failed.items():
+    for package, why in plugins.failed.items():
         yield Check("variants", "warn", f"{package} brings no variants: {why}", "fix or uninstall it")
-    misspelt = _plugins.misspelt_groups()
+    misspelt = plugins.misspelt_groups()
     for package, group in misspelt:
         yield Check(
             "variants",
             "warn",
             f"{package} has an entry point in the group {group!r}, which means nothing; did you mean "
-            f"{_plugins.GROUP!r}?",
+            f"{plugins.GROUP!r}?",
             "correct the group in its pyproject.toml and install it again",
         )
-    if not _plugins.brought and not _plugins.failed and not misspelt:
-        yield Check("variants", "ok", f"no other package brings any (entry points {_plugins.GROUP})")
+    if not plugins.brought and not plugins.failed and not misspelt:
+        yield Check("variants", "ok", f"no other package brings any (entry points {plugins.GROUP})")
 
 
 def check_variables() -> Iterator[Check]:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.integrations import _run
 from tunedcomm.integrations._routed import Route, RoutedGroup
-from tunedcomm.kernels._own import own
+from tunedcomm.kernels.common.own import own
 
 __all__ = ["KEY", "OPERATORS", "by_group", "by_name", "drop", "is_live", "make_kernels"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tunedcomm.integrations._routed import RoutedGroup
-from tunedcomm.kernels._own import own
+from tunedcomm.kernels.common.own import own
 from tunedcomm.ops.all_gather import all_gather
 from tunedcomm.ops.all_reduce import all_reduce
 from tunedcomm.ops.all_to_all import all_to_all

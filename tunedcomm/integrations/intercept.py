@@ -49,7 +49,7 @@ from tunedcomm.errors import NotInitializedError, UnsupportedInputError, Unsuppo
 from tunedcomm.integrations import _operators
 from tunedcomm.integrations._routed import RoutedCall, RoutedGroup
 from tunedcomm.integrations.torch_version import check_torch
-from tunedcomm.kernels._own import intercepted
+from tunedcomm.kernels.common.own import intercepted
 
 __all__ = ["Interception", "RoutedCall", "install", "intercept", "uninstall"]
 

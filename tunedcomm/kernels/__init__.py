@@ -13,8 +13,8 @@ import pkgutil
 import sys
 from pathlib import Path
 
-from tunedcomm.kernels._plugins import load_plugins
 from tunedcomm.kernels.common.source_hash import source_hash
+from tunedcomm.kernels.plugins import load_plugins
 
 __all__ = ["discover", "source_hash"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels._matmul import operands_of, product
+from tunedcomm.kernels.common.matmul import operands_of, product
 from tunedcomm.ops import _operators
 from tunedcomm.ops._checks import check_apart, check_differentiable, check_fits, check_input, check_out
 from tunedcomm.ops._gemm import GemmForm

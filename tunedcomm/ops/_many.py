@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator, on_forget, on_release
 from tunedcomm.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels._launch import ManyLaunch
+from tunedcomm.kernels.common.launch import ManyLaunch
 from tunedcomm.ops import _many_fast, _operators
 from tunedcomm.ops._checks import check_apart, check_differentiable, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator, get_communicator, on_forget, on_release
 from tunedcomm.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels._launch import AddressLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops import _fast, _operators
 from tunedcomm.ops._checks import check_differentiable, check_input, check_out
 from tunedcomm.ops._fast import (

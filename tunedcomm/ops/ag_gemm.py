@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from tunedcomm.kernels._matmul import operands_of, wanted_of
+from tunedcomm.kernels.common.matmul import operands_of, wanted_of
 from tunedcomm.ops import _operators
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._gemm_several import Several

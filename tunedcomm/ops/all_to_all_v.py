@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tunedcomm.communicator import Communicator
 from tunedcomm.dispatcher import Plan, check_max_sms, decide, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels._own import undisturbed
 from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_numel
+from tunedcomm.kernels.common.own import undisturbed
 from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
 from tunedcomm.ops._operators import check_plain

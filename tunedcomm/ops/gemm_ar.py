@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tunedcomm.kernels._matmul import operands_of, wanted_of
+from tunedcomm.kernels.common.matmul import operands_of, wanted_of
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath
 from tunedcomm.ops._operators import is_dynamo_compiling

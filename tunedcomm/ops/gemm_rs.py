@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels._matmul import operands_of, wanted_of
+from tunedcomm.kernels.common.matmul import operands_of, wanted_of
 from tunedcomm.ops._checks import check_reduction
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath, Tensors

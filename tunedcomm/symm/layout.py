@@ -68,7 +68,7 @@ _WORD = 8
 STATE_OFFSET = MAX_BLOCKS * MAX_WORLD_SIZE * _WORD
 EPOCH_OFFSET = STATE_OFFSET + MAX_BLOCKS * _WORD
 DATA_OFFSET = EPOCH_OFFSET + MAX_BLOCKS * _WORD
-# The status block, in host memory: see `kernels._sync`. Also its alignment, and more than the highest call number.
+# The status block: see `kernels.common.sync`. Also its alignment, and more than the highest call number.
 STATUS_BYTES = 256
 PANEL_CHUNKS = 256
 PANEL_COUNTERS = 512

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import IO
 
-from tunedcomm.kernels._launch import CompileRequest, compile_request
+from tunedcomm.kernels.common.launch import CompileRequest, compile_request
 from tunedcomm.tuner.processes import die_with_parent, kill_processes
 
 __all__ = ["CompilePool", "num_workers"]

@@ -13,8 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._gemm import matrix, operand_b, scaled, store_packed_tile, store_tile, tile_of, tile_product
-from tunedcomm.kernels._panels import await_chunk
+from tunedcomm.kernels.common.gemm import (
+    matrix,
+    operand_b,
+    scaled,
+    store_packed_tile,
+    store_tile,
+    tile_of,
+    tile_product,
+)
+from tunedcomm.kernels.common.panels import await_chunk
 from tunedcomm.symm import layout
 
 __all__ = ["DATA"]

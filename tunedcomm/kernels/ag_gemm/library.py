@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._collectives import all_gather_single
-from tunedcomm.kernels._host import Launch
-from tunedcomm.kernels._matmul import operands_of, product, wanted_of
+from tunedcomm.kernels.common.collectives import all_gather_single
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.matmul import operands_of, product, wanted_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._copies import NUM_STREAMS, Copies, copies_of
-from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
-from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.all_gather._common import refuse
+from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

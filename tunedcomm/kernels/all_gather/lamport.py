@@ -29,15 +29,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, kernel_blocks
-from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._move import escape, has_escape, remark_of, remarked_slots, restore, store_bytes
-from tunedcomm.kernels._protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl, refuse_stage
-from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
-from tunedcomm.kernels._words import poll_words, store_word
 from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse
+from tunedcomm.kernels.common.feasibility import Launch, bind_plain, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.move import (
+    escape,
+    has_escape,
+    remark_of,
+    remarked_slots,
+    restore,
+    store_bytes,
+)
+from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.kernels.common.protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl, refuse_stage
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
+from tunedcomm.kernels.common.words import poll_words, store_word
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

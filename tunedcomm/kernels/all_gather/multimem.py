@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks, refuse_multicast
 from tunedcomm.kernels.all_gather._common import message_rounds
 from tunedcomm.kernels.all_gather._ring import SPACE, bind_ring, refuse_ring, ring_kernel, ring_request
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_multicast
+from tunedcomm.kernels.common.packets import packets_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._move import ESCAPE
-from tunedcomm.kernels._problems import generator_of, powers_of_two
-from tunedcomm.kernels._sync import SENTINEL
+from tunedcomm.kernels.common.move import ESCAPE
+from tunedcomm.kernels.common.reference import generator_of, powers_of_two
+from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._copies import EVENTS_OF_PROGRESS, NUM_STREAMS, copies_of
-from tunedcomm.kernels._lane import (
+from tunedcomm.kernels.common.copies import EVENTS_OF_PROGRESS, NUM_STREAMS, copies_of
+from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
     await_peers,
@@ -39,8 +39,8 @@ from tunedcomm.kernels._lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._sync import INTERPRET, load_packets, signal, store_packets, wait
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.sync import INTERPRET, load_packets, signal, store_packets, wait
 from tunedcomm.spec import Mode, Problem
 from tunedcomm.symm.layout import LANES, MAX_WORLD_SIZE, rotate
 

@@ -26,14 +26,21 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._move import store_bytes
-from tunedcomm.kernels._protocols import reading_default
-from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse, refuse_items
+from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.move import store_bytes
+from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.kernels.common.protocols import reading_default
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

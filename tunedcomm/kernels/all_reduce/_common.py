@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import Launch, bind_plain, grid_rounds, refuse_kernels
-from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels.common.feasibility import Launch, bind_plain, grid_rounds, refuse_kernels
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, refuse_multicast
-from tunedcomm.kernels._launch import CompileRequest
 from tunedcomm.kernels.all_reduce._common import constants_of, refuse
+from tunedcomm.kernels.common.feasibility import Launch, bind_plain, blocks_and_threads, refuse_multicast
+from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tunedcomm.kernels._data import PACKET_BYTES
+from tunedcomm.kernels.common.packets import PACKET_BYTES
 from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:

@@ -25,7 +25,19 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import (
+from tunedcomm.kernels.all_reduce._common import KERNEL_DTYPES, constants_of
+from tunedcomm.kernels.all_reduce.library import library_reduction
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     insert_own,
     num_packets,
@@ -34,12 +46,7 @@ from tunedcomm.kernels._data import (
     sum_packets,
     write_elements,
 )
-from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import KERNEL_DTYPES, constants_of
-from tunedcomm.kernels.all_reduce.library import library_reduction
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import MAX_WORLD_SIZE

@@ -26,12 +26,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels._data import arm, insert_own, num_packets, packets_of, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, blocks_and_threads, kernel_blocks
-from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels._protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl, refuse_stage
-from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import bind_packets, message_rounds, packet_request, refuse
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.packets import (
+    arm,
+    insert_own,
+    num_packets,
+    packets_of,
+    read_elements,
+    sum_packets,
+    write_elements,
+)
+from tunedcomm.kernels.common.protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl, refuse_stage
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch
-from tunedcomm.kernels._library import register_library
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.library import register_library
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 

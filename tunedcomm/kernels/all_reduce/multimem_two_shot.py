@@ -18,13 +18,20 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import mean_packets, num_packets, read_elements, write_elements
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels._multimem import load_reduce, store_all
-from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import slice_packets, slice_rounds
 from tunedcomm.kernels.all_reduce._multimem import SPACE, bind_multimem, refuse_multimem, request_multimem
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.multimem import load_reduce, store_all
+from tunedcomm.kernels.common.packets import mean_packets, num_packets, read_elements, write_elements
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

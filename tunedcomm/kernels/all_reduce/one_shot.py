@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import insert_own, num_packets, packets_of, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, kernel_blocks
-from tunedcomm.kernels._lane import (
+from tunedcomm.kernels.all_reduce._common import constants_of, message_rounds, refuse
+from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
     arrive,
@@ -30,10 +30,17 @@ from tunedcomm.kernels._lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._protocols import READING_SPACE, reading_default, refuse_one_shot
-from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import constants_of, message_rounds, refuse
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.packets import (
+    insert_own,
+    num_packets,
+    packets_of,
+    read_elements,
+    sum_packets,
+    write_elements,
+)
+from tunedcomm.kernels.common.protocols import READING_SPACE, reading_default, refuse_one_shot
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._problems import ordered_sum, powers_of_two, reduced, summands
+from tunedcomm.kernels.common.reference import ordered_sum, powers_of_two, reduced, summands
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import OpSpec, Problem, register_op
 

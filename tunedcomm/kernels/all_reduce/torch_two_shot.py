@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch
-from tunedcomm.kernels._library import no_config
 from tunedcomm.kernels.all_reduce._torch import refuse_torch, staging_of
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.library import no_config
 from tunedcomm.space import Config, Space
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

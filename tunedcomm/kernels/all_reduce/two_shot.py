@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
-from tunedcomm.kernels._lane import (
+from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
+from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
     arrive,
@@ -41,9 +41,16 @@ from tunedcomm.kernels._lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    insert_own,
+    num_packets,
+    read_elements,
+    sum_packets,
+    write_elements,
+)
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -33,12 +33,19 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_plain, closest, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._sync import INTERPRET, load_packets, store_packets
 from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
+from tunedcomm.kernels.common.feasibility import Launch, bind_plain, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    insert_own,
+    num_packets,
+    read_elements,
+    sum_packets,
+    write_elements,
+)
+from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import refuse_kernels
-from tunedcomm.kernels._launch import CompileRequest, ManyLaunch, bind_kernel
-from tunedcomm.kernels._rows import add_extras
-from tunedcomm.kernels._sync import load_packets
+from tunedcomm.kernels.common.feasibility import refuse_kernels
+from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.rows import add_extras
+from tunedcomm.kernels.common.sync import load_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import insert_own, packets_of, sum_packets
-from tunedcomm.kernels._host import Launch, blocks_and_threads, kernel_blocks
-from tunedcomm.kernels._lane import (
+from tunedcomm.kernels.all_reduce._common import message_rounds
+from tunedcomm.kernels.all_reduce_bias._common import bind_flat, flat_request, refuse, with_bias
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
     arrive,
@@ -25,10 +26,9 @@ from tunedcomm.kernels._lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels._protocols import READING_SPACE, reading_default, refuse_one_shot
-from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import message_rounds
-from tunedcomm.kernels.all_reduce_bias._common import bind_flat, flat_request, refuse, with_bias
+from tunedcomm.kernels.common.packets import insert_own, packets_of, sum_packets
+from tunedcomm.kernels.common.protocols import READING_SPACE, reading_default, refuse_one_shot
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

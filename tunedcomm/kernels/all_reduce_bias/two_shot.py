@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, insert_own, sum_packets
-from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
-from tunedcomm.kernels._lane import (
+from tunedcomm.kernels.all_reduce._common import slice_packets, slice_rounds
+from tunedcomm.kernels.all_reduce.two_shot import RING
+from tunedcomm.kernels.all_reduce_bias._common import bind_flat, flat_request, refuse, with_bias
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
     await_peers,
@@ -25,10 +27,8 @@ from tunedcomm.kernels._lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels.all_reduce._common import slice_packets, slice_rounds
-from tunedcomm.kernels.all_reduce.two_shot import RING
-from tunedcomm.kernels.all_reduce_bias._common import bind_flat, flat_request, refuse, with_bias
+from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

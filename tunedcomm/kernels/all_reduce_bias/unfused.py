@@ -12,14 +12,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._lane import block_range
-from tunedcomm.kernels._launch import CompileRequest, ManyLaunch, bind_kernel
-from tunedcomm.kernels._protocols import refuse_launch_pdl
-from tunedcomm.kernels._sync import INTERPRET, load_packets, store_packets
-from tunedcomm.kernels._unfused import AXES, KERNELS, bind_sum, refuse_sum, sum_asked, sum_default, sum_rounds
 from tunedcomm.kernels.all_reduce_bias._common import arrange, refuse, with_bias
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.lane import block_range
+from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.kernels.common.protocols import refuse_launch_pdl
+from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
+from tunedcomm.kernels.common.unfused import (
+    AXES,
+    KERNELS,
+    bind_sum,
+    refuse_sum,
+    sum_asked,
+    sum_default,
+    sum_rounds,
+)
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import insert_own, sum_packets
-from tunedcomm.kernels._lane import address_of
-from tunedcomm.kernels._rows import finish_row, row_extras
-from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.common.lane import address_of
+from tunedcomm.kernels.common.packets import insert_own, sum_packets
+from tunedcomm.kernels.common.rows import finish_row, row_extras
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 
 __all__: list[str] = []
 

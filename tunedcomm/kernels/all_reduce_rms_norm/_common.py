@@ -10,11 +10,11 @@ import functools
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import refuse_kernels
-from tunedcomm.kernels._launch import CompileRequest, ManyLaunch, bind_kernel
-from tunedcomm.kernels._rows import MAX_ROW_PACKETS, row_block
 from tunedcomm.kernels.all_reduce_rms_norm.op import EPS
+from tunedcomm.kernels.common.feasibility import refuse_kernels
+from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.rows import MAX_ROW_PACKETS, row_block
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 

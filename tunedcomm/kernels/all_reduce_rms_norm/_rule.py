@@ -1,4 +1,4 @@
-"""The rounding rule of `kernels._rows` in PyTorch's words, operation by operation: what ordered variants must give."""
+"""The rounding rule of `kernels.common.rows` in PyTorch, operation by operation: what ordered variants must give."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _by_32(values: torch.Tensor) -> torch.Tensor:
 
 
 def _square_sum(h: torch.Tensor) -> torch.Tensor:
-    """Σ h² over the last extent in the order of `kernels._rows`."""
+    """Σ h² over the last extent in the order of `kernels.common.rows`."""
     import torch
 
     squares = h.float() * h.float()

@@ -23,12 +23,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels._data import arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks
-from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels._protocols import refuse_stage
-from tunedcomm.kernels._rows import finish_row, row_block, row_extras
-from tunedcomm.kernels._sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.kernels.all_reduce_rms_norm._common import (
     bind_rows,
     refuse,
@@ -37,6 +31,12 @@ from tunedcomm.kernels.all_reduce_rms_norm._common import (
     rows_grid,
     rows_request,
 )
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_packets
+from tunedcomm.kernels.common.protocols import refuse_stage
+from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

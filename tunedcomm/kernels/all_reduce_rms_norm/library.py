@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch
-from tunedcomm.kernels._library import register_library
 from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce_rms_norm._common import given_of
 from tunedcomm.kernels.all_reduce_rms_norm._rule import E4M3_MAX
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.library import register_library
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 

@@ -18,12 +18,6 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import insert_own, sum_packets
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
-from tunedcomm.kernels._protocols import refuse_one_shot
-from tunedcomm.kernels._rows import finish_row, row_block, row_extras
-from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce_rms_norm._common import (
     bind_rows,
     refuse,
@@ -32,6 +26,19 @@ from tunedcomm.kernels.all_reduce_rms_norm._common import (
     rows_grid,
     rows_request,
 )
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    address_of,
+    arrive,
+    await_peers,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.packets import insert_own, sum_packets
+from tunedcomm.kernels.common.protocols import refuse_one_shot
+from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks
-from tunedcomm.kernels._lane import (
+from tunedcomm.kernels.all_reduce.two_shot_split import RING
+from tunedcomm.kernels.all_reduce_rms_norm._chunks import finish_chunk, push_chunk, reduce_chunk
+from tunedcomm.kernels.all_reduce_rms_norm._common import bind_rows, refuse, row_packets, rows_grid, rows_request
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive_all_at,
     arrive_at,
@@ -31,11 +33,9 @@ from tunedcomm.kernels._lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels._rows import row_block
-from tunedcomm.kernels._sync import INTERPRET
-from tunedcomm.kernels.all_reduce.two_shot_split import RING
-from tunedcomm.kernels.all_reduce_rms_norm._chunks import finish_chunk, push_chunk, reduce_chunk
-from tunedcomm.kernels.all_reduce_rms_norm._common import bind_rows, refuse, row_packets, rows_grid, rows_request
+from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.common.rows import row_block
+from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

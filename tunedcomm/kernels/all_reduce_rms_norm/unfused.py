@@ -15,17 +15,25 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._rows import finish_row, row_block, row_extras
-from tunedcomm.kernels._sync import INTERPRET, load_packets
-from tunedcomm.kernels._unfused import AXES, KERNELS, bind_sum, refuse_sum, sum_asked, sum_default, sum_rounds
 from tunedcomm.kernels.all_reduce_rms_norm._common import (
     NUM_VARYING,
     many_launch,
     refuse,
     row_packets,
     rows_constants,
+)
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
+from tunedcomm.kernels.common.sync import INTERPRET, load_packets
+from tunedcomm.kernels.common.unfused import (
+    AXES,
+    KERNELS,
+    bind_sum,
+    refuse_sum,
+    sum_asked,
+    sum_default,
+    sum_rounds,
 )
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

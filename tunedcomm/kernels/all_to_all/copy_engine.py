@@ -18,9 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._bytes import refuse_moves
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.kernels.all_gather.copy_engine import (
     MOST_CHUNKS,
     CopyJob,
@@ -29,6 +26,9 @@ from tunedcomm.kernels.all_gather.copy_engine import (
     make_job,
     refuse_pushes,
 )
+from tunedcomm.kernels.common.bytes import refuse_moves
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

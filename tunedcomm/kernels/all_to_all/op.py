@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._problems import generator_of, powers_of_two
+from tunedcomm.kernels.common.reference import generator_of, powers_of_two
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 

@@ -24,13 +24,20 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._bytes import bind_bytes, byte_request, chunk_rounds, refuse_moves
-from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._move import load_bytes, store_bytes
-from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.common.bytes import bind_bytes, byte_request, chunk_rounds, refuse_moves
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.move import load_bytes, store_bytes
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch
 from tunedcomm.kernels.all_to_all.library import LIBRARY as EVEN
 from tunedcomm.kernels.all_to_all.library import NCCL_DTYPES
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, Problem, Variant, register_variant
 

@@ -21,15 +21,22 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._bytes import byte_request, chunk_rounds
-from tunedcomm.kernels._host import Launch, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._move import load_bytes, store_bytes
-from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_to_all.push import PUSH as EVEN
 from tunedcomm.kernels.all_to_all.push import RING
 from tunedcomm.kernels.all_to_all_v._counts import row_alignment
+from tunedcomm.kernels.common.bytes import byte_request, chunk_rounds
+from tunedcomm.kernels.common.feasibility import Launch, kernel_blocks
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.move import load_bytes, store_bytes
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import MAX_WORLD_SIZE

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import Launch, grid_rounds, launch_flagged, refuse_kernels
-from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
-from tunedcomm.kernels._move import alignment_of
+from tunedcomm.kernels.common.feasibility import Launch, grid_rounds, launch_flagged, refuse_kernels
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.move import alignment_of
+from tunedcomm.kernels.common.packets import packets_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import DTYPES, Limits, Problem
 

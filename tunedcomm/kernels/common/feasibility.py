@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE

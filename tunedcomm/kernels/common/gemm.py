@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import _round_bfloat16, narrow
-from tunedcomm.kernels._sync import INTERPRET
+from tunedcomm.kernels.common.packets import _round_bfloat16, narrow
+from tunedcomm.kernels.common.sync import INTERPRET
 
 __all__: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._sync import INTERPRET, signal, wait, wait_together
+from tunedcomm.kernels.common.sync import INTERPRET, signal, wait, wait_together
 from tunedcomm.symm import layout
 
 __all__ = ["EPOCH_OFFSET", "MAX_BLOCKS", "STATE_OFFSET"]

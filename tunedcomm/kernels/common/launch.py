@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.kernels import _sync
+from tunedcomm.kernels.common import sync
 from tunedcomm.space import Value
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
         InfeasibleError: not all blocks of the grid fit on the GPU at once, which kernels that wait for peers need.
         Exception: whatever Triton raises while compiling.
     """
-    if _sync.INTERPRET:
+    if sync.INTERPRET:
         return _interpreted(request, grid)
     import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tunedcomm.kernels._host import Launch
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Numerics, Problem, Variant, register_variant
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tunedcomm.kernels._problems import generator_of
+from tunedcomm.kernels.common.reference import generator_of
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
 if TYPE_CHECKING:

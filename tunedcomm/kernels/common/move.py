@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._sync import INTERPRET, SENTINEL, as_mask, load_packets, store_packets
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, as_mask, load_packets, store_packets
 
 __all__ = ["ESCAPE", "alignment_of"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import sum_packets
-from tunedcomm.kernels._sync import INTERPRET, load_packets, store_packets
+from tunedcomm.kernels.common.packets import sum_packets
+from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
 
 __all__: list[str] = []
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels.common.launch import CompileRequest
 
 __all__ = ["NAN_BITS", "NUM_CELLS", "WIDTHS", "count_nan_kernel", "count_nan_request"]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
 
 __all__ = ["intercepted", "own", "undisturbed"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._sync import INTERPRET, SENTINEL, as_mask, load_packets, store_packets
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, as_mask, load_packets, store_packets
 
 __all__ = ["PACKET_BYTES", "packets_of"]
 

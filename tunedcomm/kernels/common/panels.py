@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, by_step, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._sync import INTERPRET, fence_descriptors, signal, wait_together
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    by_step,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.sync import INTERPRET, fence_descriptors, signal, wait_together
 from tunedcomm.spec import Problem
 from tunedcomm.symm import layout
 

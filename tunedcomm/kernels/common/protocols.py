@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tunedcomm.kernels._data import PACKET_BYTES, packets_of
-from tunedcomm.kernels._host import closest
+from tunedcomm.kernels.common.feasibility import closest
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import narrow, widen
-from tunedcomm.kernels._sync import INTERPRET, as_mask, load_packets, store_packets
+from tunedcomm.kernels.common.packets import narrow, widen
+from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
 
 __all__ = ["MAX_ROW_PACKETS", "row_block"]
 

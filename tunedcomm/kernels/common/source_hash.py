@@ -255,7 +255,7 @@ class _Told:
         if (function := _python_function(value)) is not None:
             return "self" if function is self._definition else f"function {_digest(function)}"
         if inspect.isclass(value) and not _is_library(value):
-            return f"class {_digest(value)}"
+            return f"class {_digest(value)}"  # type: ignore[arg-type]
         return _constant(value, f"{self._definition.__module__}.{self._definition.__qualname__}", name)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from tunedcomm.kernels._launch import AddressLaunch
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
 from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.space import Choice, Config, PowerOfTwo, Value
 from tunedcomm.spec import Limits, Problem, Variant
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._sync import (
+from tunedcomm.kernels.common.sync import (
     _STATUS_BYTES,
     _WAIT_REGISTERS,
     INTERPRET,

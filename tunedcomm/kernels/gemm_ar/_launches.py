@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunedcomm.kernels._launch import BoundKernel, ManyLaunch
-from tunedcomm.kernels._matmul import wanted_of
+from tunedcomm.kernels.common.launch import BoundKernel, ManyLaunch
+from tunedcomm.kernels.common.matmul import wanted_of
 from tunedcomm.spec import Problem
 
 __all__ = ["bind_addresses"]

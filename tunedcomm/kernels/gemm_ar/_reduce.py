@@ -7,9 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._data import PACKET_BYTES
-from tunedcomm.kernels._launch import AddressLaunch, ManyLaunch
-from tunedcomm.kernels._matmul import out_itemsize, wanted_of
 from tunedcomm.kernels.all_reduce.lamport import LAMPORT, lamport_kernel
 from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT, one_shot_kernel
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
@@ -20,6 +17,9 @@ from tunedcomm.kernels.all_reduce_bias.two_shot import TWO_SHOT as BIAS_TWO_SHOT
 from tunedcomm.kernels.all_reduce_bias.two_shot import bias_two_shot_kernel
 from tunedcomm.kernels.all_reduce_bias.two_shot_lamport import TWO_SHOT_LAMPORT as BIAS_TWO_SHOT_LAMPORT
 from tunedcomm.kernels.all_reduce_bias.two_shot_lamport import bias_two_shot_lamport_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
+from tunedcomm.kernels.common.matmul import out_itemsize, wanted_of
+from tunedcomm.kernels.common.packets import PACKET_BYTES
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import sum_packets
-from tunedcomm.kernels._panels import announce, await_chunk_of_all, call_number, is_last
-from tunedcomm.kernels._sync import load_packets, store_packets
 from tunedcomm.kernels.all_reduce_bias._common import with_bias
+from tunedcomm.kernels.common.packets import sum_packets
+from tunedcomm.kernels.common.panels import announce, await_chunk_of_all, call_number, is_last
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 
 __all__ = ["await_all_kernel", "sum_share_kernel"]
 

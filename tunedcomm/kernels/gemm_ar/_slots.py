@@ -16,12 +16,19 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._gemm import element_type, rounded
-from tunedcomm.kernels._host import Launch
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import out_itemsize, wanted_of
-from tunedcomm.kernels._sync import load_packets, store_packets
-from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_space, tile_wish, two_fit
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.gemm import element_type, rounded
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.matmul import out_itemsize, wanted_of
+from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.common.tiles import (
+    num_tiles,
+    refuse_tiles,
+    tile_request,
+    tile_space,
+    tile_wish,
+    two_fit,
+)
 from tunedcomm.kernels.gemm_ar._launches import bind_addresses
 from tunedcomm.kernels.gemm_ar._sums import refuse_packets
 from tunedcomm.space import Choice, Config, Space, Value

@@ -32,12 +32,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._copies import Copies, copies_of
-from tunedcomm.kernels._data import PACKET_BYTES
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import bind_product, operands_of, out_itemsize, ready_to_cut, refuse_gemm, wanted_of
-from tunedcomm.kernels._panels import begin_panels_kernel, begin_request, bind_begin
+from tunedcomm.kernels.common.copies import Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.matmul import (
+    bind_product,
+    operands_of,
+    out_itemsize,
+    ready_to_cut,
+    refuse_gemm,
+    wanted_of,
+)
+from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request, bind_begin
 from tunedcomm.kernels.gemm_ar._parts import TILE, inputs_of_rows, parts_of
 from tunedcomm.kernels.gemm_ar._reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of, usual_reduce
 from tunedcomm.kernels.gemm_ar._shares import await_all_kernel, sum_share_kernel

@@ -28,14 +28,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels._data import PACKET_BYTES, arm
-from tunedcomm.kernels._gemm import element_type, matrix, operand_b, part_product, pointer_product, scaled, tile_words
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import out_itemsize
-from tunedcomm.kernels._sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_constants, tile_wish
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.gemm import (
+    element_type,
+    matrix,
+    operand_b,
+    part_product,
+    pointer_product,
+    scaled,
+    tile_words,
+)
+from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.matmul import out_itemsize
+from tunedcomm.kernels.common.packets import PACKET_BYTES, arm
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
+from tunedcomm.kernels.common.tiles import num_tiles, refuse_tiles, tile_constants, tile_wish
 from tunedcomm.kernels.gemm_ar._launches import bind_addresses
 from tunedcomm.kernels.gemm_ar._sums import refuse_packets, sum_and_bias
 from tunedcomm.space import Choice, Config, Space, Value

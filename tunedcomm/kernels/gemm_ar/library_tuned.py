@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks
-from tunedcomm.kernels._matmul import bind_product, operands_of, refuse_gemm, wanted_of
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.common.matmul import bind_product, operands_of, refuse_gemm, wanted_of
 from tunedcomm.kernels.gemm_ar._reduce import (
     KERNELS,
     adds_bias,

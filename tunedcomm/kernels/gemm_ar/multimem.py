@@ -25,13 +25,20 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._gemm import element_type, matrix, operand_b, scaled, tile_of, tile_product
-from tunedcomm.kernels._host import Launch, closest, kernel_blocks, refuse_multicast
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers_together, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._multimem import load_reduce, store_all
-from tunedcomm.kernels._rows import add_extras
-from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_multicast
+from tunedcomm.kernels.common.gemm import (
+    element_type,
+    matrix,
+    operand_b,
+    scaled,
+    tile_of,
+    tile_product,
+)
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers_together, read_counter, write_counter
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.multimem import load_reduce, store_all
+from tunedcomm.kernels.common.rows import add_extras
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.gemm_ar._slots import (
     bind_slots,
     copy_slot,

@@ -31,10 +31,24 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._gemm import element_type, matrix, operand_b, scaled, tile_of, tile_product
-from tunedcomm.kernels._host import Launch
-from tunedcomm.kernels._lane import EPOCH_OFFSET, address_of, arrive, await_peers_together, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.gemm import (
+    element_type,
+    matrix,
+    operand_b,
+    scaled,
+    tile_of,
+    tile_product,
+)
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    address_of,
+    arrive,
+    await_peers_together,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.gemm_ar._slots import bind_slots, copy_slot, rounds_of, scattered_bytes, slot_request, store_slot
 from tunedcomm.kernels.gemm_ar.two_shot import TWO_SHOT, _sum_tile
 from tunedcomm.space import Config

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._data import PACKET_BYTES
-from tunedcomm.kernels._launch import ManyLaunch, bind_kernel
-from tunedcomm.kernels._matmul import operands_of, out_itemsize, refuse_gemm
-from tunedcomm.kernels._panels import begin_request, bind_begin
-from tunedcomm.kernels._tiles import num_tiles, refuse_tiles, tile_request, tile_wish, two_fit
+from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.matmul import operands_of, out_itemsize, refuse_gemm
+from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.common.panels import begin_request, bind_begin
+from tunedcomm.kernels.common.tiles import num_tiles, refuse_tiles, tile_request, tile_wish, two_fit
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.panels import Panels, panels_of
 
 if TYPE_CHECKING:
-    from tunedcomm.kernels._launch import CompileRequest
+    from tunedcomm.kernels.common.launch import CompileRequest
     from tunedcomm.symm.workspace import Workspace
 
 __all__ = [

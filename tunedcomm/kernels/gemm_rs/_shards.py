@@ -5,10 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import _mean
-from tunedcomm.kernels._gemm import element_type, matrix, rounded, scaled, tile_of, tile_product
-from tunedcomm.kernels._panels import await_chunk_of_all
-from tunedcomm.kernels._sync import INTERPRET
+from tunedcomm.kernels.common.gemm import (
+    element_type,
+    matrix,
+    rounded,
+    scaled,
+    tile_of,
+    tile_product,
+)
+from tunedcomm.kernels.common.packets import _mean
+from tunedcomm.kernels.common.panels import await_chunk_of_all
+from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.symm import layout
 
 __all__: list[str] = []

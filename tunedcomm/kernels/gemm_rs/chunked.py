@@ -24,12 +24,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._copies import Copies, copies_of
-from tunedcomm.kernels._data import PACKET_BYTES
-from tunedcomm.kernels._host import Launch, closest, grid_rounds
-from tunedcomm.kernels._launch import CompileRequest, bind_kernel
-from tunedcomm.kernels._matmul import Operands, operands_of, out_itemsize, product, ready_to_cut, wanted_of
-from tunedcomm.kernels._panels import begin_panels_kernel, begin_request, bind_begin
+from tunedcomm.kernels.common.copies import Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, closest, grid_rounds
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.matmul import (
+    Operands,
+    operands_of,
+    out_itemsize,
+    product,
+    ready_to_cut,
+    wanted_of,
+)
+from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request, bind_begin
 from tunedcomm.kernels.gemm_rs._common import refuse, rows_of, slot_bytes, whole_packets
 from tunedcomm.kernels.gemm_rs._staged import push_chunk_kernel, sum_slots_kernel
 from tunedcomm.space import Choice, Config, Space, Value

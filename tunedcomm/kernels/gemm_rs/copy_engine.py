@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._copies import Copies, copies_of
-from tunedcomm.kernels._gemm import matrix, operand_b
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._launch import CompileRequest, ManyLaunch
-from tunedcomm.kernels._matmul import out_itemsize
-from tunedcomm.kernels._panels import begin_panels_kernel, bind_begin, call_number
-from tunedcomm.kernels._tiles import tile_space
+from tunedcomm.kernels.common.copies import Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.gemm import matrix, operand_b
+from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch
+from tunedcomm.kernels.common.matmul import out_itemsize
+from tunedcomm.kernels.common.panels import begin_panels_kernel, bind_begin, call_number
+from tunedcomm.kernels.common.tiles import tile_space
 from tunedcomm.kernels.gemm_rs._common import (
     EPILOGUE_AXES,
     addresses,

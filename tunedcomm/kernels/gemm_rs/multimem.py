@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import mean_packets, num_packets, write_elements
-from tunedcomm.kernels._gemm import matrix, operand_b
-from tunedcomm.kernels._host import Launch, closest, refuse_multicast
-from tunedcomm.kernels._lane import address_of
-from tunedcomm.kernels._launch import CompileRequest, ManyLaunch
-from tunedcomm.kernels._matmul import out_itemsize
-from tunedcomm.kernels._multimem import load_reduce
-from tunedcomm.kernels._panels import (
+from tunedcomm.kernels.common.feasibility import Launch, closest, refuse_multicast
+from tunedcomm.kernels.common.gemm import matrix, operand_b
+from tunedcomm.kernels.common.lane import address_of
+from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch
+from tunedcomm.kernels.common.matmul import out_itemsize
+from tunedcomm.kernels.common.multimem import load_reduce
+from tunedcomm.kernels.common.packets import mean_packets, num_packets, write_elements
+from tunedcomm.kernels.common.panels import (
     announce,
     announce_to,
     await_chunk_of_all,
@@ -38,7 +38,7 @@ from tunedcomm.kernels._panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels._tiles import tile_space
+from tunedcomm.kernels.common.tiles import tile_space
 from tunedcomm.kernels.gemm_rs._common import (
     GRID_AXES,
     addresses,

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._copies import copies_of
-from tunedcomm.kernels._gemm import matrix, operand_b
-from tunedcomm.kernels._host import Launch, closest
-from tunedcomm.kernels._lane import address_of
-from tunedcomm.kernels._launch import CompileRequest, ManyLaunch
-from tunedcomm.kernels._panels import (
+from tunedcomm.kernels.common.copies import copies_of
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.gemm import matrix, operand_b
+from tunedcomm.kernels.common.lane import address_of
+from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch
+from tunedcomm.kernels.common.panels import (
     announce_to,
     await_chunk_of_all,
     begin_panels_kernel,
@@ -32,7 +32,7 @@ from tunedcomm.kernels._panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels._tiles import tile_space
+from tunedcomm.kernels.common.tiles import tile_space
 from tunedcomm.kernels.gemm_rs._common import (
     GRID_AXES,
     addresses,

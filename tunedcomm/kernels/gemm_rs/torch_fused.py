@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels._host import Launch
-from tunedcomm.kernels._matmul import operands_of, out_itemsize, usual_dtype, wanted_of
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.matmul import operands_of, out_itemsize, usual_dtype, wanted_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tunedcomm.kernels._data import packets_of
-from tunedcomm.kernels._host import grid_rounds, refuse_kernels
-from tunedcomm.kernels._move import alignment_of
+from tunedcomm.kernels.common.feasibility import grid_rounds, refuse_kernels
+from tunedcomm.kernels.common.move import alignment_of
+from tunedcomm.kernels.common.packets import packets_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import insert_own, sum_packets, write_elements
-from tunedcomm.kernels._move import load_bytes
-from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.common.move import load_bytes
+from tunedcomm.kernels.common.packets import insert_own, sum_packets, write_elements
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 
 __all__: list[str] = []
 

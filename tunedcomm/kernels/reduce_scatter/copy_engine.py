@@ -28,11 +28,19 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._copies import NUM_STREAMS, Copies, copies_of
-from tunedcomm.kernels._data import PACKET_BYTES, num_packets
-from tunedcomm.kernels._host import Launch, blocks_and_threads, closest, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, arrive_at, await_at, await_peers, read_counter, write_counter
-from tunedcomm.kernels._launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    arrive_at,
+    await_at,
+    await_peers,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
 from tunedcomm.kernels.reduce_scatter._pieces import sum_piece
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value

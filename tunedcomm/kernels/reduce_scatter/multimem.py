@@ -16,13 +16,27 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, mean_packets, num_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, kernel_blocks, refuse_multicast
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._move import load_bytes
-from tunedcomm.kernels._multimem import load_reduce
-from tunedcomm.kernels._sync import store_packets
+from tunedcomm.kernels.common.feasibility import (
+    Launch,
+    bind_plain,
+    blocks_and_threads,
+    closest,
+    kernel_blocks,
+    refuse_multicast,
+)
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    arrive,
+    await_peers,
+    block_range,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.move import load_bytes
+from tunedcomm.kernels.common.multimem import load_reduce
+from tunedcomm.kernels.common.packets import PACKET_BYTES, mean_packets, num_packets, write_elements
+from tunedcomm.kernels.common.sync import store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, insert_own, num_packets, sum_packets, write_elements
-from tunedcomm.kernels._host import Launch, bind_flagged, blocks_and_threads, kernel_blocks
-from tunedcomm.kernels._lane import (
+from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
     arrive,
@@ -31,10 +30,11 @@ from tunedcomm.kernels._lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._move import load_bytes
-from tunedcomm.kernels._protocols import reading_default
-from tunedcomm.kernels._sync import load_packets, store_packets
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.move import load_bytes
+from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, num_packets, sum_packets, write_elements
+from tunedcomm.kernels.common.protocols import reading_default
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

@@ -30,11 +30,18 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels._data import PACKET_BYTES, num_packets
-from tunedcomm.kernels._host import Launch, bind_plain, blocks_and_threads, closest, grid_rounds, kernel_blocks
-from tunedcomm.kernels._lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
-from tunedcomm.kernels._launch import CompileRequest
-from tunedcomm.kernels._sync import INTERPRET
+from tunedcomm.kernels.common.feasibility import (
+    Launch,
+    bind_plain,
+    blocks_and_threads,
+    closest,
+    grid_rounds,
+    kernel_blocks,
+)
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
+from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets
+from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
 from tunedcomm.kernels.reduce_scatter._pieces import push_piece, sum_piece
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
