@@ -7,21 +7,12 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.kernels.common.feasibility import Launch, bind_plain, grid_rounds, refuse_kernels
 from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.variant import KernelVariant
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = [
-    "bind_packets",
-    "constants_of",
-    "message_rounds",
-    "packet_request",
-    "refuse",
-    "slice_packets",
-    "slice_rounds",
-]
 
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -70,3 +61,16 @@ def bind_packets(kernel: Any, problem: Problem, config: Config, workspace: Works
     layout = workspace.layout
     request = packet_request(kernel, problem, config)
     return bind_plain(problem, config, workspace, request, layout.arena, layout.stage_bytes)
+
+
+class AllReduceVariant(KernelVariant):
+    """A variant of all_reduce; its threads share the whole message, or each rank's slice of it (`sliced`)."""
+
+    op = "all_reduce"
+    sliced = False
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return constants_of(problem, config)
+
+    def work_packets(self, problem: Problem) -> int:
+        return slice_packets(problem) if self.sliced else packets_of(problem.nbytes)

@@ -19,15 +19,14 @@ synchronisation), redesigned for Triton: packets of 16 bytes, one thread each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce._common import bind_packets, message_rounds, packet_request, refuse
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse
+from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     arm,
@@ -38,15 +37,13 @@ from tunedcomm.kernels.common.packets import (
     sum_packets,
     write_elements,
 )
-from tunedcomm.kernels.common.protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl, refuse_stage
+from tunedcomm.kernels.common.protocols import LAMPORT_SPACE, lamport_wish, refuse_launch_pdl, refuse_stage
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.space import Config, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Config
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["LAMPORT", "lamport_kernel"]
 
 
 @triton.jit
@@ -89,42 +86,26 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    packets = packets_of(problem.nbytes)
-    if reason := refuse_stage(problem, limits, packets * 16):
-        return reason
-    if reason := refuse_launch_pdl(config, limits):
-        return reason
-    return blocks_and_threads(config, limits, packets, most_rounds=4)
+class Lamport(AllReduceVariant):
+    name = "lamport"
+    summary = "one-shot push without flags: packets announce themselves; best at small sizes"
+    kernels = (lamport_kernel,)
+    space = LAMPORT_SPACE
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        packets = packets_of(problem.nbytes)
+        return (
+            refuse(problem, limits)
+            or refuse_stage(problem, limits, packets * 16)
+            or refuse_launch_pdl(config, limits)
+            or blocks_and_threads(config, limits, packets, most_rounds=4)
+        )
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return lamport_wish(packets_of(problem.nbytes), limits)
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return lamport_default(packets_of(problem.nbytes), problem, limits, _infeasible)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (packet_request(lamport_kernel, problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    return bind_packets(lamport_kernel, problem, config, workspace)
-
-
-LAMPORT = register_variant(
-    Variant(
-        op="all_reduce",
-        name="lamport",
-        numerics="ordered",
-        summary="one-shot push without flags: packets announce themselves; best at small sizes",
-        space=LAMPORT_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=message_rounds,
-        kernels=(lamport_kernel,),
-        compile_requests=_requests,
-    )
-)
+LAMPORT = Lamport().register()

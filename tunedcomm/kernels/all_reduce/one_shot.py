@@ -13,14 +13,13 @@ Source: the one-shot scheme of NCCL-free serving stacks and PyTorch's symmetric 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import constants_of, message_rounds, refuse
-from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse
+from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -30,7 +29,6 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.common.packets import (
     insert_own,
     num_packets,
@@ -39,15 +37,13 @@ from tunedcomm.kernels.common.packets import (
     sum_packets,
     write_elements,
 )
-from tunedcomm.kernels.common.protocols import READING_SPACE, reading_default, refuse_one_shot
+from tunedcomm.kernels.common.protocols import READING_SPACE, reading_wish, refuse_one_shot
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["ONE_SHOT", "one_shot_kernel"]
 
 
 @triton.jit
@@ -98,44 +94,28 @@ def one_shot_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits) or refuse_one_shot(problem, limits):
-        return reason
-    return blocks_and_threads(config, limits, packets_of(problem.nbytes), most_rounds=8)
+class OneShot(AllReduceVariant):
+    name = "one_shot"
+    summary = "every rank reads all inputs and sums them; one exchange of flags"
+    kernels = (one_shot_kernel,)
+    space = READING_SPACE
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return (
+            refuse(problem, limits)
+            or refuse_one_shot(problem, limits)
+            or blocks_and_threads(config, limits, packets_of(problem.nbytes), most_rounds=8)
+        )
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return reading_wish(packets_of(problem.nbytes), 64, limits)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        symmetric = problem.input_kind == "symmetric" and not problem.in_place
+        return {**super().constants(problem, config), "SYMMETRIC": symmetric}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return reading_default(packets_of(problem.nbytes), 64, READING_SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    symmetric = problem.input_kind == "symmetric" and not problem.in_place
-    constants = {**constants_of(problem, config), "SYMMETRIC": symmetric}
-    return CompileRequest.of(one_shot_kernel, constants, num_warps=int(config["num_warps"]))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    return bind_flagged(problem, config, workspace, _request(problem, config), layout.one_shot, layout.one_shot_bytes)
-
-
-ONE_SHOT = register_variant(
-    Variant(
-        op="all_reduce",
-        name="one_shot",
-        numerics="ordered",
-        summary="every rank reads all inputs and sums them; one exchange of flags",
-        space=READING_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=message_rounds,
-        kernels=(one_shot_kernel,),
-        compile_requests=_requests,
-    )
-)
+ONE_SHOT = OneShot().register()

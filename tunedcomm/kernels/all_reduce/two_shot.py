@@ -24,14 +24,13 @@ Source: the two-shot scheme of NCCL-free serving stacks and PyTorch's symmetric 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
-from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse, slice_packets
+from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -41,23 +40,15 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.packets import (
-    PACKET_BYTES,
-    insert_own,
-    num_packets,
-    read_elements,
-    sum_packets,
-    write_elements,
-)
+from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels.common.protocols import refuse_chunks
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["RING", "TWO_SHOT", "two_shot_inplace_kernel", "two_shot_kernel"]
 
 RING = tl.constexpr(3)
 
@@ -156,83 +147,56 @@ def two_shot_inplace_kernel(
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-        "num_warps": PowerOfTwo(4, 16),
-        "items": Choice(1, 2, 4),
-        "num_chunks": PowerOfTwo(1, 16),
-    }
-)
-
-
 def _on_peers(problem: Problem) -> bool:
     return problem.input_kind == "symmetric" and problem.in_place
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    share, chunks = slice_packets(problem), int(config["num_chunks"])
-    per_block = 32 * int(config["num_warps"]) * int(config["items"])
-    if per_block > 1024:
-        return "more than 1024 packets a block at once spill registers"
-    rounds = -(-share // (int(config["num_blocks"]) * per_block))
-    if rounds < chunks and chunks > 1:
-        return f"{rounds} rounds cannot be split into {chunks} chunks"
-    if _on_peers(problem):
-        if chunks > 1:
-            return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
-    else:
-        span = -(-rounds // chunks) * int(config["num_blocks"]) * per_block
-        needed = problem.world_size * min(chunks, RING.value) * span * PACKET_BYTES
-        if needed > limits.staging_bytes:
-            return (
-                f"{min(chunks, RING.value)} of the {chunks} chunks of {problem.nbytes} bytes need {needed} "
-                f"bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-            )
-    return blocks_and_threads(config, limits, share, most_rounds=64 * chunks)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    share = slice_packets(problem)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
-    else:
-        chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4 if share < 1 << 21 else 16
-        wish = {"num_blocks": min(share / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = {**constants_of(problem, config), "SYMMETRIC": _on_peers(problem)}
-    kernel = two_shot_inplace_kernel if _on_peers(problem) else two_shot_kernel
-    return CompileRequest.of(kernel, constants, num_warps=int(config["num_warps"]))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    extra = (layout.scatter, layout.gather, int(config["num_chunks"]))
-    return bind_flagged(problem, config, workspace, _request(problem, config), *extra)
-
-
-TWO_SHOT = register_variant(
-    Variant(
-        op="all_reduce",
-        name="two_shot",
-        numerics="ordered",
-        summary="reduce-scatter then all-gather ordered by flags, chunks overlapped; best at large sizes",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=slice_rounds,
-        kernels=(two_shot_kernel, two_shot_inplace_kernel),
-        compile_requests=_requests,
+class TwoShot(AllReduceVariant):
+    name = "two_shot"
+    summary = "reduce-scatter then all-gather ordered by flags, chunks overlapped; best at large sizes"
+    kernels = (two_shot_kernel, two_shot_inplace_kernel)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+            "num_warps": PowerOfTwo(4, 16),
+            "items": Choice(1, 2, 4),
+            "num_chunks": PowerOfTwo(1, 16),
+        }
     )
-)
+    sliced = True
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse(problem, limits):
+            return reason
+        chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
+        per_block = 32 * int(config["num_warps"]) * int(config["items"])
+        if per_block > 1024:
+            return "more than 1024 packets a block at once spill registers"
+        if _on_peers(problem):
+            if chunks > 1:
+                return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
+        elif reason := refuse_chunks(
+            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=blocks,
+            per_block=per_block, slots=problem.world_size, ring=RING.value,
+        ):  # fmt: skip
+            return reason
+        return blocks_and_threads(config, limits, slice_packets(problem), most_rounds=64 * chunks)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        share = slice_packets(problem)
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
+        chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4 if share < 1 << 21 else 16
+        return {"num_blocks": min(share / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+
+    def kernel(self, problem: Problem) -> Any:
+        return two_shot_inplace_kernel if _on_peers(problem) else two_shot_kernel
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "SYMMETRIC": _on_peers(problem)}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.scatter, workspace.layout.gather, int(config["num_chunks"])
+
+
+TWO_SHOT = TwoShot().register()

@@ -13,33 +13,23 @@ Source: the packets of `lamport` in the two-shot scheme known from NCCL's LL pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce._common import bind_packets, packet_request, refuse, slice_packets, slice_rounds
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse, slice_packets
+from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.packets import (
-    arm,
-    insert_own,
-    num_packets,
-    read_elements,
-    sum_packets,
-    write_elements,
-)
-from tunedcomm.kernels.common.protocols import refuse_launch_pdl, two_shot_lamport_default
+from tunedcomm.kernels.common.packets import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels.common.protocols import refuse_launch_pdl, two_shot_lamport_wish
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["TWO_SHOT_LAMPORT", "two_shot_lamport_kernel"]
 
 
 @triton.jit
@@ -99,51 +89,32 @@ def two_shot_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 96, 132, 264),
-        "num_warps": PowerOfTwo(1, 16),
-        "launch_pdl": Choice(False, True),
-    }
-)
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    share = slice_packets(problem)
-    if 2 * problem.world_size * share * 16 > limits.stage_bytes:
-        return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
-    if reason := refuse_launch_pdl(config, limits):
-        return reason
-    return blocks_and_threads(config, limits, share, most_rounds=4)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return two_shot_lamport_default(slice_packets(problem), _SPACE, problem, limits, _infeasible)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (packet_request(two_shot_lamport_kernel, problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    return bind_packets(two_shot_lamport_kernel, problem, config, workspace)
-
-
-TWO_SHOT_LAMPORT = register_variant(
-    Variant(
-        op="all_reduce",
-        name="two_shot_lamport",
-        numerics="ordered",
-        summary="reduce-scatter and all-gather by self-announcing packets in one kernel; best at medium sizes",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=slice_rounds,
-        kernels=(two_shot_lamport_kernel,),
-        compile_requests=_requests,
+class TwoShotLamport(AllReduceVariant):
+    name = "two_shot_lamport"
+    summary = "reduce-scatter and all-gather by self-announcing packets in one kernel; best at medium sizes"
+    kernels = (two_shot_lamport_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 96, 132, 264),
+            "num_warps": PowerOfTwo(1, 16),
+            "launch_pdl": Choice(False, True),
+        }
     )
-)
+    sliced = True
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse(problem, limits):
+            return reason
+        share = slice_packets(problem)
+        if 2 * problem.world_size * share * 16 > limits.stage_bytes:
+            return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
+        return refuse_launch_pdl(config, limits) or blocks_and_threads(config, limits, share, most_rounds=4)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return two_shot_lamport_wish(slice_packets(problem), limits)
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.arena, workspace.layout.stage_bytes
+
+
+TWO_SHOT_LAMPORT = TwoShotLamport().register()

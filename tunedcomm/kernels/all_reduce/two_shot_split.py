@@ -27,32 +27,22 @@ Source: the two-shot scheme of `two_shot`; blocks of several kinds as in other l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import constants_of, refuse, slice_packets, slice_rounds
-from tunedcomm.kernels.common.feasibility import Launch, bind_plain, closest, kernel_blocks
+from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse, slice_packets
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.packets import (
-    PACKET_BYTES,
-    insert_own,
-    num_packets,
-    read_elements,
-    sum_packets,
-    write_elements,
-)
+from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels.common.protocols import refuse_chunks
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
-from tunedcomm.space import Choice, Config, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Choice, Config, Space
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["RING", "TWO_SHOT_SPLIT", "two_shot_split_kernel"]
 
 RING = tl.constexpr(4)
 _KINDS = tl.constexpr(3)
@@ -179,90 +169,57 @@ def two_shot_split_kernel(
     write_counter(local, epoch + num_chunks, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(3, 48, 96, 132, 198, 264, 396),
-        "num_warps": Choice(4, 8, 16),
-        "items": Choice(1, 2),
-        "num_chunks": Choice(1, 4, 8, 16, 32, 64),
-    }
-)
-
-
-def _rounds(problem: Problem, config: Config) -> int:
-    """How often a lane goes round."""
-    return slice_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // _KINDS.value})
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
-    lanes, threads, ring = blocks // _KINDS.value, 32 * int(config["num_warps"]), int(RING.value)
-    per_block = threads * int(config["items"])
-    if per_block * problem.world_size > 4096:
-        return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
-    if int(config["items"]) > 1 and threads < 512:
-        return "16 warps take as many packets a block with fewer of them a thread"
-    if limits.backend == "host" and lanes > 1:
-        return "interpreted blocks run one after another: more than 3 only cost time"
-    if blocks > limits.max_blocks:
-        return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
-    if limits.backend == "cuda" and blocks * threads > limits.num_sms * _THREADS_PER_SM:
-        return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
-    if limits.backend == "cuda" and problem.nbytes < 1 << 20:
-        return f"{problem.nbytes} bytes are over before three kinds of blocks are in step"
-    if limits.backend == "cuda" and (lanes < (8 if problem.nbytes < _MANY_LANES else 32) or chunks == 1):
-        return f"{lanes} blocks of each kind and {chunks} chunks leave the links idle"
-    rounds = _rounds(problem, config)
-    if rounds < chunks and chunks > 1:
-        return f"{rounds} rounds cannot be split into {chunks} chunks"
-    needed = problem.world_size * min(chunks, ring) * -(-rounds // chunks) * lanes * per_block * PACKET_BYTES
-    if needed > limits.staging_bytes:
-        return (
-            f"{min(chunks, ring)} of the {chunks} chunks of {problem.nbytes} bytes need {needed} bytes of staging; "
-            f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-        )
-    return None
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    wish: dict[str, float]
-    if limits.backend == "host":
-        wish = {"num_blocks": 3, "num_warps": 4, "items": 1, "num_chunks": 4}
-    else:
-        chunks = min(max(slice_packets(problem) * problem.world_size >> 19, 4), 64)  # of 8 MiB
-        wish = {"num_blocks": 132, "num_warps": 16, "items": 1, "num_chunks": chunks}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    return CompileRequest.of(two_shot_split_kernel, constants_of(problem, config), num_warps=int(config["num_warps"]))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    extra = (layout.scatter, layout.gather, int(config["num_chunks"]))
-    return bind_plain(problem, config, workspace, _request(problem, config), *extra)
-
-
-TWO_SHOT_SPLIT = register_variant(
-    Variant(
-        op="all_reduce",
-        name="two_shot_split",
-        numerics="ordered",
-        summary="two-shot by blocks that push, blocks that sum and blocks that collect; best at large sizes",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(two_shot_split_kernel,),
-        compile_requests=_requests,
-        num_rounds=_rounds,
+class TwoShotSplit(AllReduceVariant):
+    name = "two_shot_split"
+    summary = "two-shot by blocks that push, blocks that sum and blocks that collect; best at large sizes"
+    kernels = (two_shot_split_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(3, 48, 96, 132, 198, 264, 396),
+            "num_warps": Choice(4, 8, 16),
+            "items": Choice(1, 2),
+            "num_chunks": Choice(1, 4, 8, 16, 32, 64),
+        }
     )
-)
+    sliced = True
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """How often a lane goes round."""
+        return super().num_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // _KINDS.value})
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse(problem, limits):
+            return reason
+        chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
+        lanes, threads = blocks // _KINDS.value, 32 * int(config["num_warps"])
+        per_block = threads * int(config["items"])
+        if per_block * problem.world_size > 4096:
+            return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+        if int(config["items"]) > 1 and threads < 512:
+            return "16 warps take as many packets a block with fewer of them a thread"
+        if limits.backend == "host" and lanes > 1:
+            return "interpreted blocks run one after another: more than 3 only cost time"
+        if blocks > limits.max_blocks:
+            return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
+        if limits.backend == "cuda" and blocks * threads > limits.num_sms * _THREADS_PER_SM:
+            return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
+        if limits.backend == "cuda" and problem.nbytes < 1 << 20:
+            return f"{problem.nbytes} bytes are over before three kinds of blocks are in step"
+        if limits.backend == "cuda" and (lanes < (8 if problem.nbytes < _MANY_LANES else 32) or chunks == 1):
+            return f"{lanes} blocks of each kind and {chunks} chunks leave the links idle"
+        return refuse_chunks(
+            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=lanes,
+            per_block=per_block, slots=problem.world_size, ring=RING.value,
+        )  # fmt: skip
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 3, "num_warps": 4, "items": 1, "num_chunks": 4}
+        chunks = min(max(slice_packets(problem) * problem.world_size >> 19, 4), 64)  # of 8 MiB
+        return {"num_blocks": 132, "num_warps": 16, "items": 1, "num_chunks": chunks}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.scatter, workspace.layout.gather, int(config["num_chunks"])
+
+
+TWO_SHOT_SPLIT = TwoShotSplit().register()

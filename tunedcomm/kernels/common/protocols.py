@@ -9,17 +9,6 @@ from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
-__all__ = [
-    "LAMPORT_SPACE",
-    "READING_SPACE",
-    "lamport_default",
-    "reading_default",
-    "refuse_launch_pdl",
-    "refuse_one_shot",
-    "refuse_stage",
-    "two_shot_lamport_default",
-]
-
 Infeasible = Callable[[Problem, Config, Limits], str | None]
 
 LAMPORT_SPACE = Space(
@@ -61,35 +50,64 @@ def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | 
     return None
 
 
-def lamport_default(packets: int, problem: Problem, limits: Limits, infeasible: Infeasible) -> dict[str, Value]:
-    """Of LAMPORT_SPACE, where each thread pushes some of `packets` packets and polls for as many of every peer."""
+def lamport_wish(packets: int, limits: Limits) -> dict[str, float]:
+    """First guess in LAMPORT_SPACE where each thread pushes some of `packets` packets and polls for those of peers."""
     if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
-    else:
-        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
-        wish = {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-    return closest(wish, LAMPORT_SPACE, problem, limits, infeasible)
+        return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
+    return {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+
+
+def lamport_default(packets: int, problem: Problem, limits: Limits, infeasible: Infeasible) -> dict[str, Value]:
+    return closest(lamport_wish(packets, limits), LAMPORT_SPACE, problem, limits, infeasible)
+
+
+def two_shot_lamport_wish(share: int, limits: Limits) -> dict[str, float]:
+    """First guess where a rank sums `share` packets, with the axes of LAMPORT_SPACE."""
+    if limits.backend == "host":
+        return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+    warps = 4 if share <= 132 * 128 else 8
+    return {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
 
 
 def two_shot_lamport_default(
     share: int, space: Space, problem: Problem, limits: Limits, infeasible: Infeasible
 ) -> dict[str, Value]:
-    """Where a rank sums `share` packets; `space` has the axes of LAMPORT_SPACE."""
+    return closest(two_shot_lamport_wish(share, limits), space, problem, limits, infeasible)
+
+
+def reading_wish(packets: int, most_blocks: int, limits: Limits) -> dict[str, float]:
+    """First guess where each thread reads some of `packets` packets of every peer, several at once by `items`."""
     if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
-    else:
-        warps = 4 if share <= 132 * 128 else 8
-        wish = {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-    return closest(wish, space, problem, limits, infeasible)
+        return {"num_blocks": 2, "num_warps": 16, "items": 2}
+    warps = 4 if packets <= 2048 else 16
+    return {"num_blocks": min(packets / (32 * warps), most_blocks), "num_warps": warps, "items": 1}
 
 
 def reading_default(
     packets: int, most_blocks: int, space: Space, problem: Problem, limits: Limits, infeasible: Infeasible
 ) -> dict[str, Value]:
-    """Where each thread reads some of `packets` packets of every peer, several at once by the axis `items`."""
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 2}
-    else:
-        warps = 4 if packets <= 2048 else 16
-        wish = {"num_blocks": min(packets / (32 * warps), most_blocks), "num_warps": warps, "items": 1}
-    return closest(wish, space, problem, limits, infeasible)
+    return closest(reading_wish(packets, most_blocks, limits), space, problem, limits, infeasible)
+
+
+def refuse_chunks(
+    problem: Problem, limits: Limits, *, rounds: int, chunks: int, blocks: int, per_block: int, slots: int, ring: int
+) -> str | None:
+    """Why `rounds` rounds of the grid cannot be cut into `chunks` of which the staging holds `ring`, or None.
+
+    Args:
+        problem, limits: what is asked, and where.
+        rounds, chunks: how often the grid goes round, and into how many chunks that is cut.
+        blocks, per_block: blocks that work on a chunk, and packets that each takes in a round.
+        slots: ranks whose packets the staging holds.
+        ring: chunks that have a place in the staging at once.
+    """
+    if rounds < chunks and chunks > 1:
+        return f"{rounds} rounds cannot be split into {chunks} chunks"
+    needed = slots * min(chunks, ring) * -(-rounds // chunks) * blocks * per_block * PACKET_BYTES
+    if needed > limits.staging_bytes:
+        return (
+            f"{min(chunks, ring)} of the {chunks} chunks of {problem.nbytes} bytes need {needed} bytes of staging; "
+            f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+        )
+    return None

@@ -120,8 +120,10 @@ def _bound_in(scope: ast.AST) -> Iterator[str]:
         node = pending.pop(0)
         if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
             yield node.id
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) or (isinstance(node, ast.ExceptHandler) and node.name):
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
+        elif isinstance(node, ast.ExceptHandler):
+            yield node.name or ""
         elif isinstance(node, ast.alias):
             yield node.asname or node.name.partition(".")[0]
         if not isinstance(node, (*_SCOPES, ast.ClassDef)):

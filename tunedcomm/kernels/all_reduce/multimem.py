@@ -1,0 +1,143 @@
+"""multimem_one_shot, multimem_two_shot: the NVLink switch sums (`multimem.ld_reduce`) and broadcasts (`multimem.st`).
+
+multimem_one_shot: the input is copied into the one-shot area (two areas take turns, as in `one_shot`), the blocks
+exchange flags, and each rank loads the sums through the multicast address. Numerics: unordered: each rank's loads are
+summed by the switch separately, and nobody promises one order for all.
+
+multimem_two_shot: the input is copied into the scatter area, flags, each rank loads the sums of its slice and stores
+them into everybody's gather area with one store, flags, the gathered message is copied to the output. One area of each
+kind is enough for the reasons given in `two_shot`, with one addition: the last flags also say that nobody reads the
+scatter area any more, because every rank sets them after its own loads. Numerics: library (each element is summed once,
+so all ranks get the same bits, in an order that is the switch's).
+
+Graph-safe. Refused where the fabric reports no multicast.
+Source: NVLink SHARP as PyTorch's multimem operators use it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.multimem import load_reduce, store_all
+from tunedcomm.kernels.common.packets import mean_packets, num_packets, read_elements, write_elements
+from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Numerics, Problem
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+
+@triton.jit
+def multimem_one_shot_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, multicast, area, area_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Publish the own input, exchange flags, load sums."""
+    epoch = read_counter(local, EPOCH_OFFSET)
+    mine = area + (epoch & 1) * area_bytes
+    total = num_packets(numel, WIDTH)
+    lanes, first, step = block_range(BLOCK)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        w0, w1, w2, w3 = read_elements(x, packet, numel, here, WIDTH, TAIL)
+        store_packets(local + mine + packet * 16, w0, w1, w2, w3, here)
+    # Releases the copies, acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        sums = load_reduce(multicast, (q0, q1, q2, q3, q4, q5, q6), local, mine + packet * 16, here, DTYPE, WORLD_SIZE)
+        s0, s1, s2, s3 = mean_packets(sums, DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
+    write_counter(local, epoch + 1, EPOCH_OFFSET)
+
+
+@triton.jit
+def multimem_two_shot_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, multicast, scatter, gather,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Block b publishes, sums and collects the same positions of every slice, so blocks b wait for each other alone."""
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    share = (num_packets(numel, WIDTH) + WORLD_SIZE - 1) // WORLD_SIZE
+    lanes, first, step = block_range(BLOCK)
+    for start in tl.range(first, share, step):
+        at = start + lanes
+        here = at < share
+        for i in tl.static_range(WORLD_SIZE):
+            w0, w1, w2, w3 = read_elements(x, i * share + at, numel, here, WIDTH, TAIL)
+            store_packets(local + scatter + (i * share + at) * 16, w0, w1, w2, w3, here)
+    # Releases the copies, acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for start in tl.range(first, share, step):
+        at = start + lanes
+        here = at < share
+        offset = (rank * share + at) * 16
+        sums = load_reduce(multicast, peers, local, scatter + offset, here, DTYPE, WORLD_SIZE)
+        s0, s1, s2, s3 = mean_packets(sums, DTYPE, AVG, WORLD_SIZE)
+        store_all(multicast, peers, local, gather + offset, s0, s1, s2, s3, here, WORLD_SIZE)
+    # Releases the sums, acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
+    await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    for start in tl.range(first, share, step):
+        at = start + lanes
+        here = at < share
+        for i in tl.static_range(WORLD_SIZE):
+            w0, w1, w2, w3 = load_packets(local + gather + (i * share + at) * 16, here)
+            write_elements(out, i * share + at, numel, w0, w1, w2, w3, here, WIDTH, TAIL)
+    write_counter(local, epoch + 2, EPOCH_OFFSET)
+
+
+class _Multimem(AllReduceVariant):
+    """Kernels that take the lane's multicast address after `status`; 0 there stands for the emulation."""
+
+    space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_multicast(limits) or refuse(problem, limits):
+            return reason
+        area_bytes = limits.staging_bytes if self.sliced else limits.one_shot_bytes
+        if problem.nbytes + 16 * problem.world_size > area_bytes:
+            return f"{problem.nbytes} bytes exceed the staging of {area_bytes} bytes"
+        return blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=1 << 16)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {"num_blocks": min(self.work_packets(problem) / 256, 32), "num_warps": 8}
+
+
+class MultimemOneShot(_Multimem):
+    name = "multimem_one_shot"
+    numerics: Numerics = "unordered"
+    summary = "every rank loads sums that the switch makes (NVLink multicast)"
+    kernels = (multimem_one_shot_kernel,)
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.lanes[problem.mode].multicast, workspace.layout.one_shot, workspace.layout.one_shot_bytes
+
+
+class MultimemTwoShot(_Multimem):
+    name = "multimem_two_shot"
+    numerics: Numerics = "library"
+    summary = "the switch sums each slice for its owner, whose one store reaches every rank (NVLink multicast)"
+    kernels = (multimem_two_shot_kernel,)
+    sliced = True
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.lanes[problem.mode].multicast, workspace.layout.scatter, workspace.layout.gather
+
+
+MULTIMEM_ONE_SHOT = MultimemOneShot().register()
+MULTIMEM_TWO_SHOT = MultimemTwoShot().register()

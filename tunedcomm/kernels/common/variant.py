@@ -1,0 +1,155 @@
+"""Base classes of variants: what most of them share, so that a variant's file says only what is its own.
+
+`KernelVariant` is one Triton kernel (or one of several, chosen by the problem) over the symmetric workspace. A variant
+is described by a subclass of it, or of its op's own subclass (`AllReduceVariant`, …):
+
+    class Lamport(AllReduceVariant):
+        name = "lamport"
+        summary = "one-shot push without flags"
+        kernels = (lamport_kernel,)
+        space = LAMPORT_SPACE
+
+        def infeasible(self, problem, config, limits): ...    # a sentence, or None
+        def wish(self, problem, limits): ...                  # the config to try first; the nearest feasible one is
+        def arguments(self, problem, config, workspace): ...  # of the kernel, after `status`
+
+    LAMPORT = Lamport().register()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels.common.feasibility import Launch, closest, grid_rounds
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.space import Config, Space, Value
+from tunedcomm.spec import Limits, Numerics, Problem, Variant, register_variant
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+
+class VariantBase:
+    """The fields of a `Variant` as class attributes and methods, with defaults; `register` makes and registers it."""
+
+    op: str
+    name: str
+    summary: str
+    numerics: Numerics = "ordered"
+    space: Space = Space()
+    kernels: tuple[Any, ...] = ()
+    version: int = 1
+    bounded: bool = True
+
+    def register(self) -> Variant:
+        """Register the variant that this object describes."""
+        return register_variant(Variant(**{field.name: getattr(self, field.name) for field in fields(Variant)}))
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """A sentence saying why `problem` cannot run with `config`, or None."""
+        raise NotImplementedError
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        """Compile and return the launch; never called while a graph is captured."""
+        raise NotImplementedError
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        """Thread blocks that a config occupies: 0 for copy engines, -1 where that is not known."""
+        return -1
+
+    def wish(self, problem: Problem, limits: Limits) -> Mapping[str, float]:
+        """The config to try first; `default` takes the nearest feasible one."""
+        raise NotImplementedError
+
+    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
+        return closest(self.wish(problem, limits), self.space, problem, limits, self.infeasible)
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """How often the grid goes round to do all the work; 0 where that is not known."""
+        return 0
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        return ()
+
+
+class LibraryVariant(VariantBase):
+    """The variant `library`, which every op has: fall-back and baseline, never infeasible, with nothing to tune."""
+
+    name = "library"
+    numerics: Numerics = "library"
+    summary = "NCCL on GPUs, gloo on CPUs"
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return None
+
+    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
+        return {}
+
+
+class KernelVariant(VariantBase):
+    """A variant that launches one kernel `(x, out, size, local, q0 … q6, rank, timeout_ns, status, …, constants)`.
+
+    What follows `status`: the peers' addresses of the input x0 … x6 if the kernel has the constant SYMMETRIC (zeros
+    where that is false), then `arguments`. The grid is the axis `num_blocks`.
+    """
+
+    def kernel(self, problem: Problem) -> Any:
+        """The kernel that serves `problem`: the first of `kernels` where there is no choice."""
+        return self.kernels[0]
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        """Constexpr arguments of the kernel; PDL is added for spaces with the axis `launch_pdl`."""
+        raise NotImplementedError
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        """Runtime arguments of the kernel behind those that all kernels have."""
+        return ()
+
+    def size(self, problem: Problem) -> int:
+        """The size that the kernel is given: elements, or bytes where it moves bytes."""
+        return problem.numel
+
+    def work_packets(self, problem: Problem) -> int:
+        """Packets that the grid shares out among its threads."""
+        return packets_of(problem.nbytes)
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return int(config["num_blocks"])
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return grid_rounds(self.work_packets(problem), config)
+
+    def request(self, problem: Problem, config: Config) -> CompileRequest:
+        """The binary that `bind` needs."""
+        constants, launch_pdl = self.constants(problem, config), bool(config.get("launch_pdl", False))
+        if "launch_pdl" in config:
+            constants["PDL"] = launch_pdl
+        warps = int(config["num_warps"])
+        return CompileRequest.of(self.kernel(problem), constants, num_warps=warps, launch_pdl=launch_pdl)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        return (self.request(problem, config),)
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        request, lane = self.request(problem, config), workspace.lanes[problem.mode]
+        kernel = bind_kernel(request, self.num_blocks(problem, config), workspace.device)
+        extra = self.arguments(problem, config, workspace)
+        head = (
+            None, None, self.size(problem), lane.local, *lane.peers, workspace.rank, workspace.timeout_ns,
+            workspace.status_argument(problem),
+        )  # fmt: skip
+        symmetric = dict(request.constants).get("SYMMETRIC")
+        if not symmetric:
+            sources = () if symmetric is None else (0,) * (MAX_WORLD_SIZE - 1)
+            return AddressLaunch(kernel.fix((*head, *sources, *extra)))
+        launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
+
+        def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x = inputs[0]
+            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
+
+        return run_symmetric
