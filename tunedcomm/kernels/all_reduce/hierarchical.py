@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import KERNEL_DTYPES, constants_of
 from tunedcomm.kernels.all_reduce.library import library_reduction
+from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, constants_of
 from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,

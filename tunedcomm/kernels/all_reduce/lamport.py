@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant
 from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
@@ -95,7 +95,7 @@ class Lamport(AllReduceVariant):
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         packets = packets_of(problem.nbytes)
         return (
-            refuse(problem, limits)
+            self.refuse(problem, limits)
             or refuse_stage(problem, limits, packets * 16)
             or refuse_launch_pdl(config, limits)
             or blocks_and_threads(config, limits, packets, most_rounds=4)

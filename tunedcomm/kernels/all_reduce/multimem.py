@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant
 from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.multimem import load_reduce, store_all
@@ -107,7 +107,7 @@ class _Multimem(AllReduceVariant):
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_multicast(limits) or refuse(problem, limits):
+        if reason := refuse_multicast(limits) or self.refuse(problem, limits):
             return reason
         area_bytes = limits.staging_bytes if self.sliced else limits.one_shot_bytes
         if problem.nbytes + 16 * problem.world_size > area_bytes:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant
 from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
@@ -102,7 +102,7 @@ class OneShot(AllReduceVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (
-            refuse(problem, limits)
+            self.refuse(problem, limits)
             or refuse_one_shot(problem, limits)
             or blocks_and_threads(config, limits, packets_of(problem.nbytes), most_rounds=8)
         )

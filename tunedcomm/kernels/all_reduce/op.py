@@ -1,4 +1,4 @@
-"""all_reduce: every rank gets the elementwise reduction of all ranks' inputs."""
+"""all_reduce: every rank gets the elementwise reduction of all ranks' inputs; the base class of its variants."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels.common.feasibility import refuse_kernels
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import ordered_sum, powers_of_two, reduced, summands
+from tunedcomm.kernels.common.variant import KernelVariant
 from tunedcomm.metrics import busbw_factor
-from tunedcomm.spec import OpSpec, Problem, register_op
+from tunedcomm.space import Config, Value
+from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALL_REDUCE"]
+KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
@@ -58,3 +62,37 @@ ALL_REDUCE = register_op(
         in_place=True,
     )
 )
+
+
+def slice_packets(problem: Problem) -> int:
+    """Packets of one rank's share of the message."""
+    return -(-packets_of(problem.nbytes) // problem.world_size)
+
+
+def constants_of(problem: Problem, config: Config) -> dict[str, Value]:
+    """Constants that every all_reduce kernel takes."""
+    return {
+        "WORLD_SIZE": problem.world_size,
+        "DTYPE": problem.dtype,
+        "WIDTH": ITEMSIZE[problem.dtype],
+        "AVG": problem.reduction == "avg",
+        "TAIL": problem.nbytes % PACKET_BYTES != 0,
+        "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
+    }
+
+
+class AllReduceVariant(KernelVariant):
+    """A variant of all_reduce; its threads share the whole message, or each rank's slice of it (`sliced`)."""
+
+    op = "all_reduce"
+    sliced = False
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        """Why no kernel can run `problem`, whatever the config; None if one might."""
+        return refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum", "avg"))
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return constants_of(problem, config)
+
+    def work_packets(self, problem: Problem) -> int:
+        return slice_packets(problem) if self.sliced else packets_of(problem.nbytes)

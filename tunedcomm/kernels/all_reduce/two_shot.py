@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse, slice_packets
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
 from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
@@ -154,7 +154,7 @@ def _on_peers(problem: Problem) -> bool:
 class TwoShot(AllReduceVariant):
     name = "two_shot"
     summary = "reduce-scatter then all-gather ordered by flags, chunks overlapped; best at large sizes"
-    kernels = (two_shot_kernel, two_shot_inplace_kernel)
+    kernels: tuple[Any, ...] = (two_shot_kernel, two_shot_inplace_kernel)
     space = Space(
         {
             "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
@@ -166,7 +166,7 @@ class TwoShot(AllReduceVariant):
     sliced = True
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse(problem, limits):
+        if reason := self.refuse(problem, limits):
             return reason
         chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
         per_block = 32 * int(config["num_warps"]) * int(config["items"])

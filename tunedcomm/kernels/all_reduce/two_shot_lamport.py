@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse, slice_packets
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
 from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
@@ -103,7 +103,7 @@ class TwoShotLamport(AllReduceVariant):
     sliced = True
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse(problem, limits):
+        if reason := self.refuse(problem, limits):
             return reason
         share = slice_packets(problem)
         if 2 * problem.world_size * share * 16 > limits.stage_bytes:

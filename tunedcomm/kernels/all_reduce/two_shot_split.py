@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce._common import AllReduceVariant, refuse, slice_packets
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
 from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels.common.protocols import refuse_chunks
@@ -188,7 +188,7 @@ class TwoShotSplit(AllReduceVariant):
         return super().num_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // _KINDS.value})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse(problem, limits):
+        if reason := self.refuse(problem, limits):
             return reason
         chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
         lanes, threads = blocks // _KINDS.value, 32 * int(config["num_warps"])

@@ -15,6 +15,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from tunedcomm.kernels.all_reduce.unfused import (
+    AXES,
+    KERNELS,
+    bind_sum,
+    refuse_sum,
+    sum_asked,
+    sum_default,
+    sum_rounds,
+)
 from tunedcomm.kernels.all_reduce_rms_norm._common import (
     NUM_VARYING,
     many_launch,
@@ -26,15 +35,6 @@ from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets
-from tunedcomm.kernels.common.unfused import (
-    AXES,
-    KERNELS,
-    bind_sum,
-    refuse_sum,
-    sum_asked,
-    sum_default,
-    sum_rounds,
-)
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.scratch import scratch_of

@@ -11,14 +11,14 @@ is described by a subclass of it, or of its op's own subclass (`AllReduceVariant
 
         def infeasible(self, problem, config, limits): ...    # a sentence, or None
         def wish(self, problem, limits): ...                  # the config to try first; the nearest feasible one is
-        def arguments(self, problem, config, workspace): ...  # of the kernel, after `status`
+        def arguments(self, problem, config, workspace): ...  # of the kernel, after those that all kernels have
 
     LAMPORT = Lamport().register()
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +91,10 @@ class LibraryVariant(VariantBase):
 
 
 class KernelVariant(VariantBase):
-    """A variant that launches one kernel `(x, out, size, local, q0 … q6, rank, timeout_ns, status, …, constants)`.
+    """A variant that launches one kernel; the grid is the axis `num_blocks`.
 
-    What follows `status`: the peers' addresses of the input x0 … x6 if the kernel has the constant SYMMETRIC (zeros
-    where that is false), then `arguments`. The grid is the axis `num_blocks`.
+    The kernel's arguments: `leading` (tensors and sizes), `local, q0 … q6, rank, timeout_ns, status`, the peers'
+    addresses of the input x0 … x6 if it has the constant SYMMETRIC (zeros where that is false), `arguments`, constants.
     """
 
     def kernel(self, problem: Problem) -> Any:
@@ -105,13 +105,17 @@ class KernelVariant(VariantBase):
         """Constexpr arguments of the kernel; PDL is added for spaces with the axis `launch_pdl`."""
         raise NotImplementedError
 
+    def leading(self, problem: Problem) -> tuple[int | None, ...]:
+        """First arguments of the kernel; None for each address that every call brings: `(x, out, numel)`."""
+        return (None, None, problem.numel)
+
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        """Runtime arguments of the kernel behind those that all kernels have."""
+        """Last runtime arguments of the kernel."""
         return ()
 
-    def size(self, problem: Problem) -> int:
-        """The size that the kernel is given: elements, or bytes where it moves bytes."""
-        return problem.numel
+    def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
+        """The launch of a bound kernel, which takes the stream and the addresses that `leading` leaves open."""
+        return AddressLaunch(by_address)
 
     def work_packets(self, problem: Problem) -> int:
         """Packets that the grid shares out among its threads."""
@@ -136,16 +140,16 @@ class KernelVariant(VariantBase):
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         request, lane = self.request(problem, config), workspace.lanes[problem.mode]
-        kernel = bind_kernel(request, self.num_blocks(problem, config), workspace.device)
-        extra = self.arguments(problem, config, workspace)
+        kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
         head = (
-            None, None, self.size(problem), lane.local, *lane.peers, workspace.rank, workspace.timeout_ns,
+            *self.leading(problem), lane.local, *lane.peers, workspace.rank, workspace.timeout_ns,
             workspace.status_argument(problem),
         )  # fmt: skip
+        extra = self.arguments(problem, config, workspace)
         symmetric = dict(request.constants).get("SYMMETRIC")
         if not symmetric:
             sources = () if symmetric is None else (0,) * (MAX_WORLD_SIZE - 1)
-            return AddressLaunch(kernel.fix((*head, *sources, *extra)))
+            return self.launched(problem, kernel.fix((*head, *sources, *extra)))
         launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
 
         def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:

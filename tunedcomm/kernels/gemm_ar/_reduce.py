@@ -7,16 +7,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels.all_reduce.bias import (
+    BIAS_LAMPORT,
+    BIAS_TWO_SHOT,
+    BIAS_TWO_SHOT_LAMPORT,
+    bias_lamport_kernel,
+    bias_two_shot_kernel,
+    bias_two_shot_lamport_kernel,
+)
 from tunedcomm.kernels.all_reduce.lamport import LAMPORT, lamport_kernel
 from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT, one_shot_kernel
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
 from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
-from tunedcomm.kernels.all_reduce_bias.lamport import LAMPORT as BIAS_LAMPORT
-from tunedcomm.kernels.all_reduce_bias.lamport import bias_lamport_kernel
-from tunedcomm.kernels.all_reduce_bias.two_shot import TWO_SHOT as BIAS_TWO_SHOT
-from tunedcomm.kernels.all_reduce_bias.two_shot import bias_two_shot_kernel
-from tunedcomm.kernels.all_reduce_bias.two_shot_lamport import TWO_SHOT_LAMPORT as BIAS_TWO_SHOT_LAMPORT
-from tunedcomm.kernels.all_reduce_bias.two_shot_lamport import bias_two_shot_lamport_kernel
 from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
 from tunedcomm.kernels.common.matmul import out_itemsize, wanted_of
 from tunedcomm.kernels.common.packets import PACKET_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce_bias._common import with_bias
+from tunedcomm.kernels.all_reduce.bias import with_bias
 from tunedcomm.kernels.common.packets import sum_packets
 from tunedcomm.kernels.common.panels import announce, await_chunk_of_all, call_number, is_last
 from tunedcomm.kernels.common.sync import load_packets, store_packets
