@@ -20,7 +20,7 @@ import triton
 from rows import Line, append
 
 from tunedcomm import spec
-from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common import launch, sync
 from tunedcomm.tuner import measure
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import spec
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 
 
 def capture(call, launches: int) -> torch.cuda.CUDAGraph:

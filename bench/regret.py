@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch.distributed as dist
     from bound_cost import Fence
 
-    from tunedcomm.communicator import get_communicator
+    from tunedcomm.dispatch.communicator import get_communicator
     from tunedcomm.tuner import measure as timing
 
     rank = int(os.environ["LOCAL_RANK"])

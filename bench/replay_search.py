@@ -27,9 +27,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from tunedcomm import kernels
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.shapes import format_shape
 from tunedcomm.spec import Candidate, Problem, get_op
 from tunedcomm.tuner.job import Settings

@@ -35,7 +35,7 @@ from tunedcomm.db.intern import variant_ids
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.schema import TrialRow, VariantRow
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import source_hash_of
+from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.spec import Problem, get_variant, variants
 
 HERE = Path(__file__).resolve()

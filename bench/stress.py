@@ -38,7 +38,7 @@ import torch.distributed as dist
 from stress_rounds import Entry, Tensors, Trial, run
 
 from tunedcomm import kernels
-from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import gpu_of
 from tunedcomm.kernels.common.move import ESCAPE

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import Communicator
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.spec import Candidate, Problem, Variant
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]

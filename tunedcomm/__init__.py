@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunedcomm.agreement import Agreement, check_agreement
-    from tunedcomm.communicator import Communicator, get_communicator, release_communicators
-    from tunedcomm.dispatcher import explain, force
+    from tunedcomm.dispatch.agreement import Agreement, check_agreement
+    from tunedcomm.dispatch.communicator import Communicator, get_communicator, release_communicators
+    from tunedcomm.dispatch.dispatcher import explain, force
     from tunedcomm.errors import (
         AgreementError,
         ConfigError,
@@ -108,8 +108,8 @@ __all__ = [
 ]
 
 _HOME = {
-    "Agreement": "agreement",
-    "Communicator": "communicator",
+    "Agreement": "dispatch.agreement",
+    "Communicator": "dispatch.communicator",
     "FusionPass": "integrations.fusion",
     "GatherProgress": "ops.progress",
     "Problem": "spec",
@@ -123,18 +123,18 @@ _HOME = {
     "all_reduce_bias": "ops.all_reduce_bias",
     "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
     "all_to_all_v": "ops.all_to_all_v",
-    "check_agreement": "agreement",
-    "explain": "dispatcher",
-    "force": "dispatcher",
+    "check_agreement": "dispatch.agreement",
+    "explain": "dispatch.dispatcher",
+    "force": "dispatch.dispatcher",
     "fusion_pass": "integrations.fusion",
     "gemm_ar": "ops.gemm_ar",
     "gemm_rs": "ops.gemm_rs",
-    "get_communicator": "communicator",
+    "get_communicator": "dispatch.communicator",
     "install": "integrations.intercept",
     "intercept": "integrations.intercept",
     "reduce_scatter": "ops.reduce_scatter",
     "register_symmetric": "ops.symmetric",
-    "release_communicators": "communicator",
+    "release_communicators": "dispatch.communicator",
     "symmetric_empty": "ops.symmetric",
     "uninstall": "integrations.intercept",
 }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bodies import stream
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

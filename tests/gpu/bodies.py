@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import tunedcomm
 from tunedcomm import kernels, spec
-from tunedcomm.communicator import get_communicator
 from tunedcomm.db.select import Pinned, Snapshot
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bodies import expected_of, main, same_bits
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Problem
 
 

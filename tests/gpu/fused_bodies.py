@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 
 OP = "all_reduce_rms_norm"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from bodies import main, miss, stream
 
 import tunedcomm
-from tunedcomm.communicator import Communicator, get_communicator
 from tunedcomm.db.select import Pinned, Snapshot
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common.move import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.space import Config

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bodies import stream
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.matmul import TOLERANCE
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bodies import miss, same_bits, stream
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 

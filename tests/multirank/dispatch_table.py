@@ -14,9 +14,9 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator, limits_for
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch.communicator import get_communicator, limits_for
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, candidates, get_op, get_variant, variants
 from tunedcomm.symm.layout import LaneLayout

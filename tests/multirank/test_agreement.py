@@ -19,11 +19,11 @@ from dispatch_table import trial
 from harness import run_ranks
 
 import tunedcomm
-from tunedcomm import communicator as communicator_module
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator, limits_for
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import plan_for
+from tunedcomm.dispatch import communicator as communicator_module
+from tunedcomm.dispatch.communicator import get_communicator, limits_for
+from tunedcomm.dispatch.dispatcher import plan_for
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.symm.layout import LaneLayout

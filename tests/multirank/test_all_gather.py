@@ -18,7 +18,7 @@ from quick import some
 from variant_checks import bits_of
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.spec import variants
 

@@ -14,7 +14,7 @@ from cases import PEER_TIMEOUT_S, Case, gives_up_in_time, replaced, report, run_
 from harness import run_ranks
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.kernels.common import copies
 from tunedcomm.ops import progress

@@ -9,7 +9,7 @@ from variant_checks import bits_of, check_variant, inputs_of_all
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Problem, get_op, variants
 
 OP = "all_reduce_bias"

@@ -13,7 +13,7 @@ from variant_checks import bits_of, check_variant, inputs_of_all, limits_of
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.ops.all_reduce_rms_norm import _path
 from tunedcomm.spec import Problem, get_op, get_variant, variants
 

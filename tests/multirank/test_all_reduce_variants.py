@@ -63,7 +63,7 @@ def _bits(tensor):
 
 def sizes_body(rank, world_size, variant, dtype):
     """Sizes up and down on one lane: every call leaves the lane fit for any other."""
-    from tunedcomm.communicator import get_communicator
+    from tunedcomm.dispatch.communicator import get_communicator
 
     communicator = get_communicator()
     count = 0
@@ -84,7 +84,7 @@ def test_sizes(world_size, variant):
 
 def agreement_body(rank, world_size, dtype):
     """All ordered variants in turn on the same inputs, with awkward values; their bits."""
-    from tunedcomm.communicator import get_communicator
+    from tunedcomm.dispatch.communicator import get_communicator
     from tunedcomm.spec import get_op
 
     communicator = get_communicator()
@@ -117,7 +117,7 @@ def test_ordered_variants_give_the_same_bits(world_size, dtype):
 
 def split_body(rank, world_size):
     """two_shot_split cut into more pieces than its areas hold, sizes that do not divide, in place and not."""
-    from tunedcomm.communicator import get_communicator
+    from tunedcomm.dispatch.communicator import get_communicator
 
     communicator = get_communicator()
     config = {"num_blocks": 3, "num_warps": 4, "items": 1, "num_chunks": 8}
@@ -135,7 +135,7 @@ def test_two_shot_split_in_many_chunks(world_size):
 
 def chunks_body(rank, world_size):
     """two_shot cut into more chunks than its areas hold, sizes that do not divide, twice each."""
-    from tunedcomm.communicator import get_communicator
+    from tunedcomm.dispatch.communicator import get_communicator
 
     communicator = get_communicator()
     for numel in (16 * 128 * 8 * world_size, 13 * 128 * 8 * world_size + 1234):
@@ -154,7 +154,7 @@ def test_two_shot_in_many_chunks(world_size):
 
 def eight_body(rank, world_size):
     """The largest group that kernels serve, every ordered variant once."""
-    from tunedcomm.communicator import get_communicator
+    from tunedcomm.dispatch.communicator import get_communicator
 
     communicator = get_communicator()
     problem = Problem("all_reduce", (333,), "bfloat16", world_size, mode="eager")

@@ -14,7 +14,7 @@ from variant_checks import bits_of, check_variant, launch_variant, limits_of
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import DTYPES, Candidate, Problem, check_candidate, variants
 
 kernels.discover()

@@ -12,7 +12,7 @@ from harness import run_ranks
 from variant_checks import check_variant
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_alignment
 from tunedcomm.spec import DTYPES, Problem
 

@@ -21,7 +21,7 @@ from cases import Case, logged, report, run_cases
 from harness import run_ranks
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 
 
 def refused(text: str) -> Any:

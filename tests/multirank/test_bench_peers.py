@@ -36,7 +36,7 @@ def measure(rank: int, world_size: int, mode: str) -> dict[tuple[str, str], Foun
     from tunedcomm import kernels
     from tunedcomm.cli._bench_rank import Bencher, problems_of
     from tunedcomm.cli._peer_files import adapter_files
-    from tunedcomm.communicator import get_communicator
+    from tunedcomm.dispatch.communicator import get_communicator
     from tunedcomm.spec import get_op
 
     kernels.discover()

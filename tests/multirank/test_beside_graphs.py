@@ -13,8 +13,8 @@ from cases import replaced, report, run_cases
 from harness import run_ranks
 
 import tunedcomm
-from tunedcomm import communicator as communicator_module
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch import communicator as communicator_module
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.common import launch
 from tunedcomm.spec import Candidate, Problem, get_variant
 

@@ -17,11 +17,11 @@ from harness import run_ranks
 from quick import some
 
 import tunedcomm
-from tunedcomm import communicator as communicator_module
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator, live_communicators
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch import communicator as communicator_module
+from tunedcomm.dispatch.communicator import get_communicator, live_communicators
 from tunedcomm.kernels.common import sync
 from tunedcomm.spec import Problem, get_variant
 from tunedcomm.symm import host

@@ -26,7 +26,7 @@ from dispatch_table import (
 )
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Problem, get_variant
 
 

@@ -11,7 +11,7 @@ from cases import report, run_cases
 from harness import run_ranks
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.ops import _fast
 
 NUMEL = 600

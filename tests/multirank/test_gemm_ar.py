@@ -18,7 +18,7 @@ from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Problem, variants
 
 kernels.discover()

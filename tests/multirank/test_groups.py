@@ -9,7 +9,7 @@ from cases import Launched, inputs_of, report, run_cases, same_bits, spy_on_laun
 from harness import run_ranks
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 
 KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
 launched: list[Launched] = []

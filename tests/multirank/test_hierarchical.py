@@ -11,7 +11,7 @@ from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Candidate as Chosen
 from tunedcomm.spec import Problem, check_candidate, get_variant
 from tunedcomm.symm.nodes import nodes_of, ranks_per_node

@@ -12,8 +12,8 @@ from cases import Case, same_bits
 from dispatch_table import LARGE, MIDDLE, SMALL, inputs_of, problem, ran, run_on_table, run_with_table
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
 from tunedcomm.db.miss_log import Miss, read
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.hardware import detect
 
 BETWEEN = 8192

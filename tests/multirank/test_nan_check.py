@@ -10,7 +10,7 @@ from cases import PEER_TIMEOUT_S, Case, report, run_cases, settings
 from harness import run_ranks
 
 import tunedcomm
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.nan import NAN_BITS
 from tunedcomm.spec import Problem

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import tunedcomm
 from tunedcomm.cli import main
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 
 REASON = "until the switch is replaced"
 ASKED = ("--op", "all_reduce", "--world-size", str(WORLD_SIZE), "--dtype", "float32", "--mode", "eager")

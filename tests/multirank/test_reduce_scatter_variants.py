@@ -15,7 +15,7 @@ from quick import some
 from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
 
 from tunedcomm import kernels
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Problem, variants
 
 kernels.discover()

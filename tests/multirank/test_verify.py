@@ -12,11 +12,11 @@ import pytest
 from planted_cases import OP
 
 from tunedcomm import kernels, spec
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import decide
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.tuner.verdict import Verified

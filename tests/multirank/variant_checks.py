@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tunedcomm.communicator import Communicator
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, get_variant
 
 __all__ = ["bits_of", "check_variant", "error_of", "inputs_of_all", "launch_variant", "limits_of"]

@@ -43,7 +43,7 @@ from tunedcomm.cli import main as command_line
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.select import Decision, Snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import decide, source_hash_of
+from tunedcomm.dispatch.dispatcher import decide, source_hash_of
 from tunedcomm.errors import DatabaseError
 from tunedcomm.spec import Candidate, Problem, check_candidate
 from tunedcomm.symm.limits import limits_for

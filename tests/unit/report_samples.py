@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tunedcomm import dispatcher, kernels
+from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch import dispatcher
 from tunedcomm.spec import Mode, get_variant
 from tunedcomm.symm.limits import limits_for
 from tunedcomm.tuner.recording import read_recording

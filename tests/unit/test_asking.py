@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tunedcomm import asking, kernels, spec
 from tunedcomm.asking import default_config, objection
 from tunedcomm.cli import main
-from tunedcomm.dispatcher import unservable
+from tunedcomm.dispatch.dispatcher import unservable
 from tunedcomm.errors import ConfigError
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Limits, Problem, Variant, candidates, get_variant, register_variant

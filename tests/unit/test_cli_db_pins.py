@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.pins import pinnable
 from tunedcomm.db.records import PinRecord
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import source_hash_of
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, candidates, get_variant

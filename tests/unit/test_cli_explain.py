@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem, get_variant
 

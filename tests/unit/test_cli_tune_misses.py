@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import _gang, _misses, main, tune
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.miss_log import Miss, append, read
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem, get_variant

@@ -21,7 +21,7 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.select import Failure, Row, Snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import MISSES
+from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.spec import get_variant
 
@@ -259,7 +259,7 @@ ASK = ("--op", "all_reduce", "--shape", "98304", "--world-size", "4")
 @pytest.fixture
 def databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """H100 measured, and of the H200 only another world size."""
-    from tunedcomm.communicator import limits_for
+    from tunedcomm.dispatch.communicator import limits_for
 
     kernels.discover()
     variant = get_variant("all_reduce", "lamport")

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.check import check_database
 from tunedcomm.db.findings import Finding
 from tunedcomm.db.layers import packaged_databases
@@ -26,7 +25,8 @@ from tunedcomm.db.prune import Selection, prune
 from tunedcomm.db.records import TrialRecord, config_digest
 from tunedcomm.db.schema import VERSION_TABLE
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import source_hash_of
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.spec import Candidate, Problem, candidates
 
 PROBLEM = Problem("all_reduce", (32768,), "bfloat16", 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from db_samples import H200, problem, trial
 
-from tunedcomm import misses, settings
+from tunedcomm import settings
 from tunedcomm.cli import main
 from tunedcomm.cli._choice import read_layers
 from tunedcomm.db import home, miss_log, once, sight
@@ -20,6 +20,7 @@ from tunedcomm.db import layers as layers_module
 from tunedcomm.db.layers import Layer, layers, load_snapshot, site_databases, user_database, writable_database
 from tunedcomm.db.sight import Sight, differences
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch import misses
 from tunedcomm.errors import DatabaseAccessError, SettingError
 
 

@@ -24,7 +24,7 @@ from tunedcomm.db import guard
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.select import Snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import decide
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem
 from tunedcomm.symm.limits import limits_for

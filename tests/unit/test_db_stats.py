@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.cli.db_stats import format_age
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.schema import HEAD
 from tunedcomm.db.stats import DatabaseStats, GroupStats, collect_stats
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import decide, source_hash_of
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import decide, source_hash_of
 from tunedcomm.spec import Problem
 
 CURRENT = {"library": "v1", "one_shot": "current", "two_shot": "current", "lamport": "current"}

@@ -14,7 +14,7 @@ import pytest
 from db_samples import H200
 
 from tunedcomm import hardware, nvml
-from tunedcomm.communicator import limits_for
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.fabric import Fabric, describe
 from tunedcomm.hardware import HARD_FIELDS, nearest
 from tunedcomm.nvml import links_of

@@ -72,7 +72,7 @@ tunedcomm.kernels.__path__.append(files)
 from typer.testing import CliRunner
 from tunedcomm import dispatcher, kernels, spec
 from tunedcomm.cli import main
-from tunedcomm.communicator import limits_for
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.select import Snapshot
 from tunedcomm.db.store import Database

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
+from tunedcomm.dispatch.lane_order import LaneOrder
 from tunedcomm.kernels.common import launch as launches
-from tunedcomm.lane_order import LaneOrder
 
 
 class Event:

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from db_samples import H200
 
-from tunedcomm import dispatcher, kernels, misses, spec
-from tunedcomm.communicator import limits_for, release_communicators
+from tunedcomm import kernels, spec
 from tunedcomm.db.miss_log import read
 from tunedcomm.db.select import Row, Snapshot
-from tunedcomm.dispatcher import decide, force, plan_for, unservable
+from tunedcomm.dispatch import dispatcher, misses
+from tunedcomm.dispatch.communicator import limits_for, release_communicators
+from tunedcomm.dispatch.dispatcher import decide, force, plan_for, unservable
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.spec import Candidate, Problem, get_variant, variants

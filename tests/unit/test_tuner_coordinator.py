@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tunedcomm import kernels
-from tunedcomm.communicator import limits_for
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.claims import Claim
 from tunedcomm.tuner.commands import Command, Outcome, Row

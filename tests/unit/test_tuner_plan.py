@@ -10,7 +10,7 @@ import pytest
 
 from tunedcomm import kernels
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import source_hash_of
+from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.spec import Problem
 from tunedcomm.tuner import plan

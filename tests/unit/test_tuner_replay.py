@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tunedcomm import kernels
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.job import Settings

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from tunedcomm import kernels
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import source_hash_of
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.verdict import Verified, judge

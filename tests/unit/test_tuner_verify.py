@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from verify_samples import SIZES, Change, at, at_ratio, here, known, problem_of, recorded, run, tuned, tuned_copy
 
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import decide
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import Candidate, candidates, check_candidate
 from tunedcomm.tuner.outcome import Progress

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from verify_samples import SIZES, here, known, problem_of, recorded, tuned, tuned_copy
 
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, get_variant
 from tunedcomm.tuner.compile_ahead import compile_ahead
 from tunedcomm.tuner.job import Settings

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from tunedcomm import kernels
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.layers import load_snapshot, packaged_databases
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import decide
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.spec import Candidate, Problem, variants
 
 

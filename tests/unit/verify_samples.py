@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tunedcomm import kernels
-from tunedcomm.communicator import limits_for
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.dispatcher import source_hash_of
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.recording import read_recording, write_recording

@@ -24,7 +24,7 @@ from tunedcomm import kernels
 from tunedcomm.cli._ceiling import add_ceiling_shares
 from tunedcomm.cli._entrants import Entrant, Field, Tensors, agreed, entrants_of
 from tunedcomm.cli._peer_files import load_adapter
-from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.hardware import gpu_of
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty

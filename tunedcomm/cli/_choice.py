@@ -99,8 +99,9 @@ def _choose(
     with_left_out: bool,
 ) -> Choice:
     problem = check_in_place(options.problem())
-    from tunedcomm import dispatcher, settings
+    from tunedcomm import settings
     from tunedcomm.db.layers import load_snapshot
+    from tunedcomm.dispatch import dispatcher
     from tunedcomm.spec import Candidate
     from tunedcomm.symm.limits import limits_for
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import tunedcomm
-from tunedcomm.communicator import release_communicators
+from tunedcomm.dispatch.communicator import release_communicators
 from tunedcomm.hardware import gpu_of
 from tunedcomm.shapes import parse_shape
 

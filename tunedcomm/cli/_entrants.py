@@ -15,8 +15,8 @@ from tunedcomm.asking import default_config
 from tunedcomm.cli import _gemm_alone as gemm_alone
 from tunedcomm.cli._peer_files import Adapter
 from tunedcomm.cli._peers import TORCH_PEERS
-from tunedcomm.communicator import Communicator
-from tunedcomm.dispatcher import decide
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.peers import LeftOut, Peer, Tensors
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants

@@ -84,8 +84,8 @@ def missed_problems(
         TuningError: this machine's GPUs cannot be found out.
     """
     from tunedcomm import kernels
-    from tunedcomm.communicator import limits_for
     from tunedcomm.db import miss_log
+    from tunedcomm.dispatch.communicator import limits_for
 
     path = miss_log.log_path()
     try:
@@ -133,7 +133,7 @@ class _Known:
 
     def is_tuned(self, problem: Problem) -> bool:
         """True if a sweep came to its end for this problem with the kernels as they are now, or it is pinned."""
-        from tunedcomm.dispatcher import source_hash_of
+        from tunedcomm.dispatch.dispatcher import source_hash_of
 
         if any(pin.problem == problem for pin in self.snapshot.pins):
             return True
@@ -148,7 +148,7 @@ class _Known:
 
 def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
     """False for what this version does not know, and for what only the library can run here."""
-    from tunedcomm.dispatcher import unservable
+    from tunedcomm.dispatch.dispatcher import unservable
     from tunedcomm.spec import ops
 
     spec = ops().get(problem.op)

@@ -23,7 +23,7 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     from tunedcomm import kernels
     from tunedcomm.db.check import check_database
     from tunedcomm.db.engine import parse_target
-    from tunedcomm.dispatcher import source_hash_of
+    from tunedcomm.dispatch.dispatcher import source_hash_of
 
     kernels.discover()
     found = {

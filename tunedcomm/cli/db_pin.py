@@ -74,9 +74,9 @@ def db_pin(
     if not reason.strip():
         raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
     chosen = get_variant(options.problem().op, variant)
-    from tunedcomm.communicator import limits_for
     from tunedcomm.db.layers import may_be_made, writable_database
     from tunedcomm.db.store import Database
+    from tunedcomm.dispatch.communicator import limits_for
 
     environment = environment_for(hardware, db)
     problem = check_in_place(problem_on(environment, options))
@@ -99,9 +99,9 @@ def _check_measured(
     problem: Problem, candidate: Candidate, environment: Environment, limits: Limits, database: str | None
 ) -> None:
     """Refuse what dispatch would not run though it were pinned, and say if nothing is known of it."""
-    from tunedcomm import dispatcher
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.db.select import Pinned
+    from tunedcomm.dispatch import dispatcher
 
     layers = [*([] if database is None else read_layers(database)), *read_layers(None)]
     snapshot = load_snapshot(environment, problem.world_size, layers=layers, like=problem)

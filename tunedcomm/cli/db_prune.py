@@ -76,7 +76,7 @@ def db_prune(
     from tunedcomm.db.layers import layers_beside, writable_database
     from tunedcomm.db.prune import Selection, prune
     from tunedcomm.db.store import Database
-    from tunedcomm.dispatcher import source_hash_of
+    from tunedcomm.dispatch.dispatcher import source_hash_of
 
     kernels.discover()
     if not any((stale, superseded, failed, invalid, environment, older_than)):

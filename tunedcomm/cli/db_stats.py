@@ -71,7 +71,7 @@ def db_stats(
 def _collect(opened: Any) -> DatabaseStats:
     from tunedcomm import kernels
     from tunedcomm.db.stats import collect_stats
-    from tunedcomm.dispatcher import source_hash_of
+    from tunedcomm.dispatch.dispatcher import source_hash_of
 
     kernels.discover()
     return collect_stats(opened, source_hash_of)

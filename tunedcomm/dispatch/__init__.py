@@ -1,0 +1,1 @@
+"""Groups, decisions and launches: from a problem to what runs."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import Communicator, get_communicator
-from tunedcomm.dispatcher import forced_here
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.dispatcher import forced_here
 from tunedcomm.errors import AgreementError
 
 __all__ = ["Agreement", "check_agreement"]

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm import kernels, misses, settings
+from tunedcomm import kernels, settings
 from tunedcomm.asking import default_config, objection
 from tunedcomm.db.select import Decision, Snapshot, Source, choose
+from tunedcomm.dispatch import misses
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.kernels.common.own import undisturbed
 from tunedcomm.space import Value
@@ -33,7 +34,7 @@ from tunedcomm.spec import (
 )
 
 if TYPE_CHECKING:
-    from tunedcomm.communicator import Communicator
+    from tunedcomm.dispatch.communicator import Communicator
 
 __all__ = [
     "MISSES",
@@ -121,7 +122,7 @@ def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> I
 
 
 def _forget_plans() -> None:
-    from tunedcomm.communicator import live_communicators
+    from tunedcomm.dispatch.communicator import live_communicators
 
     for communicator in live_communicators():
         communicator.forget_plans()
@@ -311,7 +312,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
 
 @functools.cache
 def _flush_misses_on_release() -> None:
-    from tunedcomm.communicator import on_release
+    from tunedcomm.dispatch.communicator import on_release
 
     on_release(misses.flush)
 

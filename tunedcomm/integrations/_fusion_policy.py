@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import fx
 
-from tunedcomm.communicator import Communicator
-from tunedcomm.dispatcher import explain
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.dispatcher import explain
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations._fusion_graph import LeftError, Node, static
 from tunedcomm.integrations._fusion_shards import Shards

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm import misses
-from tunedcomm.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatcher import MISSES, Plan, unservable
+from tunedcomm.dispatch import misses
+from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
+from tunedcomm.dispatch.dispatcher import MISSES, Plan, unservable
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 from tunedcomm.ops._fast import is_capturing

@@ -36,8 +36,8 @@ from torch import fx
 from torch._inductor import config, custom_graph_pass
 
 import tunedcomm.integrations.operators  # noqa: F401 - defines what graphs are rewritten to
-from tunedcomm.communicator import get_communicator
-from tunedcomm.dispatcher import check_max_sms, check_policy, forced_here
+from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy, forced_here
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations._fusion_graph import LeftError, Node
 from tunedcomm.integrations._fusion_norm import find_norms

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import _operators
 from tunedcomm.integrations._routed import RoutedCall, RoutedGroup

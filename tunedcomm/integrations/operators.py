@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed import distributed_c10d
 
-from tunedcomm.dispatcher import check_max_sms, check_policy
+from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
 from tunedcomm.errors import GroupError
 from tunedcomm.integrations import gradients
 from tunedcomm.ops import (  # noqa: F401 - each enters its path

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations._routed import Choice, Route, RoutedCall, RoutedGroup
 from tunedcomm.ops.all_reduce import all_reduce

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from tunedcomm.communicator import Communicator
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.spec import NumericsPolicy
 
 __all__ = [

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import Communicator, on_forget, on_release
-from tunedcomm.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
+from tunedcomm.dispatch.communicator import Communicator, on_forget, on_release
+from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.common.launch import ManyLaunch
 from tunedcomm.ops import _many_fast, _operators

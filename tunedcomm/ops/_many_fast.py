@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from tunedcomm.communicator import Communicator
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.ops._fast import MISALIGNED, current_device, empty, is_capturing, make_guard, raw_stream
 from tunedcomm.spec import NumericsPolicy
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import Communicator
-from tunedcomm.dispatcher import Plan, check_max_sms, decide, library_plan, plan_for
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, decide, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_numel
 from tunedcomm.kernels.common.own import undisturbed

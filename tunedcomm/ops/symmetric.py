@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import get_communicator
+from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import UnsupportedInputError, WorkspaceError
 from tunedcomm.symm.buffer import allocate
 

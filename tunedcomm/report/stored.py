@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tunedcomm import dispatcher, kernels
+from tunedcomm import kernels
 from tunedcomm.db.decision import Call
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import RunRecord, TrialRecord
 from tunedcomm.db.score import Scored, pool
 from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
+from tunedcomm.dispatch import dispatcher
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.report.measured import LIBRARY, Group, Measured

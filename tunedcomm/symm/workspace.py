@@ -2,7 +2,7 @@
 
 Kernels of one lane follow each other in one order, the same on every rank. Eager calls use one lane and captured calls
 another, so that a graph may be replayed while eager calls run on another stream. The caller keeps the calls within a
-lane in order (see `tunedcomm.communicator`).
+lane in order (see `tunedcomm.dispatch.communicator`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tunedcomm.communicator import Communicator, get_communicator
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate

@@ -123,7 +123,7 @@ def resolve_machine(spec: SweepSpec) -> Settings:
 
 def _replay_settings(spec: SweepSpec, recording: str) -> Settings:
     """The recording decides what this machine decides otherwise."""
-    from tunedcomm.communicator import limits_for
+    from tunedcomm.dispatch.communicator import limits_for
     from tunedcomm.tuner.recording import read_recording
 
     records = read_recording(Path(recording))
