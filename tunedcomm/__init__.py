@@ -144,8 +144,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}")
-    if module.__name__.startswith(f"{__name__}.ops."):
-        importlib.import_module(f"{__name__}.integrations.operators")  # by which compilers trace the public functions
     value = globals()[name] = getattr(module, name)
     return value
 

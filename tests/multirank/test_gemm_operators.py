@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import tunedcomm
-import tunedcomm.integrations.operators
-from tunedcomm.ops import _operators
+import tunedcomm.ops
+from tunedcomm.ops import torch_ops
 
 WORLD_SIZE = 2
 M, K, N = 4, 16, 8
@@ -232,8 +232,8 @@ def compiled_refusals(rank: int) -> None:
 def eager_goes_past(rank: int) -> None:
     """Plain eager calls do not pay for PyTorch's dispatcher."""
     called: list[str] = []
-    kept = _operators.call
-    _operators.call = lambda op, *rest: called.append(op) or kept(op, *rest)  # type: ignore[func-returns-value]
+    kept = torch_ops.call
+    torch_ops.call = lambda op, *rest: called.append(op) or kept(op, *rest)  # type: ignore[func-returns-value]
     try:
         every_form(*arguments(rank))
         assert not called
@@ -241,7 +241,7 @@ def eager_goes_past(rank: int) -> None:
         tunedcomm.ag_gemm(x, [w.t().requires_grad_(), w.t()])
         assert called == ["ag_gemm_list"], "else the test above shows nothing"
     finally:
-        _operators.call = kept
+        torch_ops.call = kept
 
 
 TRACED_CASES: dict[str, Case] = {
@@ -274,8 +274,8 @@ def test_traced(traced_outcomes: list[dict[str, str]], name: str) -> None:
 def inductor_body(rank: int, world_size: int) -> bool:
     """Weights reach the operators in the layout that the caller stores them in."""
     seen: list[bool] = []
-    kept = _operators.paths["gemm_ar"].form.operands
-    form = _operators.paths["gemm_ar"].form
+    kept = torch_ops.paths["gemm_ar"].form.operands
+    form = torch_ops.paths["gemm_ar"].form
     form.operands = lambda inputs: seen.append(inputs[1].is_contiguous()) or kept(inputs)  # type: ignore[func-returns-value]
     compiled = torch.compile(every_form, fullgraph=True)
     for _ in range(2):

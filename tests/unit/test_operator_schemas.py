@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from typing import Any
@@ -13,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import tunedcomm
-import tunedcomm.integrations.operators
-from tunedcomm.integrations import gradients
-from tunedcomm.ops._operators import lists, paths
+import tunedcomm.ops
+from tunedcomm.ops import autograd
+from tunedcomm.ops.torch_ops import paths
 
 OPS = torch.ops.tunedcomm
 NOBODY = (4, "a group that is not here")
@@ -32,7 +33,7 @@ def test_every_op_is_an_operator() -> None:
     collectives = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
     assert {*collectives, "all_reduce_bias", "all_reduce_rms_norm"} <= set(SERVED)
     assert {"ag_gemm", "ag_gemm_gathered", "gemm_ar", "gemm_rs"} <= set(SERVED)
-    assert sorted(gradients.formulas()) == sorted([*SERVED, *lists])
+    assert sorted(autograd.FORMULAS) == sorted([*SERVED, "ag_gemm_list"])
     assert OPS.ag_gemm_list.overloads() == ["default"]
     for op in SERVED:
         assert hasattr(tunedcomm, op.removesuffix("_gathered"))
@@ -183,3 +184,9 @@ def test_public_functions_bring_the_operators() -> None:
     code = "import torch, tunedcomm; tunedcomm.all_to_all; print(torch.ops.tunedcomm.all_gather.out)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "tunedcomm.all_gather.out"
+
+
+def test_the_former_module_warns_and_forwards() -> None:
+    with pytest.warns(DeprecationWarning, match="torch_ops"):
+        operators = importlib.import_module("tunedcomm.integrations.operators")
+    assert operators.NAMESPACE == "tunedcomm"

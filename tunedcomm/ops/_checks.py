@@ -177,3 +177,8 @@ def check_apart(other: torch.Tensor, out: torch.Tensor, *, may_be_other: bool, n
         advice = advice if may_be_other else "give it memory of its own"
         without = f" without being {other_name}" if may_be_other else ""
         raise UnsupportedInputError(f"{name} overlaps {other_name}{without}; {advice}")
+
+
+def is_nk(b: torch.Tensor) -> bool:
+    """True if `b`, [K, N], lies in memory more like a contiguous [N, K] matrix than like itself."""
+    return not b.is_contiguous() and b.stride(0) < b.stride(1)

@@ -18,11 +18,11 @@ import torch
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.common.matmul import Wanted, layout_of, operands_of, product
-from tunedcomm.ops._checks import FLOATS
+from tunedcomm.ops._checks import FLOATS, is_nk
 from tunedcomm.ops._many import ManyForm, Tensors
 from tunedcomm.spec import Problem
 
-__all__ = ["OUT_DTYPES", "GemmForm", "is_nk", "out_dtype_of"]
+__all__ = ["OUT_DTYPES", "GemmForm", "out_dtype_of"]
 
 _FP8 = torch.float8_e4m3fn
 _LEAST_K = 64  # of a product that stands for one without columns
@@ -35,11 +35,6 @@ OUT_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float64: (torch.float64,),
     _FP8: (torch.bfloat16, torch.float16, torch.float32),
 }
-
-
-def is_nk(b: torch.Tensor) -> bool:
-    """True if `b`, [K, N], lies in memory more like a contiguous [N, K] matrix than like itself."""
-    return not b.is_contiguous() and b.stride(0) < b.stride(1)
 
 
 def out_dtype_of(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

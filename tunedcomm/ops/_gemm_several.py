@@ -7,10 +7,11 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.common.matmul import operands_of, product
-from tunedcomm.ops import _operators
+from tunedcomm.ops import torch_ops
 from tunedcomm.ops._checks import check_apart, check_differentiable, check_fits, check_input, check_out
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._path import communicator_for
@@ -59,8 +60,8 @@ class Several:
             rest: scale_a, scale_b and out, as the caller gave them.
             out_dtype, group, numerics, max_sms: as the caller gave them.
         """
-        if _operators.is_dynamo_compiling() or (
-            isinstance(group, dist.ProcessGroup) and _operators.goes_by_operator(_tensors(a, several, *rest))
+        if is_dynamo_compiling() or (
+            isinstance(group, dist.ProcessGroup) and torch_ops.goes_by_operator(_tensors(a, several, *rest))
         ):
             return self._operate(a, several, rest, out_dtype, group, numerics, max_sms)
         return self.serve(a, several, rest, out_dtype, group, numerics, max_sms)
@@ -84,9 +85,9 @@ class Several:
             refusal = f"{form.op} into a given tensor"
         if refusal:
             check_differentiable(refusal, (a, *several, *outs))
-        group_size, group_name = _operators.group_arguments(group)
+        group_size, group_name = torch_ops.group_arguments(group)
         settings = (out_dtype, group_size, group_name, numerics, max_sms)
-        *made, gathered = _operators.call(f"{form.op}_list", (a, list(several), rest[0], scales), settings, "")
+        *made, gathered = torch_ops.call(f"{form.op}_list", (a, list(several), rest[0], scales), settings, "")
         for index, out in enumerate(outs):
             if out is not None:
                 check_fits(a, out, made[index].shape, made[index].dtype, name=f"out[{index}]", input_name="a")

@@ -23,7 +23,7 @@ from tunedcomm.dispatch.communicator import Communicator, on_forget, on_release
 from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.common.launch import ManyLaunch
-from tunedcomm.ops import _many_fast, _operators
+from tunedcomm.ops import _many_fast, torch_ops
 from tunedcomm.ops._checks import check_apart, check_differentiable, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
 from tunedcomm.ops._many_fast import ManyAsked, ManyFastCall, Result
@@ -132,7 +132,8 @@ class ManyPath:
         self.form = form
         self.last: dict[dist.ProcessGroup | None, ManyFastCall] = {}
         self._communicators: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
-        _operators.paths[form.operator] = self
+        torch_ops.paths[form.operator] = self
+        torch_ops.define(torch_ops.SeveralTensors(self))
         on_release(self._communicators.clear)
         on_release(self.last.clear)
         on_forget(self.last.clear)
@@ -153,7 +154,7 @@ class ManyPath:
             group: the process group, None only where there is no default group.
             numerics, max_sms: as the caller gave them.
         """
-        if isinstance(group, dist.ProcessGroup) and _operators.goes_by_operator(tensors):
+        if isinstance(group, dist.ProcessGroup) and torch_ops.goes_by_operator(tensors):
             return self.operate(tensors, option, group, numerics, max_sms)
         return self.serve(tensors, option, group, numerics, max_sms)
 
@@ -168,10 +169,10 @@ class ManyPath:
         """Serve a call by the operator: what is recorded or traced. Traced by Dynamo itself."""
         form = self.form
         inputs, outputs = tensors[: len(form.inputs)], tensors[len(form.inputs) :]
-        group_size, group_name = _operators.group_arguments(group)
+        group_size, group_name = torch_ops.group_arguments(group)
         settings = (*(option or ()), group_size, group_name, numerics, max_sms)
         if all(output is None for output in outputs):
-            made = _operators.call(form.operator, inputs, settings, form.refusal(inputs, option))
+            made = torch_ops.call(form.operator, inputs, settings, form.refusal(inputs, option))
             return made if isinstance(made, tuple) else (made,)
         given = {
             name: inputs[0].new_empty(shape, dtype=dtype) if output is None else output
@@ -180,7 +181,7 @@ class ManyPath:
             )
         }
         in_place = form.may_be_input and outputs[0] is inputs[0]
-        _operators.call_into(form.operator, inputs, given, settings, in_place=in_place)
+        torch_ops.call_into(form.operator, inputs, given, settings, in_place=in_place)
         return tuple(given.values())
 
     def serve(

@@ -21,7 +21,7 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_f
 from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.ops import _fast, _operators
+from tunedcomm.ops import _fast, torch_ops
 from tunedcomm.ops._checks import check_differentiable, check_input, check_out
 from tunedcomm.ops._fast import (
     MISALIGNED,
@@ -155,7 +155,8 @@ class CallPath:
         paths[form.op] = self
         self.last: dict[dist.ProcessGroup | None, FastCall] = {}
         self._communicators: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
-        _operators.paths[form.op] = self
+        torch_ops.paths[form.op] = self
+        torch_ops.define(torch_ops.OneTensor(self))
         on_release(self._communicators.clear)
         on_release(self.last.clear)
         on_forget(self.last.clear)
@@ -177,7 +178,7 @@ class CallPath:
             group: the process group, None only where there is no default group.
             numerics, max_sms: as the caller gave them.
         """
-        if isinstance(group, dist.ProcessGroup) and _operators.goes_by_operator((x,)):
+        if isinstance(group, dist.ProcessGroup) and torch_ops.goes_by_operator((x,)):
             return self.operate(x, option, out, group, numerics, max_sms)
         return self.serve(x, option, out, group, numerics, max_sms)
 
@@ -194,12 +195,12 @@ class CallPath:
         form = self.form
         options = option if len(form.arguments) > 1 else (option,) if form.arguments else ()
         policy = (numerics,) if form.reduces else ()
-        settings = (*options, *_operators.group_arguments(group), *policy, max_sms)
+        settings = (*options, *torch_ops.group_arguments(group), *policy, max_sms)
         if out is None:
-            result: torch.Tensor = _operators.call(form.op, (x,), settings, form.refusal(x, option))
+            result: torch.Tensor = torch_ops.call(form.op, (x,), settings, form.refusal(x, option))
             return result
         in_place = form.may_be_input and out is x
-        _operators.call_into(form.op, (x,), {"out": out}, settings, in_place=in_place)
+        torch_ops.call_into(form.op, (x,), {"out": out}, settings, in_place=in_place)
         return out
 
     def serve(

@@ -7,13 +7,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.kernels.common.matmul import operands_of, wanted_of
-from tunedcomm.ops import _operators
+from tunedcomm.ops import torch_ops
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._gemm_several import Several
 from tunedcomm.ops._many import ManyPath, Tensors
-from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -71,7 +71,8 @@ def _call(
     return (_gathered_path if gathered else _path).call(tensors, option, group, numerics, max_sms)
 
 
-_operators.lists["ag_gemm_list"] = _several = Several(_AgGemm(), _call)
+_several = Several(_AgGemm(), _call)
+torch_ops.define(torch_ops.ListOperator("ag_gemm_list", _several))
 
 
 def ag_gemm(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.ops._checks import FLOATS, INTEGERS, check_dtype, check_reduction
-from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import CallPath, Form, world
 from tunedcomm.spec import NumericsPolicy, Problem
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_reduce_rms_norm._common import eps_bits
 from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
 from tunedcomm.ops._checks import FLOATS, check_dtype, check_extra
 from tunedcomm.ops._many import ManyForm, ManyPath, Tensors
-from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops._checks import MOVED, check_dtype
-from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import CallPath, Form, world
 from tunedcomm.spec import Problem
 

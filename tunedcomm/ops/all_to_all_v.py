@@ -17,8 +17,8 @@ from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_numel
 from tunedcomm.kernels.common.own import undisturbed
 from tunedcomm.ops._checks import MOVED, check_differentiable, check_dtype, check_input, check_out
 from tunedcomm.ops._fast import current_device, is_capturing, raw_stream
-from tunedcomm.ops._operators import check_plain
 from tunedcomm.ops._path import communicator_for, is_usable, world
+from tunedcomm.ops.torch_ops import check_plain
 from tunedcomm.spec import Candidate, Mode, Problem
 
 __all__ = ["all_to_all_v", "planned", "run_problem"]

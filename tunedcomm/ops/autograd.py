@@ -1,25 +1,47 @@
-"""Gradients of the operators.
+"""Gradients of the operators `torch.ops.tunedcomm.*`, registered where those are defined, in `torch_ops`.
 
-The convention is that of `torch.distributed.nn.functional`: what is differentiated is the sum over all ranks of what
-each rank makes of its results. So the gradient of an `all_reduce` is the `all_reduce` of the gradients, that of an
-`all_gather` a `reduce_scatter` and the other way round, and an `all_to_all` sends the gradients back. All of them are
-operators themselves, with gradients of their own; every rank must take part in the backward pass, as in the forward
+The convention is that of `torch.distributed.nn.functional`: the function differentiated is the sum of what all ranks
+compute from their results. So the gradient of an `all_reduce` is the `all_reduce` of the gradients, that of an
+`all_gather` is a `reduce_scatter` and the other way round, and an `all_to_all` sends the gradients back. All of them
+call operators, which have gradients of their own; every rank must take part in the backward pass, as in the forward
 one.
+
+For the fused GEMMs, with G the gathered rows of all ranks, ' for a gradient and ᵀ for a transpose:
+
+    ag_gemm   y = G·b                          a' = reduce_scatter(y'·bᵀ), a gemm_rs       b' = Gᵀ·y'
+    gemm_rs   y = reduce_scatter(a·b)          a' = all_gather(y')·bᵀ, an ag_gemm          b' = aᵀ·all_gather(y')
+    gemm_ar   y = all_reduce(a·b) + bias       a' = all_reduce(y')·bᵀ                      b' = aᵀ·all_reduce(y')
+
+`ag_gemm` keeps this rank's rows only and gathers once more for b'; `ag_gemm_gathered` and `ag_gemm_list` keep the G
+that they return, and their a' is a reduce_scatter of the sum of all gradients with respect to G. Gradients are rounded
+to the operands' dtype where the result has another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from tunedcomm.integrations import _gemm_gradients
-from tunedcomm.integrations._gemm_gradients import Formula, refuse, rows_of
+from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.ops._checks import is_nk
 
-__all__ = ["Formula", "formulas"]
-
+# (setup_context, backward), the arguments of torch.library.register_autograd.
+Formula: TypeAlias = tuple[Callable[..., None], Callable[..., Any]]
 _ops: Any = torch.ops.tunedcomm
+
+
+def _refuse(what: str) -> None:
+    """Raise: a call has no gradient."""
+    raise UnsupportedInputError(
+        f"{what} is not differentiable; call it under torch.no_grad() or pass its inputs detached"
+    )
+
+
+def _sum_rows(grad: torch.Tensor) -> torch.Tensor:
+    """The sum over all dimensions but the last."""
+    return grad.sum(dim=tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
 
 
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -30,7 +52,7 @@ def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _keep_linear(op: str) -> Callable[..., None]:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if inputs[1] not in ("sum", "avg"):
-            refuse(f"{op} with op={inputs[1]!r}")
+            _refuse(f"{op} with op={inputs[1]!r}")
         _keep_settings(ctx, inputs, output)
 
     return setup
@@ -54,7 +76,7 @@ def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x = inputs[0]
     if not (x.is_complex() or x.dtype.itemsize > 1):
-        refuse(f"all_gather of {x.dtype}")
+        _refuse(f"all_gather of {x.dtype}")
     ctx.shape = x.shape  # a tensor without dimensions comes back as one
     _keep_settings(ctx, inputs, output)
 
@@ -82,13 +104,13 @@ def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _all_reduce_bias(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_x, wants_bias, *_ = ctx.needs_input_grad
     x = _ops.all_reduce(grad, "sum", *ctx.settings) if wants_x else None
-    return x, rows_of(grad) if wants_bias else None, *(None,) * len(ctx.settings)
+    return x, _sum_rows(grad) if wants_bias else None, *(None,) * len(ctx.settings)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, weight, _, _, _, eps, out_dtype, *settings = inputs
     if out_dtype is not None:
-        refuse(f"all_reduce_rms_norm with out_dtype={out_dtype}")
+        _refuse(f"all_reduce_rms_norm with out_dtype={out_dtype}")
     ctx.eps, ctx.settings = eps, settings
     ctx.save_for_backward(weight, output[1])
 
@@ -108,21 +130,148 @@ def _all_reduce_rms_norm(ctx: Any, grad_y: torch.Tensor, grad_h: torch.Tensor) -
     dh = (grad_h.to(wide) + inner).to(summed.dtype)
     return (
         _ops.all_reduce(dh, "sum", *ctx.settings) if wants_x else None,
-        rows_of(dy * normal).to(weight.dtype) if wants_weight else None,
-        rows_of(dh) if wants_bias else None,
+        _sum_rows(dy * normal).to(weight.dtype) if wants_weight else None,
+        _sum_rows(dh) if wants_bias else None,
         dh if wants_residual else None,
         *(None,) * (3 + len(ctx.settings)),
     )
 
 
-def formulas() -> dict[str, Formula]:
-    """Operator to what differentiates it."""
-    return {
-        "all_reduce": (_keep_linear("all_reduce"), _all_reduce),
-        "all_gather": (_keep_gather, _all_gather),
-        "reduce_scatter": (_keep_scatter, _reduce_scatter),
-        "all_to_all": (_keep_settings, _all_to_all),
-        "all_reduce_bias": (_keep_bias, _all_reduce_bias),
-        "all_reduce_rms_norm": (_keep_norm, _all_reduce_rms_norm),
-        **_gemm_gradients.formulas(),
-    }
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x·y in the operands' dtype, also under autocast: what ranks send must not depend on which of them multiplied."""
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ y
+
+
+def _of_b(x: torch.Tensor, grad: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """xᵀ·grad over all rows, stored as `b` is."""
+    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return _product(grad.t(), x).t() if is_nk(b) else _product(x.t(), grad)
+
+
+def _check(op: str, a: torch.Tensor) -> None:
+    if a.dtype.itemsize == 1:
+        _refuse(f"{op} of {a.dtype}")
+
+
+def _keep_ag(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, b, _, _, _, *settings = inputs
+    _check("ag_gemm", a)
+    ctx.settings, ctx.from_gathered = settings, isinstance(output, tuple)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1] if ctx.from_gathered else a, b)
+
+
+def _ag_gemm(ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None) -> tuple[Any, ...]:
+    rows, b = ctx.saved_tensors
+    wants_a, wants_b, *_ = ctx.needs_input_grad
+    group_size, group, _, max_sms = ctx.settings
+    grad_a = None
+    if wants_a and ctx.from_gathered:
+        grad_a = _scattered([grad], [b], grad_gathered, rows, ctx.settings)
+    elif wants_a:
+        grad_a = _ops.gemm_rs(grad.to(rows.dtype), b.t(), None, None, None, "sum", *ctx.settings)  # type: ignore[union-attr]
+    grad_b = None
+    if wants_b and grad is not None:
+        gathered = rows if ctx.from_gathered else _ops.all_gather(rows, 0, group_size, group, max_sms)
+        grad_b = _of_b(gathered, grad.to(b.dtype), b)
+    return grad_a, grad_b, *(None,) * (3 + len(ctx.settings))
+
+
+def _scattered(
+    grads: Sequence[torch.Tensor | None],
+    several: Sequence[torch.Tensor],
+    grad_gathered: torch.Tensor | None,
+    gathered: torch.Tensor,
+    settings: Sequence[Any],
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of what reached the gathered a.
+
+    Which of several results a gradient reaches may differ from rank to rank, so the collective does not depend on it.
+    """
+    total = grad_gathered
+    for grad, b in zip(grads, several, strict=True):
+        if grad is not None:
+            part = _product(grad.to(gathered.dtype), b.t())
+            total = part if total is None else total + part
+    total = torch.zeros_like(gathered) if total is None else total
+    group_size, group, numerics, max_sms = settings
+    return _ops.reduce_scatter(total, "sum", 0, group_size, group, numerics, max_sms)  # type: ignore[no-any-return]
+
+
+def _keep_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, several, _, scales, _, *settings = inputs
+    _check("ag_gemm", a)
+    ctx.settings, ctx.num_scales = settings, len(scales)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[-1], *several)
+
+
+def _ag_gemm_list(ctx: Any, found: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    *grads, grad_gathered = found
+    gathered, *several = ctx.saved_tensors
+    wants_a, wants_b, *_ = ctx.needs_input_grad
+    grad_a = _scattered(grads, several, grad_gathered, gathered, ctx.settings) if wants_a else None
+    grad_b = [
+        _of_b(gathered, grad.to(b.dtype), b) if wants and grad is not None else None
+        for wants, grad, b in zip(wants_b, grads, several, strict=True)
+    ]
+    return grad_a, grad_b, None, [None] * ctx.num_scales, *(None,) * (1 + len(ctx.settings))
+
+
+def _keep_rs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    a, b, _, _, _, ctx.reduction, *ctx.settings = inputs
+    _check("gemm_rs", a)
+    ctx.save_for_backward(a, b)
+
+
+def _gemm_rs(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    wants_a, wants_b, *_ = ctx.needs_input_grad
+    group_size, group, _, max_sms = ctx.settings
+    grad = (grad / group_size if ctx.reduction == "avg" else grad).to(a.dtype)
+    grad_a = grad_b = gathered = None
+    if wants_a and wants_b:
+        grad_a, gathered = _ops.ag_gemm_gathered(grad, b.t(), None, None, None, *ctx.settings)
+    elif wants_a:
+        grad_a = _ops.ag_gemm(grad, b.t(), None, None, None, *ctx.settings)
+    elif wants_b:
+        gathered = _ops.all_gather(grad, 0, group_size, group, max_sms)
+    if gathered is not None:
+        grad_b = _of_b(a, gathered, b)
+    return grad_a, grad_b, *(None,) * (4 + len(ctx.settings))
+
+
+def _keep_ar(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    a, b, _, _, _, _, *ctx.settings = inputs
+    _check("gemm_ar", a)
+    ctx.save_for_backward(a, b)
+
+
+def _gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    wants_a, wants_b, wants_bias, *_ = ctx.needs_input_grad
+    grad_a = grad_b = None
+    if wants_a or wants_b:
+        summed = _ops.all_reduce(grad.to(a.dtype), "sum", *ctx.settings)
+        grad_a = _product(summed, b.t()) if wants_a else None
+        grad_b = _of_b(a, summed, b) if wants_b else None
+    return grad_a, grad_b, _sum_rows(grad) if wants_bias else None, *(None,) * (3 + len(ctx.settings))
+
+
+# Operator to its gradient.
+FORMULAS: dict[str, Formula] = {
+    "all_reduce": (_keep_linear("all_reduce"), _all_reduce),
+    "all_gather": (_keep_gather, _all_gather),
+    "reduce_scatter": (_keep_scatter, _reduce_scatter),
+    "all_to_all": (_keep_settings, _all_to_all),
+    "all_reduce_bias": (_keep_bias, _all_reduce_bias),
+    "all_reduce_rms_norm": (_keep_norm, _all_reduce_rms_norm),
+    "ag_gemm": (_keep_ag, _ag_gemm),
+    "ag_gemm_gathered": (_keep_ag, _ag_gemm),
+    "ag_gemm_list": (_keep_list, _ag_gemm_list),
+    "gemm_rs": (_keep_rs, _gemm_rs),
+    "gemm_ar": (_keep_ar, _gemm_ar),
+}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.kernels.common.matmul import operands_of, wanted_of
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath
-from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 

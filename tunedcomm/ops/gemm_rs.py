@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.common.matmul import operands_of, wanted_of
 from tunedcomm.ops._checks import check_reduction
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath, Tensors
-from tunedcomm.ops._operators import is_dynamo_compiling
 from tunedcomm.ops._path import world
 from tunedcomm.spec import NumericsPolicy, Problem
 

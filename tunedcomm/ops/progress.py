@@ -13,8 +13,8 @@ from tunedcomm.errors import NotInitializedError, UnsupportedInputError, Workspa
 from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
 from tunedcomm.ops._checks import check_differentiable, check_input
 from tunedcomm.ops._fast import is_capturing, raw_stream
-from tunedcomm.ops._operators import check_plain
 from tunedcomm.ops._path import is_usable
+from tunedcomm.ops.torch_ops import check_plain
 from tunedcomm.spec import Mode, Problem
 from tunedcomm.symm.buffer import allocate
 from tunedcomm.symm.layout import LANES

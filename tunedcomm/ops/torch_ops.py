@@ -1,4 +1,4 @@
-"""`torch.ops.tunedcomm.*`: every op as an operator that PyTorch's compilers know.
+"""`torch.ops.tunedcomm.*`: every op as an operator that PyTorch's compilers know, and the calls that go through them.
 
 For an op with the results r, r2, …:
 
@@ -9,10 +9,14 @@ For an op with the results r, r2, …:
 `ag_gemm_gathered` also returns the gathered a; `ag_gemm_list` takes several b and returns [products…, gathered a].
 
 `group` is a process group's name in `torch.distributed` (`ProcessGroup.group_name`), resolved at every call. Its size
-is an argument because results' shapes depend on it: what a compiler stores on disk is found again by the arguments.
+is an argument because the shapes of results depend on it: a compiler's cache on disk is keyed by the arguments.
 
-Each operator has an implementation, which serves a call as the public function does, and a fake one, which refuses what
-the other would refuse. Gradients are in `gradients`. Importing this module defines the operators.
+Each operator has an implementation, which serves a call as the public function does, and a fake one, which refuses the
+same inputs. An op's module defines its operators when it is imported, and importing `tunedcomm.ops` imports all ops.
+
+Eager calls of plain tensors skip the operators: PyTorch's dispatcher costs several times what such a call costs. Calls
+whose inputs need gradients go through them, for the operator records them, and so does everything that is traced: by
+Dynamo, by `make_fx` and `torch.export`, with fake or functional tensors.
 """
 
 from __future__ import annotations
@@ -22,35 +26,125 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
-from tunedcomm.errors import GroupError
-from tunedcomm.integrations import gradients
-from tunedcomm.ops import (  # noqa: F401 - each enters its path
-    ag_gemm,
-    all_gather,
-    all_reduce,
-    all_reduce_bias,
-    all_reduce_rms_norm,
-    all_to_all,
-    gemm_ar,
-    gemm_rs,
-    reduce_scatter,
-)
-from tunedcomm.ops._checks import check_differentiable, check_fits, check_input
-from tunedcomm.ops._gemm_several import Several
-from tunedcomm.ops._many import ManyPath
-from tunedcomm.ops._operators import lists, paths
-from tunedcomm.ops._path import CallPath
-
-__all__ = ["NAMESPACE", "Asked", "Operator", "define"]
+from tunedcomm.errors import GroupError, NotInitializedError, UnsupportedInputError
+from tunedcomm.ops._checks import check_differentiable, check_fits, check_input, check_tangents
+from tunedcomm.ops.autograd import FORMULAS
 
 NAMESPACE = "tunedcomm"
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _c10d: Any = distributed_c10d
 Tensors: TypeAlias = Sequence[Any]
 Results: TypeAlias = "list[tuple[tuple[int, ...], torch.dtype]]"
+
+# Op to the `CallPath` or `ManyPath` that serves it.
+paths: dict[str, Any] = {}
+
+# C functions of torch that say whether a dispatch mode or a `torch.func` transform is active. Where a torch has none of
+# that name, the calls concerned are served as plain ones.
+_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_transform: Any = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+_plain_dispatch: Any = torch.Tensor.__torch_dispatch__
+
+
+def goes_by_operator(tensors: Sequence[Any]) -> bool:
+    """True for inputs that need gradients or are being traced.
+
+    Raises:
+        UnsupportedInputError: inside a `torch.func` transform, which no operator of PyTorch's library supports, or a
+            tensor has a forward-mode tangent.
+    """
+    check_tangents(tensors)
+    if _num_modes():
+        return True
+    _check_transforms()
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and (
+            (recording and tensor.requires_grad) or type(tensor).__torch_dispatch__ is not _plain_dispatch
+        ):
+            return True
+    return False
+
+
+def _check_transforms() -> None:
+    if _transform() is not None:
+        raise UnsupportedInputError(
+            "torch.func transforms (grad, vmap, …) do not reach through operators of torch.library; use "
+            "torch.autograd.grad, or call this outside the transform"
+        )
+
+
+def check_plain(op: str, tensors: Sequence[Any]) -> None:
+    """Refuse what only an operator could take, for ops that have none: such tensors have no memory to read or write.
+
+    Raises:
+        UnsupportedInputError: inside a `torch.func` transform, or a tensor defines `__torch_dispatch__`, or a tangent.
+    """
+    check_tangents(tensors)
+    _check_transforms()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not _plain_dispatch:
+            raise UnsupportedInputError(
+                f"{op} cannot be traced and takes plain tensors, not {type(tensor).__name__}; call it outside of what "
+                "is traced, or pass .to_local() of a DTensor, .wait() of an AsyncCollectiveTensor"
+            )
+
+
+def group_arguments(group: dist.ProcessGroup | None) -> tuple[int, str]:
+    """What stands for a group in an operator's arguments: its size and its name.
+
+    Raises:
+        NotInitializedError: there is no default group.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    if group is None:
+        raise NotInitializedError(
+            "torch.distributed has no default process group; call torch.distributed.init_process_group() first"
+        )
+    return group.size(), group.group_name
+
+
+def call(op: str, inputs: tuple[Any, ...], settings: tuple[Any, ...], refusal: str) -> Any:
+    """The operator's new results.
+
+    Args:
+        op: its name.
+        inputs: tensors, and None for those that are not there.
+        settings: what follows them.
+        refusal: why there is no gradient, "" where there is one.
+
+    Raises:
+        UnsupportedInputError: a gradient is needed of what has none.
+    """
+    if refusal:
+        check_differentiable(refusal, inputs)
+    return getattr(torch.ops.tunedcomm, op).default(*inputs, *settings)
+
+
+def call_into(
+    op: str,
+    inputs: tuple[Any, ...],
+    outputs: dict[str, torch.Tensor],
+    settings: tuple[Any, ...],
+    *,
+    in_place: bool,
+) -> None:
+    """The operator into given tensors; `in_place` if there is one output and it is the first input.
+
+    Raises:
+        UnsupportedInputError: a tensor needs gradients, which nothing would record.
+    """
+    check_differentiable(f"{op} into a given tensor", (*inputs, *outputs.values()))
+    if in_place:
+        getattr(torch.ops.tunedcomm, f"{op}_").default(*inputs, *settings)
+    else:
+        getattr(torch.ops.tunedcomm, op).out(*inputs, *settings, **outputs)
 
 
 class Asked(NamedTuple):
@@ -183,12 +277,12 @@ def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
 
 
-class _One(Operator):
-    """An op of `ops._path`: one tensor in, one out."""
+class OneTensor(Operator):
+    """An op of one tensor in and one out, served by a `CallPath`."""
 
     inputs, outputs = ("x",), ("out",)
 
-    def __init__(self, path: CallPath) -> None:
+    def __init__(self, path: Any) -> None:
         form = path.form
         self._path, self.name, self.options = path, form.op, form.arguments
         self.reduces, self.in_place = form.reduces, form.may_be_input
@@ -210,12 +304,12 @@ class _One(Operator):
         return [(form.result_shape(x, option, asked.group_size), x.dtype)]
 
 
-class _Many(Operator):
-    """An op of `ops._many`: several tensors in and out."""
+class SeveralTensors(Operator):
+    """An op of several tensors in and out, served by a `ManyPath`."""
 
     reduces = True
 
-    def __init__(self, path: ManyPath) -> None:
+    def __init__(self, path: Any) -> None:
         form = path.form
         self._path, self.name, self.options = path, form.operator, form.arguments
         self.inputs, self.optional, self.outputs = form.inputs, form.optional, form.outputs
@@ -224,7 +318,7 @@ class _Many(Operator):
     def serve(self, inputs: Tensors, outputs: Tensors, asked: Asked) -> Tensors:
         group, option, tensors = _resolve(asked), asked.options or None, (*inputs, *outputs)
         fast = self._path.last.get(group)
-        results = None if fast is None else fast(tensors, option, asked.numerics, asked.max_sms)
+        results: Tensors | None = None if fast is None else fast(tensors, option, asked.numerics, asked.max_sms)
         if results is None:
             results = self._path.serve(tensors, option, group, asked.numerics, asked.max_sms)
         return results
@@ -232,17 +326,18 @@ class _Many(Operator):
     def results(self, inputs: Tensors, asked: Asked) -> Results:
         form, option = self._path.form, asked.options or None
         form.check(tuple(inputs), option, asked.group_size)
-        return form.results(tuple(inputs), option, asked.group_size)
+        found: Results = form.results(tuple(inputs), option, asked.group_size)
+        return found
 
 
-class _List(Operator):
+class ListOperator(Operator):
     """An op with a list of b: (products…, gathered a) as one list; only the functional form."""
 
     inputs, outputs = ("a", "b", "scale_a", "scale_b"), ("products",)
     optional, options = ("scale_a",), ("ScalarType? out_dtype",)
     reduces, in_place = True, False
 
-    def __init__(self, name: str, several: Several) -> None:
+    def __init__(self, name: str, several: Any) -> None:
         self.name, self._several = name, several
 
     def declaration(self, *, mutated: bool) -> str:
@@ -268,12 +363,17 @@ class _List(Operator):
 
     def results(self, inputs: Tensors, asked: Asked) -> Results:
         a, several, scale_a, scales = inputs
-        return self._several.results((a, several, scale_a, scales), asked.options[0], asked.group_size)
+        found: Results = self._several.results((a, several, scale_a, scales), asked.options[0], asked.group_size)
+        return found
 
 
 def define(operator: Operator) -> None:
-    """Define all forms of an operator."""
+    """Define all forms of an operator, with its gradient."""
     name, letters = operator.name, "abcdefgh"
+    if isinstance(operator, ListOperator):
+        _define(name, f"({operator.declaration(mutated=False)}) -> Tensor[]", operator.run, operator.fake)
+        _differentiate(name)
+        return
     returns = ", ".join(["Tensor"] * len(operator.outputs))
     outs = ", ".join(f"Tensor({letters[i]}!) {output}" for i, output in enumerate(operator.outputs))
     plain = operator.declaration(mutated=False)
@@ -282,6 +382,7 @@ def define(operator: Operator) -> None:
     if operator.in_place:
         mutated = operator.declaration(mutated=True)
         _define(f"{name}_", f"({mutated}) -> ()", operator.run_in_place, operator.fake_in_place)
+    _differentiate(name)
 
 
 def _define(name: str, signature: str, run: Any, fake: Any) -> None:
@@ -290,14 +391,7 @@ def _define(name: str, signature: str, run: Any, fake: Any) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-def _define_all() -> None:
-    for path in paths.values():
-        define(_One(path) if isinstance(path, CallPath) else _Many(path))
-    for name, several in lists.items():
-        listed = _List(name, several)
-        _define(name, f"({listed.declaration(mutated=False)}) -> Tensor[]", listed.run, listed.fake)
-    for name, (setup, backward) in gradients.formulas().items():
+def _differentiate(name: str) -> None:
+    if name in FORMULAS:
+        setup, backward = FORMULAS[name]
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
-
-
-_define_all()

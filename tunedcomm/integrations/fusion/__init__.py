@@ -35,14 +35,13 @@ import torch.distributed as dist
 from torch import fx
 from torch._inductor import config, custom_graph_pass
 
-import tunedcomm.integrations.operators  # noqa: F401 - defines what graphs are rewritten to
+import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewritten to
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy, forced_here
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
-from tunedcomm.integrations._fusion_graph import LeftError, Node
-from tunedcomm.integrations._fusion_norm import find_norms
-from tunedcomm.integrations._fusion_policy import WHEN, Policy, Verdict, When
-from tunedcomm.integrations._fusion_rewrite import (
+from tunedcomm.integrations.fusion.match import LeftError, Node, find_norms
+from tunedcomm.integrations.fusion.policy import WHEN, Policy, Shards, Verdict, When
+from tunedcomm.integrations.fusion.rewrite import (
     Gather,
     NormOfSum,
     Reduce,
@@ -51,7 +50,6 @@ from tunedcomm.integrations._fusion_rewrite import (
     reduced_by,
     scattered_by,
 )
-from tunedcomm.integrations._fusion_shards import Shards
 from tunedcomm.integrations.torch_version import check_torch
 from tunedcomm.spec import Mode, NumericsPolicy
 from tunedcomm.version import VERSION
@@ -100,7 +98,7 @@ class FusionRecord:
 def _source() -> str:
     """Hash of the pass's own code."""
     digest = hashlib.sha256(VERSION.encode())
-    for path in sorted(Path(__file__).parent.glob("*fusion*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

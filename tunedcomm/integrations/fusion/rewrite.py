@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from tunedcomm.integrations._fusion_graph import (
+from tunedcomm.integrations.fusion.match import (
     LeftError,
     Node,
+    Norm,
     behind,
     call,
     check_sizes,
@@ -20,14 +21,12 @@ from tunedcomm.integrations._fusion_graph import (
     flat_users,
     hoist,
     is_call,
+    norm_of,
     product_operands,
     reshaped,
     val,
 )
-from tunedcomm.integrations._fusion_norm import Norm, norm_of
-from tunedcomm.integrations._fusion_policy import Policy, Verdict
-
-__all__ = ["Gather", "NormOfSum", "Reduce", "gathered_by", "norm_of_sum", "reduced_by", "scattered_by"]
+from tunedcomm.integrations.fusion.policy import Policy, Verdict
 
 _ops: Any = torch.ops.tunedcomm
 _aten = torch.ops.aten
