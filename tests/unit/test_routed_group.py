@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tunedcomm.integrations import _routed, serving
-from tunedcomm.integrations._routed import RoutedGroup
+from tunedcomm.integrations import intercept, serving
+from tunedcomm.integrations.intercept import RoutedGroup
 
 
 class Group:
@@ -24,7 +24,7 @@ def test_a_serving_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(group=group, device=device, rank=0, world_size=2)
 
     monkeypatch.setattr(serving, "get_communicator", found)
-    monkeypatch.setattr(_routed, "get_communicator", found)
+    monkeypatch.setattr(intercept, "get_communicator", found)
     group: Any = Group()
     made = serving.ServingAllReduce(group, torch.device("cpu"))
     assert made._routed.communicator.device == torch.device("cpu")
@@ -37,6 +37,6 @@ def test_forgotten_while_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
             super().__setattr__(name, None if name == "_communicator" else value)
 
     made = object()
-    monkeypatch.setattr(_routed, "get_communicator", lambda group, device=None: made)
+    monkeypatch.setattr(intercept, "get_communicator", lambda group, device=None: made)
     group: Any = Group()
     assert Forgetful(group, torch.device("cpu")).communicator is made

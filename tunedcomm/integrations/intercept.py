@@ -37,27 +37,614 @@ the group's communicator is collective.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch import misses
+from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
+from tunedcomm.dispatch.dispatcher import MISSES, Plan, unservable
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
-from tunedcomm.integrations import _operators
-from tunedcomm.integrations._routed import RoutedCall, RoutedGroup
 from tunedcomm.integrations.torch_version import check_torch
-from tunedcomm.kernels.common.own import intercepted
-
-__all__ = ["Interception", "RoutedCall", "install", "intercept", "uninstall"]
+from tunedcomm.kernels.common.own import intercepted, own
+from tunedcomm.ops._fast import is_capturing
+from tunedcomm.ops._path import paths
+from tunedcomm.ops.all_gather import all_gather
+from tunedcomm.ops.all_reduce import all_reduce
+from tunedcomm.ops.all_to_all import all_to_all
+from tunedcomm.ops.all_to_all_v import all_to_all_v, planned
+from tunedcomm.ops.reduce_scatter import reduce_scatter
 
 _INSTEAD = "call tunedcomm.all_reduce and its like directly"
 _lock = threading.RLock()
 _libraries: list[Any] = []
 _device_keys: set[str] = set()
 _installed: list[tuple[RoutedGroup, ...]] = []
+# Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
+_by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
+_by_name: dict[str, RoutedGroup] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedCall:
+    """What became of calls of one kind.
+
+    Attributes:
+        group: the process group's name.
+        call: the operator that was called, e.g. `c10d::allreduce_`.
+        problem: what was asked, in words.
+        served_by: the candidate that serves it, or "" where it goes to the library.
+        why: the dispatcher's reason, or why it does not come to the dispatcher.
+    """
+
+    group: str
+    call: str
+    problem: str
+    served_by: str
+    why: str
+
+    def __str__(self) -> str:
+        by = self.served_by or "the library"
+        return f"group {self.group}: {self.call} of {self.problem}: {by} ({self.why})"
+
+
+@dataclass(slots=True)
+class Choice:
+    """Where calls that look alike go.
+
+    Attributes:
+        served: kernels serve them.
+        told: the entry in the group's record.
+        count: calls so far.
+        miss: counts a call of an untuned problem that the library serves; None where that is not noted.
+    """
+
+    served: bool
+    told: RoutedCall
+    count: int = 0
+    miss: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """What an operator asks of the dispatcher; made once, and told apart by identity.
+
+    Attributes:
+        call: the operator's name.
+        op: tunedcomm's op.
+        option: the op's option as its path takes it; for `all_to_all_v` None.
+        in_place: the result overwrites the input.
+    """
+
+    call: str
+    op: str
+    option: Hashable = None
+    in_place: bool = False
+
+
+@dataclass(eq=False)
+class RoutedGroup:
+    """An intercepted group on the device that it works on: which of its calls kernels serve, by which, and how often.
+
+    Every rank must send a call the same way. So a choice rests on what all ranks pass alike: the operator, the number
+    of elements, the dtype and the reduction, and for rows of different numbers a bound that the caller names. Where a
+    tensor lies in memory is this rank's own matter; copies take care of it.
+
+    Attributes:
+        group: the process group.
+        device: where it works, known also while there is no communicator.
+        max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
+        depth: how many blocks and installs hold it.
+        record: every choice that was made, also those that were made anew since.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    max_count: int | None = None
+    depth: int = 0
+    record: dict[RoutedCall, Choice] = field(default_factory=dict)
+    side_stream: Any = None
+    _communicator: Communicator | None = None
+    _choices: dict[Any, Choice] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _groups.add(self)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The group's communicator; made anew, collectively, after it was released."""
+        known = self._communicator
+        if known is None:  # another thread may forget it as soon as it is there
+            known = self._communicator = get_communicator(self.group, self.device)
+        return known
+
+    def choose(self, route: Route, x: torch.Tensor) -> Choice:
+        """Where this call goes; counted as made."""
+        capturing = is_capturing()
+        key = (route, x.shape, x.dtype, x.device, x.layout, capturing)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._decide(route, x)
+            # What a capture meets unprepared is the library's in this graph only.
+            if not capturing or choice.served:
+                self._choices[key] = choice
+        choice.count += 1
+        if choice.miss is not None:
+            choice.miss()
+        return choice
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy where it lies in symmetric memory.
+
+        Callers of `torch.distributed` promise nothing of where it lies there, nor that it does so on every rank.
+        """
+        known = self._communicator
+        if known is None or not known.any_symmetric or not known.is_symmetric(x):
+            return x
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def forget(self) -> None:
+        """Choose anew from the next calls on."""
+        self._choices.clear()
+        self._communicator = None
+
+    def _decide(self, route: Route, x: torch.Tensor) -> Choice:
+        asked = f"{route.op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        plan: Plan | None = None
+        reason = self._unfit(route, x)
+        if not reason:
+            try:
+                with torch.no_grad():
+                    plan = self._plan(route, x)
+            except UnsupportedInputError as error:
+                reason = str(error)
+        if plan is None:
+            return self._told(RoutedCall(self.group.group_name, route.call, asked, "", reason), served=False)
+        candidate = plan.decision.candidate
+        served = candidate.variant != "library"
+        by = str(candidate) if served else ""
+        told = RoutedCall(self.group.group_name, route.call, str(plan.problem), by, plan.decision.why)
+        choice = self._told(told, served=served)
+        choice.miss = None if served else self._miss(plan)
+        return choice
+
+    def _told(self, told: RoutedCall, *, served: bool) -> Choice:
+        return self.record.setdefault(told, Choice(served, told))
+
+    def _unfit(self, route: Route, x: torch.Tensor) -> str:
+        """Why a call is none for the dispatcher, from what is the same on every rank; else ""."""
+        communicator = self.communicator
+        if x.device.type != communicator.device.type:
+            return f"tensors on {x.device.type}; this group's kernels work on {communicator.device.type}"
+        if communicator.world_size == 1:
+            return "a group of one rank"
+        if x.layout is not torch.strided:
+            return f"a tensor of layout {x.layout}"
+        if route.op == "all_to_all_v":
+            if self.max_count is None:
+                return "rows by split sizes, and ranks do not know each other's; a bound is intercept()'s max_count"
+            return "" if self.max_count and math.prod(x.shape[1:]) else "nothing moves"
+        return "" if x.numel() else "no elements"
+
+    def _plan(self, route: Route, x: torch.Tensor) -> Plan:
+        if route.op == "all_to_all_v":
+            return planned(x, self.max_count, self.group)
+        return paths[route.op].planned(x, route.option, self.group, in_place=route.in_place)
+
+    def _miss(self, plan: Plan) -> Callable[..., None] | None:
+        """What counts a call of a problem that is worth tuning, as the dispatcher would have."""
+        communicator, decision = self.communicator, plan.decision
+        if communicator.rank != 0 or decision.source not in MISSES:
+            return None
+        if unservable(plan.problem, communicator.limits, "any") is not None:
+            return None
+        counted = misses.counted(_nothing, plan.problem, communicator.environment, decision.source)
+        return None if counted is _nothing else counted
+
+    def counts(self) -> dict[RoutedCall, int]:
+        """Calls of every kind so far."""
+        return {told: choice.count for told, choice in self.record.items()}
+
+
+def _nothing(*arguments: object) -> None:
+    pass
+
+
+# By identity, which is how groups are compared; one that is not held any more drops out.
+_groups: weakref.WeakSet[RoutedGroup] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for group in list(_groups):
+        group.forget()
+
+
+# Choices and plans are dropped together: what is chosen here is what the op's own path would run.
+on_forget(_forget_all)
+on_release(_forget_all)
+
+
+# A served call, on tensors as torch.distributed takes them: it counts elements where tunedcomm's ops look at shapes,
+# and allows the input to be a part of the output. So tensors are seen as flat, and a shared input is copied first.
+
+
+def _start(
+    of: RoutedGroup, call: Callable[[], Any], results: Any, tensors: Sequence[torch.Tensor], beside: bool
+) -> Any:
+    """Run a served call and give the work object that stands for it, as operators return it.
+
+    Args:
+        of: the group.
+        call: what launches.
+        results: what the work's future holds.
+        tensors: what is read and written.
+        beside: the caller goes on while it runs: on a stream of the group's own, as the library would. Else it runs on
+            the current stream, where it is in order with what comes after.
+    """
+    if beside and tensors[0].is_cuda:
+        device = tensors[0].device
+        if of.side_stream is None:
+            of.side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        of.side_stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(of.side_stream):
+            _inside(call)
+            for tensor in tensors:  # their memory may be given to others once the caller drops them
+                tensor.record_stream(of.side_stream)
+            return _work(results, [device])
+    _inside(call)
+    return _work(results, [tensors[0].device] if tensors[0].is_cuda else None)
+
+
+def _work(results: Any, devices: list[int | str | torch.device] | None) -> Any:
+    """A work object that is done when the current stream is here; its wait() makes the stream of then wait.
+
+    It is torch's own around a future, which refuses a timeout. A class of Python's would take one, but what it
+    overrides is lost once only C++ holds it, as functional collectives and DDP do: they would then wait for ever.
+    """
+    future: Any = torch.futures.Future(devices=devices)
+    future.set_result(results)
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future).boxed()
+
+
+def _into(
+    of: RoutedGroup, x: torch.Tensor, out: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], Any]
+) -> None:
+    """`run(flat input, flat output)`, whatever `out`'s strides are and even where it shares memory with `x`."""
+    flat, target = of.plain(x.detach().reshape(-1)), out.detach()
+    sink = target.view(-1) if target.is_contiguous() else torch.empty_like(target.reshape(-1))
+    if -sink.nbytes < sink.data_ptr() - flat.data_ptr() < flat.nbytes:
+        flat = flat.clone()
+    run(flat, sink)
+    if not target.is_contiguous():
+        target.copy_(sink.view(target.shape))
+
+
+def _reduce(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor | None) -> torch.Tensor:
+    """All-reduce `x` into a new tensor, or into `x`."""
+    x = x.detach()
+    plain = of.plain(x)
+    found = all_reduce(plain, op=reduction, group=of.group, out=None if out is None else plain)
+    return x.copy_(found) if out is not None and plain is not x else found
+
+
+def _gather(of: RoutedGroup, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """All-gather `x` along dimension 0 into a new tensor, or into as many elements."""
+    if out is None:
+        return all_gather(of.plain(x.detach()), group=of.group)
+    _into(of, x, out, lambda flat, sink: all_gather(flat, group=of.group, out=sink))
+    return out
+
+
+def _scatter(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor | None) -> torch.Tensor:
+    """Reduce `x` and keep this rank's part of dimension 0 in a new tensor, or in as many elements."""
+    if out is None:
+        return reduce_scatter(of.plain(x.detach()), op=reduction, group=of.group)
+    _into(of, x, out, lambda flat, sink: reduce_scatter(flat, op=reduction, group=of.group, out=sink))
+    return out
+
+
+def _to_all(of: RoutedGroup, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Exchange equal parts."""
+    _into(of, x, out, lambda flat, sink: all_to_all(flat, group=of.group, out=sink))
+
+
+def _to_all_rows(
+    of: RoutedGroup, x: torch.Tensor, out: torch.Tensor | None, send: Sequence[int], receive: Sequence[int]
+) -> torch.Tensor:
+    """Exchange as many rows as the split sizes say."""
+    x = x.detach()
+    if out is None or not out.is_contiguous():
+        rows = all_to_all_v(x, send, receive, max_count=of.max_count, group=of.group)
+        return rows if out is None else out.detach().copy_(rows.view(out.shape))
+    if out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        x = x.clone()
+    shape = (sum(receive), *x.shape[1:])
+    all_to_all_v(x, send, receive, max_count=of.max_count, group=of.group, out=out.detach().view(shape))
+    return out
+
+
+_PG, _OP = "__torch__.torch.classes.c10d.ProcessGroup", "__torch__.torch.classes.c10d.ReduceOp"
+# Reductions that tunedcomm does not know are asked for all the same: its refusal is the reason in the record.
+_NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
+_REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
+# Right above the kernels of devices, below autograd's, and where none of these operators has a kernel of torch's.
+_KEY = "BackendSelect"
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def _routes(call: str, op: str, *, dim: bool = False, in_place: bool = False) -> dict[str, Route]:
+    return {name: Route(call, op, (name, 0) if dim else name, in_place) for name in _NAMES}
+
+
+def _of_object(group: Any) -> RoutedGroup | None:
+    """The intercepted group behind an operator's argument; None while a served call runs."""
+    return None if own.yes else _by_group.get(dist.ProcessGroup.unbox(group))
+
+
+def _of_name(group: Any) -> RoutedGroup | None:
+    """The same for functional operators, which are given a name or, by newer torch, the group."""
+    if not isinstance(group, str):
+        return _of_object(group)
+    of = None if own.yes else _by_name.get(group)
+    return of if of is not None and _is_live(of.group) else None
+
+
+def _is_live(group: dist.ProcessGroup) -> bool:
+    """True unless the group was destroyed: one that is made later may have its name."""
+    return group in distributed_c10d._world.pg_names
+
+
+def _drop(routed: RoutedGroup) -> None:
+    """Stop intercepting a group; another one of its name stays."""
+    _by_group.pop(routed.group, None)
+    for name in [name for name, held in _by_name.items() if held is routed]:
+        del _by_name[name]
+
+
+def _serves(of: RoutedGroup, route: Route | None, x: torch.Tensor) -> bool:
+    return route is not None and of.choose(route, x).served
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The tensor that a choice goes by where an operator counts elements, whatever the shape."""
+    return x.detach().reshape(-1) if x.layout is torch.strided else x
+
+
+def _row(x: torch.Tensor) -> torch.Tensor:
+    """One row of `x`, the tensor that a choice goes by where ranks have different numbers of rows."""
+    if x.layout is not torch.strided:
+        return x
+    return x.detach()[:1] if x.shape[0] else x.detach().new_empty((1, *x.shape[1:]))
+
+
+def _fits(x: torch.Tensor, out: torch.Tensor, times: int, over: int) -> bool:
+    """True if `out` has as many elements as the operator wants; the library says what is wrong with others."""
+    return out.numel() * over == x.numel() * times and out.dtype == x.dtype and out.device == x.device
+
+
+def _splits(splits: Sequence[int], x: torch.Tensor, of: RoutedGroup) -> list[int]:
+    """Split sizes, equal ones where the caller gave none for this side."""
+    size = of.group.size()
+    return list(splits) or [x.shape[0] // size] * size
+
+
+def _inside(call: Callable[[], Any]) -> Any:
+    """The result of a served call; what it asks of torch.distributed itself is the library's."""
+    own.yes = True
+    try:
+        return call()
+    finally:
+        own.yes = False
+
+
+# A reader takes an operator's arguments, with the schema's names and defaults, for torch leaves out trailing arguments
+# equal to them. It returns the call to make, or None where the library serves it.
+Kernel = Callable[..., Any]
+Reader = Callable[..., Callable[[], Any] | None]
+
+
+def _read_allreduce() -> Reader:
+    routes = _routes("c10d::allreduce_", "all_reduce", in_place=True)
+
+    def read(
+        tensors: list[torch.Tensor], group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1
+    ) -> Callable[[], Any] | None:
+        of = _of_object(group)
+        if of is None or len(tensors) != 1 or sparse is not None:
+            return None
+        x, reduction = tensors[0], _REDUCTIONS.get(op.op(), "")
+        if not _serves(of, routes.get(reduction), x):
+            return None
+        return lambda: (tensors, _start(of, lambda: _reduce(of, x, reduction, x), tensors, (x,), async_op))
+
+    return read
+
+
+def _read_allgather_base() -> Reader:
+    route = Route("c10d::_allgather_base_", "all_gather", 0)
+
+    def read(
+        out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
+    ) -> Callable[[], Any] | None:
+        of = _of_object(group)
+        if of is None or not _fits(x, out, of.group.size(), 1) or not _serves(of, route, _flat(x)):
+            return None
+        return lambda: (out, _start(of, lambda: _gather(of, x, out), [out], (x, out), async_op))
+
+    return read
+
+
+def _read_reduce_scatter_base() -> Reader:
+    routes = _routes("c10d::_reduce_scatter_base_", "reduce_scatter", dim=True)
+
+    def read(
+        out: torch.Tensor, x: torch.Tensor, group: Any, op: Any, async_op: bool = True, timeout: int = -1
+    ) -> Callable[[], Any] | None:
+        of = _of_object(group)
+        if of is None or not _fits(x, out, 1, of.group.size()):
+            return None
+        reduction = _REDUCTIONS.get(op.op(), "")
+        if not _serves(of, routes.get(reduction), _flat(x)):
+            return None
+        return lambda: (out, _start(of, lambda: _scatter(of, x, reduction, out), [out], (x, out), async_op))
+
+    return read
+
+
+def _read_alltoall_base() -> Reader:
+    equal, rows = (Route("c10d::alltoall_base_", op) for op in ("all_to_all", "all_to_all_v"))
+
+    def read(
+        out: torch.Tensor,
+        x: torch.Tensor,
+        group: Any,
+        receive: Sequence[int],
+        send: Sequence[int],
+        async_op: bool = True,
+        timeout: int = -1,
+    ) -> Callable[[], Any] | None:
+        of = _of_object(group)
+        if of is None or x.dim() == 0 or out.dtype != x.dtype or out.device != x.device:
+            return None
+        if receive or send:
+            # Split sizes that are equal here need not be so on other ranks: only their presence is common to all.
+            if not _serves(of, rows, _row(x)):
+                return None
+            sizes = _splits(send, x, of), _splits(receive, out, of)
+            return lambda: _start(of, lambda: _to_all_rows(of, x, out, *sizes), [out], (x, out), async_op)
+        if not _fits(x, out, 1, 1) or x.shape[0] % of.group.size() or not _serves(of, equal, _flat(x)):
+            return None
+        return lambda: _start(of, lambda: _to_all(of, x, out), [out], (x, out), async_op)
+
+    return read
+
+
+def _read_all_reduce(call: str, *, in_place: bool) -> Reader:
+    routes = _routes(call, "all_reduce", in_place=in_place)
+
+    def read(x: torch.Tensor, reduction: str, group: Any) -> Callable[[], Any] | None:
+        of, reduction = _of_name(group), reduction.lower()
+        if of is None or not _serves(of, routes.get(reduction), x):
+            return None
+
+        def serve() -> torch.Tensor:
+            result: torch.Tensor = _inside(lambda: _reduce(of, x, reduction, x if in_place else None))
+            return x if in_place else result
+
+        return serve
+
+    return read
+
+
+def _read_all_gather(call: str) -> Reader:
+    route = Route(call, "all_gather", 0)
+
+    def read(x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None) -> Callable[[], Any] | None:
+        of = _of_name(group)
+        if of is None:
+            return None
+        fits = size == of.group.size() and x.dim() > 0 if out is None else _fits(x, out, of.group.size(), 1)
+        if not fits or not _serves(of, route, x if out is None else _flat(x)):
+            return None
+        return lambda: _inside(lambda: _gather(of, x, out))
+
+    return read
+
+
+def _read_reduce_scatter(call: str) -> Reader:
+    routes = _routes(call, "reduce_scatter", dim=True)
+
+    def read(
+        x: torch.Tensor, reduction: str, size: int, group: Any, *, out: torch.Tensor | None = None
+    ) -> Callable[[], Any] | None:
+        of, reduction = _of_name(group), reduction.lower()
+        if of is None:
+            return None
+        fits = size == of.group.size() if out is None else _fits(x, out, 1, of.group.size())
+        if not fits or not _serves(of, routes.get(reduction), x if out is None else _flat(x)):
+            return None
+        return lambda: _inside(lambda: _scatter(of, x, reduction, out))
+
+    return read
+
+
+def _read_all_to_all(call: str) -> Reader:
+    route = Route(call, "all_to_all_v")
+
+    def read(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Callable[[], Any] | None:
+        of = _of_name(group)
+        if of is None or x.dim() == 0 or not _serves(of, route, _row(x)):
+            return None
+        return lambda: _inside(lambda: _to_all_rows(of, x, None, list(send), list(receive)))
+
+    return read
+
+
+_F = "_c10d_functional"
+_ASYNC = ("bool", "int")  # async_op, timeout
+# Operator to the types of its arguments, where a group's name may be of type Any, and its reader.
+_OPERATORS: dict[tuple[str, str], tuple[tuple[str, ...], Reader]] = {
+    ("c10d", "allreduce_"): (("List[Tensor]", _PG, _OP, "Optional[Tensor]", *_ASYNC), _read_allreduce()),
+    ("c10d", "_allgather_base_"): (("Tensor", "Tensor", _PG, *_ASYNC), _read_allgather_base()),
+    ("c10d", "_reduce_scatter_base_"): (("Tensor", "Tensor", _PG, _OP, *_ASYNC), _read_reduce_scatter_base()),
+    ("c10d", "alltoall_base_"): (
+        ("Tensor", "Tensor", _PG, "List[int]", "List[int]", *_ASYNC),
+        _read_alltoall_base(),
+    ),
+    (_F, "all_reduce"): (("Tensor", "str", "str"), _read_all_reduce(f"{_F}::all_reduce", in_place=False)),
+    (_F, "all_reduce_"): (("Tensor", "str", "str"), _read_all_reduce(f"{_F}::all_reduce_", in_place=True)),
+    (_F, "all_gather_into_tensor"): (
+        ("Tensor", "int", "str"),
+        _read_all_gather(f"{_F}::all_gather_into_tensor"),
+    ),
+    (_F, "all_gather_into_tensor_out"): (
+        ("Tensor", "int", "str", "Tensor"),
+        _read_all_gather(f"{_F}::all_gather_into_tensor_out"),
+    ),
+    (_F, "reduce_scatter_tensor"): (
+        ("Tensor", "str", "int", "str"),
+        _read_reduce_scatter(f"{_F}::reduce_scatter_tensor"),
+    ),
+    (_F, "reduce_scatter_tensor_out"): (
+        ("Tensor", "str", "int", "str", "Tensor"),
+        _read_reduce_scatter(f"{_F}::reduce_scatter_tensor_out"),
+    ),
+    (_F, "all_to_all_single"): (
+        ("Tensor", "List[int]", "List[int]", "str"),
+        _read_all_to_all(f"{_F}::all_to_all_single"),
+    ),
+}
+
+
+def _passed_on(namespace: str, name: str) -> Kernel:
+    """The kernel below ours. It runs without the interpreter's lock, as it does for any other caller.
+
+    A kernel that is called by `torch.library.get_kernel` keeps that lock. Then a group waits for its worker's lock,
+    while the worker waits for the interpreter's to let go of a tensor: both for ever.
+    """
+    redispatch, below = getattr(getattr(torch.ops, namespace), name).default.redispatch, _BELOW
+    return lambda keys, *arguments, **named: redispatch(keys & below, *arguments, **named)
+
+
+def _kernel(read: Reader, original: Kernel, device_keys: frozenset[str]) -> Kernel:
+    """Serve tensors of some devices; not the shapes that compilers try, which are meta as well."""
+    wanted, meta = [getattr(torch._C.DispatchKey, key) for key in sorted(device_keys)], torch._C.DispatchKey.Meta
+
+    def run(keys: Any, *given: Any, **named: Any) -> Any:
+        serve = None
+        if not keys.has(meta) and any(map(keys.has, wanted)):
+            serve = read(*given, **named)
+        return original(keys, *given, **named) if serve is None else serve()
+
+    return run
 
 
 class Interception:
@@ -99,15 +686,15 @@ class Interception:
 
 def _register() -> None:
     """Put the kernels in place for the kinds of devices that intercepted groups work on."""
-    wanted = {group.device.type.upper() for group in _operators.by_group.values()}
+    wanted = {group.device.type.upper() for group in _by_group.values()}
     if wanted == _device_keys:
         return
     _unregister()
-    made = _operators.make_kernels(frozenset(wanted))
     make: Any = torch.library.Library  # untyped
-    libraries = {namespace: make(namespace, "IMPL") for namespace, _ in made}
-    for (namespace, name), kernel in made.items():
-        libraries[namespace].impl(name, kernel, _operators.KEY, with_keyset=True)
+    libraries = {namespace: make(namespace, "IMPL") for namespace, _ in _OPERATORS}
+    for (namespace, name), (_, read) in _OPERATORS.items():
+        kernel = _kernel(read, _passed_on(namespace, name), frozenset(wanted))
+        libraries[namespace].impl(name, kernel, _KEY, with_keyset=True)
     _libraries.extend(libraries.values())
     intercepted.append(True)
     _device_keys.update(wanted)
@@ -121,7 +708,7 @@ def _unregister() -> None:
 
 
 def _check() -> None:
-    check_torch("tunedcomm.intercept()", _operators.OPERATORS, _INSTEAD)
+    check_torch("tunedcomm.intercept()", {name: types for name, (types, _) in _OPERATORS.items()}, _INSTEAD)
     for owner, name in (
         (torch.ops.c10d.allreduce_.default, "redispatch"),
         (torch._C, "_dispatch_keyset_full_after"),
@@ -149,12 +736,12 @@ def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) 
     # Collective, and refuses what is no group of this rank's.
     devices = [get_communicator(group).device for group in resolved]
     with _lock:
-        for gone in [each for each in _operators.by_group.values() if not _operators.is_live(each.group)]:
-            _operators.drop(gone)
+        for gone in [each for each in _by_group.values() if not _is_live(each.group)]:
+            _drop(gone)
         held: list[RoutedGroup] = []
         for group, device in zip(resolved, devices, strict=True):
             assert group is not None
-            routed = _operators.by_group.get(group) or RoutedGroup(group, device, max_count)
+            routed = _by_group.get(group) or RoutedGroup(group, device, max_count)
             if routed.max_count != max_count:
                 raise UnsupportedInputError(
                     f"the group is intercepted with max_count={routed.max_count} already; pass the same"
@@ -162,7 +749,7 @@ def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) 
             held.append(routed)
         for routed in held:
             routed.depth += 1
-            _operators.by_group[routed.group] = _operators.by_name[routed.group.group_name] = routed
+            _by_group[routed.group] = _by_name[routed.group.group_name] = routed
         try:
             _register()
         except BaseException:
@@ -177,9 +764,9 @@ def _leave(groups: tuple[RoutedGroup, ...]) -> None:
         for routed in groups:
             routed.depth -= 1
             if routed.depth == 0:
-                _operators.drop(routed)
+                _drop(routed)
                 routed.forget()
-        if not _operators.by_group:
+        if not _by_group:
             _unregister()
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.integrations._routed import Choice, Route, RoutedCall, RoutedGroup
+from tunedcomm.integrations.intercept import Choice, Route, RoutedCall, RoutedGroup
 from tunedcomm.ops.all_reduce import all_reduce
 
 __all__ = ["ServingAllReduce"]
