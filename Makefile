@@ -26,7 +26,7 @@ INSTALL := $(PIP) install --quiet --no-compile
 help:
 	@echo "make demo   install, tune all_reduce on this machine, explain the choice, run it and check the sum"
 	@echo "make test   run the tests but the slow ones (PYTEST_ARGS='-k name' for some of them)"
-	@echo "make test-all  run all tests, as CI does"
+	@echo "make test-all  run all tests, as CI does; with TUNEDCOMM_TEST_FULL=1 all cases of the sampled ones"
 	@echo "make browser  Debian's Chromium, without which the tests that open a report's page are skipped; as root"
 	@echo "make lint   ruff, mypy, import contracts, spelling"
 	@echo "make oldest-triton  the Triton that 'make test-all' compiles with besides the installed one, in $(OLDEST)"
@@ -67,7 +67,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed oldest-triton
-	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 TUNEDCOMM_TEST_FUZZ=120 REPORT_ARTIFACTS=$(CURDIR)/build/report \
+	TUNEDCOMM_REQUIRE_OLDEST_TRITON=1 REPORT_ARTIFACTS=$(CURDIR)/build/report \
 		$(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 browser:

@@ -46,6 +46,7 @@ def _mark_other_ranks(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Tell tests that go through many cases whether some will do (quick.py), before any of them is imported."""
     os.environ["TEST_QUICK"] = "1" if "not slow" in str(config.getoption("markexpr", "")) else "0"
+    os.environ["TEST_FULL"] = os.environ.get("TUNEDCOMM_TEST_FULL", "0")  # fixtures keep TUNEDCOMM_* from the tests
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that select by marker

@@ -1,4 +1,7 @@
-"""What `make test` leaves out of tests that go through many cases; `make test-all` and CI go through all of them."""
+"""How many cases tests go through: few in `make test`, a sample in CI, all with TUNEDCOMM_TEST_FULL=1.
+
+`some` thins cases in `make test` alone; `sample` thins long loops over one path in `make test-all` and CI, too.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,24 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-__all__ = ["QUICK", "some", "some_of"]
+__all__ = ["FULL", "QUICK", "sample", "some", "some_of"]
 
 K = TypeVar("K")
 T = TypeVar("T")
 
-# Set by conftest.py where the slow tests are left out; ranks and other processes of the tests inherit it.
+# Set by conftest.py; ranks and other processes of the tests inherit them.
 QUICK = os.environ.get("TEST_QUICK") == "1"
+FULL = os.environ.get("TEST_FULL") == "1"
 
 
 def some(cases: Iterable[T], every: int = 3) -> list[T]:
     """The first and then each `every`-th case in `make test`, else all of them."""
     return list(cases)[:: every if QUICK else 1]
+
+
+def sample(cases: Iterable[T], every: int = 2, *, quick: int = 5) -> list[T]:
+    """The first and then each `every`-th case, each `quick`-th in `make test`, and all with TUNEDCOMM_TEST_FULL=1."""
+    return list(cases)[:: quick if QUICK else 1 if FULL else every]
 
 
 def some_of(cases: Mapping[K, T], every: int = 3) -> dict[K, T]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import report, run_cases
 from harness import run_ranks
-from quick import QUICK, some
+from quick import QUICK, sample, some
 from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant, limits_of
 
 import tunedcomm
@@ -74,7 +74,7 @@ def payloads(world_size: int, rank: int) -> None:
     """Payloads of all kinds and sizes in random order on one lane, each rank with a kind of its own."""
     communicator = get_communicator()
     shuffle = random.Random(7)
-    for seed in some(range(40), 5):
+    for seed in sample(range(40)):
         numel = shuffle.choice((1, 2, 3, 4, 5, 17, 64, 257, 900))
         kinds = [shuffle.choice(PAYLOADS) for _ in range(world_size)]
         name = "lamport" if seed % 4 else shuffle.choice(KERNELS)
@@ -107,14 +107,14 @@ def many_chunks(world_size: int, rank: int) -> None:
     del rank
     communicator, count = get_communicator(), 0
     for numel, blocks in some(((16 * 128 * 4, 1), (13 * 128 * 4 + 123, 2), (33 * 128 * 4 + 1, 1)), 2):
-        for chunks in some((1, 2, 4, 8, 16, 32)):
+        for chunks in sample((1, 2, 4, 8, 16, 32), quick=3):
             config = {"num_blocks": blocks, "num_warps": 4, "items": 1, "num_chunks": chunks}
             problem, name = gather(numel, "float32", world_size), "multimem" if count % 3 == 2 else "push"
             if get_variant("all_gather", name).infeasible(problem, config, limits_of(communicator)) is None:
                 for seed in (1, 2):
                     check_variant(communicator, problem, name, seed=seed, config=config)
                 count += 1
-    assert count > (1 if QUICK else 10)
+    assert count > (1 if QUICK else 5)
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ def mixed_with_all_reduce(world_size: int, rank: int) -> None:
     del rank
     communicator, shuffle = get_communicator(), random.Random(world_size)
     reducers = sorted(n for n, v in variants("all_reduce").items() if v.kernels and v.numerics == "ordered")
-    for seed in some(range(45), 6):
+    for seed in sample(range(45), quick=6):
         numel = shuffle.choice((1, 6, 130, 1000, 3001))
         if seed % 3 == 2:
             problem = Problem("all_reduce", (numel,), "float32", world_size, mode="eager")

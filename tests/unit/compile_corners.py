@@ -2,6 +2,7 @@
 
     python compile_corners.py list            versions and variants with kernels, with their source hashes
     python compile_corners.py compile I N     the I-th of N parts of the corners: one JSON line a binary
+    python compile_corners.py sample I N      the same, of a sample of them: every value of a field, not every pair
     python compile_corners.py few I N         the same, of one binary a kernel, for one generation
     python compile_corners.py sums            of each way to multiply, how products are added up for sm_90
 
@@ -20,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,9 +190,14 @@ def pairs(corner: Corner) -> frozenset[Any]:
     return frozenset(itertools.combinations(sorted(corner.fields.items()), 2))
 
 
-def covering(corners: Iterable[Corner]) -> list[Corner]:
-    """Few corners that hold every pair of values that any of them holds; the heaviest of each kernel first."""
-    left = {corner: pairs(corner) for corner in corners}
+def singles(corner: Corner) -> frozenset[Any]:
+    """Every field of the corner with its value."""
+    return frozenset(corner.fields.items())
+
+
+def covering(corners: Iterable[Corner], facts: Callable[[Corner], frozenset[Any]] = pairs) -> list[Corner]:
+    """Few corners that hold every fact (pair of values) that any of them holds; the heaviest of each kernel first."""
+    left = {corner: facts(corner) for corner in corners}
     heaviest: dict[str, Corner] = {}
     for corner in left:
         known = heaviest.get(corner.request.function)
@@ -210,6 +216,11 @@ def chosen_of(variant: Variant) -> list[Corner]:
     """What is compiled of a variant."""
     corners = every_corner(variant)
     return corners if get_rank(variant) == 3 else covering(corners)
+
+
+def sample_of(variant: Variant) -> list[Corner]:
+    """Few of them: every value of every field once, so every variant for each generation."""
+    return covering(every_corner(variant), singles)
 
 
 def few_of(variant: Variant) -> list[Corner]:
@@ -311,7 +322,7 @@ def main(arguments: list[str]) -> None:
                 print(json.dumps(sums_of(op, variant, dtype, scaling, **changes)), flush=True)
         return
     part, num_parts = int(arguments[1]), int(arguments[2])
-    choose = few_of if arguments[0] == "few" else chosen_of
+    choose = {"compile": chosen_of, "sample": sample_of, "few": few_of}[arguments[0]]
     corners = [*(corner for variant in variants for corner in choose(variant)), *beside_variants()]
     # A kernel that several variants run is compiled for one of them.
     chosen = list({(corner.request, corner.capability): corner for corner in corners}.values())

@@ -1,4 +1,7 @@
-"""Every variant compiles for sm_90 and sm_100 under the oldest and the newest Triton, without a GPU."""
+"""Every variant compiles for sm_90 and sm_100 under the newest Triton and for sm_90 under the oldest, without a GPU.
+
+A sample of the corners is compiled; `TUNEDCOMM_TEST_FULL=1` compiles them all under both.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 import compile_corners
 import pytest
-from quick import QUICK
+from quick import FULL, QUICK
 
 from tunedcomm import kernels
 from tunedcomm.spec import ops, variants
@@ -22,7 +25,6 @@ OLDEST = ROOT / ".venv-oldest-triton"
 # Read here: fixtures keep TUNEDCOMM_* away from the tests.
 OLDEST_IS_A_MUST = os.environ.get("TUNEDCOMM_REQUIRE_OLDEST_TRITON") == "1"
 VERSIONS = ("newest", "oldest")
-NUM_PARTS = 4
 
 # Bytes of stack a thread, which is what spilled registers take. Measured: 8 at most, 24 for two_shot_split at 8 ranks
 # under the oldest Triton, and 280 where a tail of single elements is read and written from blocks of 512 threads, for
@@ -55,7 +57,7 @@ def run_corners(version: str, cache: Path, *arguments: str) -> list[dict[str, An
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, compile_corners.__file__, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=3600)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -151,13 +153,19 @@ def name_of(binary: dict[str, Any]) -> str:
     return f"{binary['op']}.{binary['function']}({told})"
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))])
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", ["newest", pytest.param("oldest", marks=pytest.mark.slow)])
-def test_every_variant_compiles(version: str, part: int, pytestconfig: pytest.Config) -> None:
-    cache = pytestconfig.cache
-    assert cache is not None
-    what, least, generations = ("few", 5, {90}) if QUICK else ("compile", 30, {90, 100})
-    binaries = run_corners(version, cache.mkdir("triton"), what, str(part), str(NUM_PARTS))
+def test_every_variant_compiles(version: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    kept = getattr(pytestconfig, "cache", None)  # not there under `-p no:cacheprovider`
+    if QUICK:
+        what, least, generations = ("few", "0", "4"), 5, {90}
+    elif FULL:
+        what, least, generations = ("compile", "0", "1"), 120, {90, 100}
+    elif version == "newest":
+        what, least, generations = ("sample", "0", "1"), 100, {90, 100}
+    else:
+        what, least, generations = ("few", "0", "1"), 40, {90}
+    binaries = run_corners(version, kept.mkdir("triton") if kept else tmp_path, *what)
     assert len(binaries) >= least
     assert {binary["capability"] for binary in binaries} >= generations
     wrong = {name_of(binary): found for binary in binaries if (found := complaints(binary))}
@@ -234,11 +242,15 @@ def test_opcodes_are_read_from_ptx() -> None:
 
 
 @pytest.mark.slow
-def test_the_corners_cover_every_pair_of_values() -> None:
+def test_the_corners_cover_every_pair_of_values_and_the_sample_every_value() -> None:
     for variant in compile_corners.variants_with_kernels():
+        corners = compile_corners.every_corner(variant)
+        sample = compile_corners.covering(corners, compile_corners.singles)
+        every = {single for corner in corners for single in compile_corners.singles(corner)}
+        assert {single for corner in sample for single in compile_corners.singles(corner)} == every
+        assert {corner.capability for corner in sample} == {corner.capability for corner in corners}
         if compile_corners.get_rank(variant) == 3:
             continue
-        corners = compile_corners.every_corner(variant)
         chosen = compile_corners.covering(corners)
         every = {pair for corner in corners for pair in compile_corners.pairs(corner)}
         assert {pair for corner in chosen for pair in compile_corners.pairs(corner)} == every
