@@ -9,7 +9,7 @@
 `_c10d_functional::*`. Kernels for these operators are registered with `torch.library` while at least one group is
 intercepted, under the dispatch key that comes right before those of devices, `BackendSelect`. They look the group up,
 and redispatch the arguments as they came to the device's kernel wherever the dispatcher would run the library, or the
-group is another one. What was weighed against it:
+group is another one. Alternatives, and why not:
 
 - Kernels in the devices' place would have to call the ones that were there before (`torch.library.get_kernel`), which
   keeps the interpreter's lock: a gloo group then waits for its worker and its worker for that lock, for ever.
@@ -21,7 +21,7 @@ group is another one. What was weighed against it:
 - Replacing functions of `torch.distributed` misses who imported them earlier, DDP's reducer, which is C++, and compiled
   code.
 
-**What follows from it.** Other operators are not touched: a call of one costs the same as before. Registration is for
+**Consequences.** Other operators are not touched: a call of one costs the same as before. Registration is for
 the process: autograd's threads are served, and so are other threads that call on the same group inside of the block.
 No kernel of torch's is replaced, and autograd's formulas lie above ours. Compiled code calls the operators and is
 served if it runs inside of the block, whenever it was compiled.
@@ -74,12 +74,12 @@ _by_name: dict[str, RoutedGroup] = {}
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """What became of calls of one kind.
+    """The record of calls of one kind.
 
     Attributes:
         group: the process group's name.
         call: the operator that was called, e.g. `c10d::allreduce_`.
-        problem: what was asked, in words.
+        problem: the problem, in words.
         served_by: the candidate that serves it, or "" where it goes to the library.
         why: the dispatcher's reason, or why it does not come to the dispatcher.
     """
@@ -97,7 +97,7 @@ class RoutedCall:
 
 @dataclass(slots=True)
 class Choice:
-    """Where calls that look alike go.
+    """The decision for calls that look alike.
 
     Attributes:
         served: kernels serve them.
@@ -114,7 +114,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """What an operator asks of the dispatcher; made once, and told apart by identity.
+    """An operator's request to the dispatcher; made once and compared by identity.
 
     Attributes:
         call: the operator's name.
@@ -141,7 +141,7 @@ class RoutedGroup:
         group: the process group.
         device: where it works, known also while there is no communicator.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
-        depth: how many blocks and installs hold it.
+        depth: number of blocks and installs that hold it.
         record: every choice that was made, also those that were made anew since.
     """
 
@@ -166,13 +166,13 @@ class RoutedGroup:
         return known
 
     def choose(self, route: Route, x: torch.Tensor) -> Choice:
-        """Where this call goes; counted as made."""
+        """Decide who serves this call, and count it."""
         capturing = is_capturing()
         key = (route, x.shape, x.dtype, x.device, x.layout, capturing)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._decide(route, x)
-            # What a capture meets unprepared is the library's in this graph only.
+            # A problem first met in a capture goes to the library in this graph only.
             if not capturing or choice.served:
                 self._choices[key] = choice
         choice.count += 1
@@ -219,7 +219,7 @@ class RoutedGroup:
         return self.record.setdefault(told, Choice(served, told))
 
     def _unfit(self, route: Route, x: torch.Tensor) -> str:
-        """Why a call is none for the dispatcher, from what is the same on every rank; else ""."""
+        """The reason why a call cannot go to the dispatcher, from facts that all ranks share; "" if it can."""
         communicator = self.communicator
         if x.device.type != communicator.device.type:
             return f"tensors on {x.device.type}; this group's kernels work on {communicator.device.type}"
@@ -239,7 +239,7 @@ class RoutedGroup:
         return paths[route.op].planned(x, route.option, self.group, in_place=route.in_place)
 
     def _miss(self, plan: Plan) -> Callable[..., None] | None:
-        """What counts a call of a problem that is worth tuning, as the dispatcher would have."""
+        """The counter of misses for a problem that is worth tuning, as in the dispatcher; else None."""
         communicator, decision = self.communicator, plan.decision
         if communicator.rank != 0 or decision.source not in MISSES:
             return None
@@ -282,9 +282,9 @@ def _start(
 
     Args:
         of: the group.
-        call: what launches.
-        results: what the work's future holds.
-        tensors: what is read and written.
+        call: launches the kernels.
+        results: the value of the work's future.
+        tensors: those that are read and written.
         beside: the caller goes on while it runs: on a stream of the group's own, as the library would. Else it runs on
             the current stream, where it is in order with what comes after.
     """
@@ -648,7 +648,7 @@ def _kernel(read: Reader, original: Kernel, device_keys: frozenset[str]) -> Kern
 
 
 class Interception:
-    """What became of the calls on some groups since the block was entered; may be read in it and after it."""
+    """The record of calls on some groups since the block was entered; readable in it and after it."""
 
     def __init__(self, groups: tuple[RoutedGroup, ...]) -> None:
         self._groups = groups
@@ -733,7 +733,7 @@ def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) 
             "torch.distributed has no default process group; call torch.distributed.init_process_group() first"
         )
     resolved = [dist.group.WORLD if group is None else group for group in groups or (None,)]
-    # Collective, and refuses what is no group of this rank's.
+    # Collective; raises for a group that this rank is not in.
     devices = [get_communicator(group).device for group in resolved]
     with _lock:
         for gone in [each for each in _by_group.values() if not _is_live(each.group)]:

@@ -94,7 +94,7 @@ class ServingAllReduce:
 
         Raises:
             UnsupportedInputError: a dtype or an `out` that cannot be served.
-            PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+            PeerTimeoutError: an earlier call on the group timed out waiting for a peer.
         """
         x = x.detach()
         plain = self._routed.plain(x)
@@ -112,7 +112,7 @@ class ServingAllReduce:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """What engines put around a graph's capture; nothing to do, for peers are not told of a graph's tensors."""
+        """Do nothing: engines enter this around a graph's capture, but peers need no registration of its tensors."""
         yield
 
     def close(self) -> None:

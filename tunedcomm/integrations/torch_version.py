@@ -1,4 +1,4 @@
-"""Which torch the integrations are known to work with, and a clear refusal of any other."""
+"""The versions of torch that the integrations work with, and the error for any other."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def check_plain(op: str, tensors: Sequence[Any]) -> None:
 
 
 def group_arguments(group: dist.ProcessGroup | None) -> tuple[int, str]:
-    """What stands for a group in an operator's arguments: its size and its name.
+    """A group as an operator's arguments: its size and its name.
 
     Raises:
         NotInitializedError: there is no default group.
@@ -116,11 +116,11 @@ def call(op: str, inputs: tuple[Any, ...], settings: tuple[Any, ...], refusal: s
     Args:
         op: its name.
         inputs: tensors, and None for those that are not there.
-        settings: what follows them.
-        refusal: why there is no gradient, "" where there is one.
+        settings: the arguments behind them.
+        refusal: the reason for having no gradient, "" where there is one.
 
     Raises:
-        UnsupportedInputError: a gradient is needed of what has none.
+        UnsupportedInputError: an input needs a gradient and the op has none.
     """
     if refusal:
         check_differentiable(refusal, inputs)
@@ -148,7 +148,7 @@ def call_into(
 
 
 class Asked(NamedTuple):
-    """What follows the tensors in a call; `options` as a tuple."""
+    """The arguments behind the tensors in a call; `options` as a tuple."""
 
     options: tuple[Any, ...]
     group_size: int
@@ -161,7 +161,7 @@ def _resolve(asked: Asked) -> Any:
     """The process group of that name.
 
     Raises:
-        GroupError: there is none, or it has another size.
+        GroupError: no such group, or it has another size.
     """
     try:
         group = _c10d._resolve_process_group(asked.group)  # as functional collectives do

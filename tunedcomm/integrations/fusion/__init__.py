@@ -72,7 +72,7 @@ _INSTEAD = "call tunedcomm.ag_gemm and its like directly"
 
 @dataclass(frozen=True, slots=True)
 class FusionRecord:
-    """What became of one pattern.
+    """The record of one pattern.
 
     Attributes:
         collective: the node's name in the graph.
@@ -110,10 +110,10 @@ def _group_name(collective: Node) -> str:
 
 
 class FusionPass(custom_graph_pass.CustomGraphPass):
-    """What `fusion_pass` returns: Inductor's pass, and a context manager that sets it for what is compiled inside.
+    """Inductor's pass, and a context manager that sets it for everything compiled inside; `fusion_pass` returns it.
 
     Attributes:
-        records: what became of every pattern in every graph so far.
+        records: one entry for every pattern in every graph so far.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             graph.lint()
 
     def uuid(self) -> str:
-        """What Inductor's cache tells passes apart by: code, arguments, groups' tables, and what is known of shards."""
+        """The key of Inductor's cache: a hash of code, arguments, groups' tables and the known sizes of shards."""
         known: list[Any] = []
         for group in self._groups:
             communicator = get_communicator(group)
@@ -198,7 +198,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         }
 
     def _shards(self, group: dist.ProcessGroup) -> Shards | None:
-        """What is known of the sizes of shards in what is compiled now; None where the caller knows."""
+        """The known sizes of shards in the model being compiled; None where the caller vouches for them."""
         return None if self._even_shards else Shards.of(group.group_name)
 
     def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Sequence[Any]) -> bool:
@@ -263,7 +263,7 @@ def fusion_pass(
     Raises:
         NotInitializedError: no default process group.
         GroupError: not a member of a group, or it has no backend for this device.
-        UnsupportedInputError: an option that is none.
+        UnsupportedInputError: an unknown value of an option.
         UnsupportedVersionError: a torch that this is not known to work with (2.11 to 2.13 are).
 
     What was fused and what was left, and why, is in the pass's `records` and printed by TORCH_LOGS with this module's

@@ -1,4 +1,4 @@
-"""What the fusion pass reads in a graph, RMS norms among it, and how it puts nodes into one.
+"""Reading graphs for the fusion pass: flat operators, products, RMS norms; and inserting nodes into them.
 
 *Flat* operators keep a tensor's elements in their order, so that a matrix of rows stays the same matrix of rows
 whatever its leading dimensions are called: reshapes, contiguous copies, and a split that is joined again along another
@@ -94,7 +94,7 @@ def _joined(split: Node) -> Node | None:
 
 
 def _flat_input(node: Node) -> tuple[Node | None, list[Node]]:
-    """What a flat node rearranges, and the nodes between, itself last; (None, []) for other nodes."""
+    """The input of a flat node, and the nodes between, itself last; (None, []) for other nodes."""
     source = node.args[0] if node.args else None
     if _is_flat(node) and isinstance(source, fx.Node):
         return source, [node]
@@ -131,7 +131,7 @@ def flat_users(node: Node) -> list[Node]:
 
 
 def behind(node: Node, anchor: Node, places: dict[Node, int]) -> list[Node]:
-    """What is to be moved before `anchor` for `node` to be there, in order; none where it is there already.
+    """The nodes to move before `anchor` so that `node` is computed by then, in order; none if it is already.
 
     Args:
         node: e.g. a transposed weight.
@@ -218,7 +218,7 @@ class Norm:
 
     Attributes:
         wait: the sum over ranks.
-        h: what is normalised; the sum itself, maybe in another shape, where nothing is added.
+        h: the normalised tensor; the sum itself, maybe in another shape, where nothing is added.
         y: the result.
         added: the nodes of the additions, `h` last; none where nothing is added.
     """
@@ -252,7 +252,7 @@ def _is_cast(node: Any) -> bool:
 
 
 def _uncast(node: Any) -> Any:
-    """What a node converts to another dtype in which nothing is lost, or the node."""
+    """The input of lossless conversions that end at a node, or the node."""
     while _is_cast(node) and _holds(val(node).dtype, val(node.args[0]).dtype):
         node = node.args[0]
     return node

@@ -1,4 +1,4 @@
-"""Whether a fused op is worth its place: what the database says of its problem, against the parts by the library.
+"""Decides whether a fused op pays: its latency in the database against that of its parts by the library.
 
 A fused op's `library` variant *is* the parts: the library's GEMM and its collective, or the collective and the norm,
 measured beside the kernels. So a fused kernel pays where the dispatcher chooses one for the problem.
@@ -54,7 +54,7 @@ class Shards:
 
     @classmethod
     def of(cls, group: str) -> Shards:
-        """What the parameters of the model that is compiled now say of a group, by its name."""
+        """The sizes that the parameters of the model being compiled give for a group, by its name."""
         context: Any = torch._guards.TracingContext.try_get()
         if context is None:
             return cls()
@@ -103,7 +103,7 @@ _kept: weakref.WeakKeyDictionary[Any, dict[str, Shards]] = weakref.WeakKeyDictio
 
 
 def _specs(tensors: list[torch.Tensor]) -> Iterator[Any]:
-    """Of the DTensors among the parameters."""
+    """The specs of the DTensors among the parameters."""
     for tensor in tensors:
         if isinstance(tensor, DTensor) and isinstance(tensor, torch.nn.Parameter):
             yield tensor._spec
@@ -132,10 +132,10 @@ def _parts(size: int, ways: list[int]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found out about one pattern.
+    """The verdict on one pattern.
 
     Attributes:
-        fuse: whether to rewrite it.
+        fuse: True to rewrite it.
         why: one sentence.
         problem: in words; "" where none could be formed.
         saved_us: predicted time of the parts less that of the fused op; 0 where it is not known.
@@ -149,10 +149,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How one group's patterns are judged; arguments as `fusion_pass` has them.
+    """Judges one group's patterns; arguments as in `fusion_pass`.
 
     Attributes:
-        shards: what is known of sizes that ranks may differ in; None: they differ in none.
+        shards: the sizes known to be equal on all ranks; None: all are.
     """
 
     communicator: Communicator
@@ -164,12 +164,12 @@ class Policy:
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What the fused operators take at the end."""
+        """The last arguments of the fused operators."""
         communicator = self.communicator
         return communicator.world_size, communicator.group.group_name, self.numerics, self.max_sms
 
     def judge(self, operator: str, inputs: Sequence[Any], option: Any, own: Mapping[str, Any] = _NONE) -> Verdict:
-        """Whether the operator is to stand for its parts; the same on every rank.
+        """Decide whether the operator replaces its parts; the same on every rank.
 
         Args:
             operator: its name.
@@ -225,7 +225,7 @@ class Policy:
         return replace(verdict, fuse=False, why=why)
 
     def _problem(self, operator: str, fakes: tuple[Any, ...], option: Any) -> Problem | None:
-        """What the dispatcher would be asked; None where that depends on symbolic sizes.
+        """The problem for the dispatcher; None where it depends on symbolic sizes.
 
         Raises:
             UnsupportedInputError: the op refuses such operands.
