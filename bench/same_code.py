@@ -1,164 +1,581 @@
-"""Keeps rows whose kernels' sources were edited where the compiler is still told the same.
+"""Tells whether measured rows still describe the code, after an edit of kernels or of what launches them.
 
     git worktree add ../before COMMIT
-    python bench/same_code.py --before ../before tuned.db
+    python bench/same_code.py --before ../before [--full] tuning_db/*.db
 
-A row serves while the sources of its kernels are those that were measured, so an edit retires it, even one that changes
-nothing for its dtype. For every row that was current in the tree before and is not in this one, Triton's IR of all
-binaries that its config asks for is made from both trees, as kernels/common/launch.py asks for them and for the
-row's GPU, each tree in a process of its own. Where all are equal, the row gets today's hash of its variant; the others
-are listed and stay as they are, and the exit status is 1.
+For each distinct (problem, variant, config) of the rows that are current in either tree, each tree binds and launches
+the variant in a process of its own, without a GPU: memory, streams and torch's devices are stand-ins. What is recorded:
 
-Needs no GPU. The IR is made by the Triton that is imported: best the one that the rows were measured with. What the
-host does beside, such as grids and buffers, is not compared; the hash does not cover it either.
+- each kernel that is bound: compile options, constants and grid;
+- each launch's arguments in order, where addresses have names, such as `in0`, `status+6` or `lane.graph.rank1+64`;
+- copies, events, collectives and what torch is asked to compute, in order;
+- `num_blocks`, `num_rounds`, `infeasible`, the variant's version and numerics, and every variant's `default` config.
+
+Names and modules of kernels are not compared. Their code is: by this tree's source hash of each kernel alone, in both
+trees, and where that differs, or for every kernel with `--full`, by PTX for the row's GPU, up to the names of kernels
+and the numbers of parameters, registers and labels. PTX is made by the Triton that is imported: put the one that the
+rows were measured with (3.6) on PYTHONPATH.
+
+Rows whose variant got another source hash and which are equal in all of this take the new hash. Others are listed, and
+the exit status is 1. A variant that cannot be bound without a GPU is listed, too: there only its compile requests and
+the numbers above are compared. One rank (1) of each group is looked at.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
+import importlib.util
 import json
 import os
+import pkgutil
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from sqlalchemy import delete, select, update
-
-from tunedcomm import kernels
-from tunedcomm.db.intern import variant_ids
-from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.schema import TrialRow, VariantRow
-from tunedcomm.db.store import Database
-from tunedcomm.dispatch.dispatcher import source_hash_of
-from tunedcomm.spec import Problem, get_variant, variants
+from torch.overrides import TorchFunctionMode
 
 HERE = Path(__file__).resolve()
+HASH_FILE = "tunedcomm/kernels/common/source_hash.py"
+_ROOM = 1 << 36  # between stand-in addresses: more than any offset
+_FIRST = 1 << 44
+_RANK = 1
+_TIMEOUT_NS = 987_654_321_987
+_STREAM = 7_777_777
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    shared_memory_per_multiprocessor=233472,
+    shared_memory_per_block_optin=232448,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    L2_cache_size=62914560,
+    total_memory=150_000_000_000,
+)
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "empty_strided")
+_READS = {"data_ptr", "__get__", "numel", "element_size", "size", "stride", "dim", "storage_offset", "untyped_storage"}
 
 
-def ir_of(source: Any, target: Any = None, options: Mapping[str, Any] | None = None) -> str:
-    """What `triton.compile` begins with, in place of it: options, and the IR that knows no GPU yet, as text."""
-    from triton._C.libtriton import ir
-    from triton.compiler.compiler import make_backend
+class Addresses:
+    """Stand-in addresses that can be named back."""
 
-    backend = make_backend(target)
-    parsed = backend.parse_options(dict(options or {}))
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    module = source.make_ir(
-        target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
-    )
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, parsed, source.language)
-    text = stages["ttir"](module, {}).str_nodebug()
-    return f"{target} {sorted((options or {}).items())}\n{text}"
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.storages: dict[int, tuple[int, Any]] = {}
+        self.words = {_TIMEOUT_NS: "timeout_ns", _STREAM: "stream"}
+
+    def make(self, name: str) -> int:
+        self.names.append(name)
+        return _FIRST + (len(self.names) - 1) * _ROOM
+
+    def of(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            self.put(tensor, self.make(f"tensor{len(self.storages)}[{storage.nbytes()}]"))
+        return int(self.storages[storage._cdata][0] + tensor.storage_offset() * tensor.element_size())
+
+    def put(self, tensor: torch.Tensor, address: int) -> None:
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = address, storage
+
+    def told(self, value: Any) -> Any:
+        """A value as what it stands for."""
+        if isinstance(value, torch.Tensor):
+            strides = ",".join(map(str, value.stride()))
+            return f"{self.told(self.of(value))}:{value.dtype}{list(value.shape)}/{strides}"
+        if isinstance(value, (tuple, list)):
+            return [self.told(item) for item in value]
+        if isinstance(value, Mapping):
+            return {str(key): self.told(item) for key, item in sorted(value.items())}
+        if isinstance(value, bool) or value is None or isinstance(value, (float, str)):
+            return value
+        if isinstance(value, int):
+            place, offset = divmod(value - _FIRST, _ROOM)
+            if 0 <= place < len(self.names):
+                return self.names[place] + (f"+{offset}" if offset else "")
+            return self.words.get(value, value)
+        plain = isinstance(value, (torch.dtype, torch.device, torch.Size))
+        return str(value) if plain else f"<{type(value).__name__}>"
 
 
-@functools.cache
-def binary_of(request: Any, capability: int) -> tuple[str, str, str]:
-    """The request's function, and what is compiled for it in 16 hex digits."""
-    from triton.backends.compiler import GPUTarget
+class Recorder(TorchFunctionMode):
+    """What a variant does in `bind` and in a launch; tensors have no memory, and everything is written down."""
 
-    from tunedcomm.kernels.common.launch import compile_request
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses = Addresses()
+        self.events: list[Any] = []
+        self.requests: list[Any] = []
+        self.writing = False
 
-    text = compile_request(request, GPUTarget("cuda", capability, 32))
-    return request.module, request.function, hashlib.sha256(text.encode()).hexdigest()[:16]
+    def note(self, *event: Any) -> None:
+        if self.writing:
+            self.events.append(self.addresses.told(event))
+
+    def noting(self, name: str, result: Any = None) -> Callable[..., Any]:
+        """A function that writes down its calls."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.note(name, args, kwargs)
+            return result
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))
+        if name == "data_ptr" and args:
+            return self.addresses.of(args[0])
+        if "device" in kwargs or name in _FACTORIES:
+            kwargs["device"] = "meta"
+        for word in ("generator", "pin_memory"):
+            kwargs.pop(word, None)
+        if name not in _READS:
+            self.note("torch", name, args, kwargs)
+        return func(*args, **kwargs)
 
 
-@functools.cache
-def described_variant(op: str, name: str) -> dict[str, Any]:
-    """Source hashes of a variant and of each of its kernels."""
-    variant = get_variant(op, name)
-    alone = {}
-    for kernel in variant.kernels:
-        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
-        alone[name] = kernels.source_hash(dataclasses.replace(variant, kernels=(kernel,)))
-    return {"source": kernels.source_hash(variant), "version": variant.version, "kernels": alone}
+class Noting:
+    """Stands for an object whose methods are only called: groups, streams, events."""
+
+    def __init__(self, recorder: Recorder, name: str, **known: Any) -> None:
+        self._recorder, self._name = recorder, name
+        self.__dict__.update(known)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        known = self.__dict__
+        return known["_recorder"].noting(f"{known['_name']}.{attribute}", Noting(known["_recorder"], attribute))
+
+    def __enter__(self) -> Any:
+        self._recorder.note("enter", self._name)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.note("exit", self._name)
 
 
-def described(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """One tree's answer about one row: its variant's hashes, and the binaries in the order of the requests."""
-    if asked["variant"] not in variants(asked["op"]):
-        return {"failed": "there is no such variant"}
-    found = dict(described_variant(asked["op"], asked["variant"]))
-    try:
-        variant = get_variant(asked["op"], asked["variant"])
-        requests = variant.compile_requests(
-            Problem.from_dict(asked["problem"]), variant.space.validate(asked["config"])
-        )
-        found["binaries"] = [binary_of(request, asked["capability"]) for request in requests]
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raises is why a row is refused
-        found["failed"] = f"{type(error).__name__}: {error}"
+def import_everything() -> None:
+    """Import the modules of kernels and of symmetric memory, so that all names that are replaced are there."""
+    from tunedcomm import kernels, symm
+
+    kernels.discover()
+    for package in (symm, kernels):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+
+
+def named(function: str) -> list[tuple[dict[str, Any], str, Any]]:
+    """Every place of tunedcomm where a function that is defined in it under that name is known."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "tunedcomm":
+            for key, value in list(vars(module).items()):
+                ours = str(getattr(value, "__module__", "")).startswith("tunedcomm.")
+                if ours and getattr(value, "__name__", None) == function:
+                    found.append((vars(module), key, value))
     return found
 
 
-def answer() -> None:
+@functools.cache
+def places(function: str) -> list[tuple[dict[str, Any], str, Any]]:
+    return named(function)
+
+
+@contextlib.contextmanager
+def replaced(namespaces: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Put values under names for a while."""
+    missing = object()
+    old = [(namespace, key, namespace.get(key, missing)) for namespace, key, _ in namespaces]
+    try:
+        for namespace, key, value in namespaces:
+            namespace[key] = value
+        yield
+    finally:
+        for namespace, key, value in old:
+            if value is missing:
+                del namespace[key]
+            else:
+                namespace[key] = value
+
+
+def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
+    """What is replaced while a variant is bound and launched."""
+    addresses = recorder.addresses
+    (_, _, original), *_ = places("bind_kernel")
+    bound_kernel = original.__globals__["BoundKernel"]
+
+    def bind_kernel(request: Any, grid: int, device: Any) -> Any:
+        number = len(recorder.requests)
+        recorder.requests.append(request)
+        options = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+        options = {name: value for name, value in options.items() if name not in ("module", "function")}
+        recorder.note("bind", number, options | {"constants": dict(request.constants)}, grid, str(device))
+
+        def fix(arguments: Sequence[int | None]) -> Callable[..., None]:
+            names = [name for name in request.resolve().arg_names if name not in dict(request.constants)]
+            if len(names) != len(arguments):
+                raise TypeError(f"{request.function} takes {len(names)} arguments, got {len(arguments)}")
+
+            def launch(stream: int, *varying: int) -> None:
+                given = iter(varying)
+                whole = [next(given) if value is None else value for value in arguments]
+                recorder.note("launch", number, stream, whole, len(list(given)))
+
+            return launch
+
+        return bound_kernel(fix, 32, 0)
+
+    def allocate(group: Any, device: Any, nbytes: int) -> Any:
+        return made_buffer(recorder, f"buffer{len(addresses.names)}[{nbytes}]", nbytes, recorder.world_size)
+
+    made: dict[tuple[int, str], Noting] = {}
+
+    def copies_of(workspace: Any, mode: str) -> Any:
+        if (id(workspace), mode) not in made:
+            streams = tuple(addresses.make(f"side{number}") for number in range(9))
+            beside = addresses.make("beside")
+            found = Noting(recorder, f"copies.{mode}", streams=streams, beside=beside)
+            found.__dict__["current"] = lambda stream: Noting(recorder, f"on {addresses.told(stream)}")
+            made[id(workspace), mode] = found
+        return made[id(workspace), mode]
+
+    generator = torch.Generator()  # nothing is drawn from it
+    ours = {"bind_kernel": bind_kernel, "allocate": allocate, "copies_of": copies_of}
+    found = [(space, key, ours[name]) for name in ours for space, key, _ in places(name)]
+    cuda, distributed = vars(torch.cuda), vars(torch.distributed)
+    found += [
+        (cuda, "is_available", lambda: True),
+        (cuda, "get_device_properties", lambda *_: _PROPERTIES),
+        (cuda, "current_device", lambda: 0),
+        (cuda, "is_current_stream_capturing", lambda: False),
+        (cuda, "device", lambda *_: contextlib.nullcontext()),
+        (cuda, "stream", lambda stream: Noting(recorder, f"on {getattr(stream, '_name', stream)}")),
+        (cuda, "current_stream", lambda *_: Noting(recorder, "stream", cuda_stream=_STREAM)),
+        (cuda, "synchronize", recorder.noting("synchronize")),
+        (vars(torch), "Generator", lambda *_, **__: generator),
+        (distributed, "get_rank", lambda *_: _RANK),
+        (distributed, "get_world_size", lambda *_: recorder.world_size),
+    ]
+    for name in ("get_stream_from_external", "ExternalStream"):
+        found.append((cuda, name, lambda handle, *_: Noting(recorder, f"stream {addresses.told(handle)}")))
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"):
+        found.append((distributed, name, recorder.noting(f"dist.{name}")))
+    symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+    found.append((vars(symmetric), "rendezvous", recorder.noting("rendezvous")))
+    for name in ("one_shot_all_reduce_out", "one_shot_all_reduce_copy_out", "two_shot_all_reduce_"):
+        found.append((vars(torch.ops.symm_mem), name, recorder.noting(f"symm_mem.{name}")))
+    return found
+
+
+def made_buffer(recorder: Recorder, name: str, nbytes: int, world_size: int) -> Any:
+    """A symmetric buffer with an address on each rank, and no memory."""
+    from tunedcomm.symm.buffer import SymmetricBuffer
+
+    local = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    places_ = tuple(recorder.addresses.make(f"{name}.rank{rank}") for rank in range(world_size))
+    recorder.addresses.put(local, places_[_RANK])
+    return SymmetricBuffer(local, places_, _RANK, recorder.addresses.make(f"{name}.multicast"), None)
+
+
+def made_workspace(recorder: Recorder, problem: Any, layout: Any) -> Any:
+    """A workspace of the tree's own class, whose memory is made up."""
+    from tunedcomm.spec import ops
+    from tunedcomm.symm.layout import LANES, rotate
+    from tunedcomm.symm.workspace import Lane, Workspace
+
+    addresses = recorder.addresses
+    status = addresses.make("status")
+    order = [(op, mode) for op in sorted(ops()) for mode in LANES]
+
+    class StandIn(Workspace):
+        def status_argument(self, problem: Any) -> int:
+            return status + 1 + order.index((problem.op, problem.mode))
+
+        def peers_of(self, tensor: Any) -> tuple[int, ...]:
+            offset = addresses.of(tensor)
+            return tuple(peers[step] + offset - inputs for step in range(len(peers)))
+
+    inputs = addresses.make("in0")
+    peers = rotate(tuple(addresses.make(f"in0.rank{rank}") for rank in range(problem.world_size)), _RANK)
+    made: Any = StandIn.__new__(StandIn)
+    buffers = {m: made_buffer(recorder, f"lane.{m}", layout.total_bytes, problem.world_size) for m in LANES}
+    lanes = {m: Lane(b.addresses[_RANK], rotate(b.addresses, _RANK), b.multicast_address) for m, b in buffers.items()}
+    made.__dict__.update(
+        group=Noting(recorder, "group", group_name="group"),
+        device=torch.device("cuda", 0),
+        layout=layout,
+        timeout_ns=_TIMEOUT_NS,
+        buffers=buffers,
+        lanes=lanes,
+        rank=_RANK,
+        world_size=problem.world_size,
+        symmetric={},
+        status_view=memoryview(bytes(256)).cast("i"),
+        _names=tuple(range(problem.world_size)),
+        _callers=order,
+        _first_input=inputs,
+    )
+    return made
+
+
+def limits_of(asked: Mapping[str, Any], layout: Any) -> Any:
+    """Limits of the machine that a row was measured on."""
+    from tunedcomm.spec import Limits
+    from tunedcomm.symm.layout import MAX_BLOCKS
+
+    return Limits(
+        backend="cuda",
+        num_sms=asked["num_sms"],
+        multicast=asked["multicast"],
+        max_blocks=MAX_BLOCKS,
+        staging_bytes=layout.staging_bytes,
+        one_shot_bytes=layout.one_shot_bytes,
+        stage_bytes=layout.stage_bytes,
+        panel_bytes=layout.panel_bytes,
+    )
+
+
+def launch_record(variant: Any, spec: Any, problem: Any, config: Any, layout: Any) -> tuple[list[Any], list[Any]]:
+    """Events of a bind and two launches, and the requests of the kernels that were bound."""
+    recorder = Recorder()
+    recorder.world_size = problem.world_size
+    with recorder, replaced(stand_ins(recorder)):
+        workspace = made_workspace(recorder, problem, layout)
+        inputs = spec.make_inputs(problem, _RANK, 0, "random", torch.device("cuda", 0))
+        outputs = (inputs[0],) if problem.in_place else spec.make_outputs(problem, torch.device("cuda", 0))
+        for kind, tensors in (("in", inputs), ("out", outputs)):
+            for number, tensor in enumerate(tensors):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in (
+                    recorder.addresses.storages if kind == "out" else {}
+                ):
+                    first = kind == "in" and number == 0
+                    address = workspace._first_input if first else recorder.addresses.make(f"{kind}{number}")
+                    recorder.addresses.put(tensor, address)
+        recorder.writing = True
+        launch = variant.bind(problem, config, workspace)
+        for _ in range(2):  # plans may count their calls
+            recorder.note("call", type(launch).__name__ if hasattr(launch, "by_address") else "")
+            launch(inputs, outputs, _STREAM)
+        recorder.writing = False
+    return recorder.events, recorder.requests
+
+
+def short(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def common_hash(root: Path) -> Any:
+    """The source hash of the tree in which this tool is, for use in either tree."""
+    spec = importlib.util.spec_from_file_location("tunedcomm_same_code_hash", root / HASH_FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if hasattr(module, "ignore"):
+        for name in ("tunedcomm.kernels.common.sync", "tunedcomm.kernels._sync"):
+            if name in sys.modules:
+                module.ignore(sys.modules[name].INTERPRET)
+    return module.source_hash
+
+
+def normalised(ptx: str) -> str:
+    """PTX without comments and debug information, kernels' names and the numbers of parameters, registers, labels."""
+    text = re.sub(r"\.section\s+\.debug\w*\s*\{.*?\n\s*\}", "", ptx, flags=re.S)
+    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"^\s*\.(loc|file|version|reg)\b[^\n]*$", "", text, flags=re.M)
+    for name in re.findall(r"\.entry\s+([\w$]+)", text):
+        text = re.sub(rf"\b{re.escape(name)}(?=\b|_param_)", "KERNEL", text)
+    seen: dict[str, str] = {}
+    counts: collections.Counter[str] = collections.Counter()
+
+    def renumbered(match: re.Match[str]) -> str:
+        token, kind = match.group(0), match.group(1)
+        if token not in seen:
+            seen[token] = f"{kind}{counts[kind]}"
+            counts[kind] += 1
+        return seen[token]
+
+    text = re.sub(r"(%[a-z]+|\$L__\w*?|KERNEL_param_|\$L__tmp)\d+(?:_\d+)?\b", renumbered, text)
+    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+_codes: dict[Any, str] = {}
+
+
+def code_of(request: Any, capability: int) -> str:
+    """What a request compiles to, as 16 hex digits."""
+    from triton.backends.compiler import GPUTarget
+
+    if (request, capability) not in _codes:
+        compiler = places("compile_request")[0][2]
+        compiled = compiler(request, GPUTarget("cuda", capability, 32))
+        _codes[request, capability] = short(normalised(compiled.asm["ptx"]))
+    return _codes[request, capability]
+
+
+def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
+    """One tree's answer about one row."""
+    from tunedcomm import kernels, settings
+    from tunedcomm.spec import Problem, get_op, variants
+    from tunedcomm.symm.layout import LaneLayout
+
+    if asked["variant"] not in variants(asked["op"]):
+        return {"failed": "there is no such variant"}
+    variant = variants(asked["op"])[asked["variant"]]
+    problem = Problem.from_dict(asked["problem"])
+    layout = LaneLayout.for_messages(settings.workspace_bytes())
+    limits = limits_of(asked, layout)
+    found: dict[str, Any] = {"source": kernels.source_hash(variant)}
+    try:
+        config = variant.space.validate(asked["config"])
+        found |= {
+            "version": variant.version,
+            "numerics": variant.numerics,
+            "num_blocks": variant.num_blocks(problem, config),
+            "num_rounds": variant.num_rounds(problem, config),
+            "infeasible": variant.infeasible(problem, config, limits),
+            "defaults": short({name: told_default(v, problem, limits) for name, v in variants(asked["op"]).items()}),
+        }
+        requests = list(variant.compile_requests(problem, config))
+        found["asked"] = sorted(short(options_of(request)) for request in requests)
+    except Exception as error:  # noqa: BLE001 - whatever a variant raises is why its row is refused
+        return found | {"failed": f"{type(error).__name__}: {error}"}
+    try:
+        found["events"], requests = launch_record(variant, get_op(asked["op"]), problem, config, layout)
+    except Exception as error:  # noqa: BLE001 - such a variant is named in the report
+        found["unbound"] = f"{type(error).__name__}: {str(error)[:200]}"
+    found["kernels"] = [kernel_hash(hash_of, variant, request) for request in requests]
+    found["all_kernels"] = sorted(hash_of(dataclasses.replace(variant, kernels=(k,))) for k in variant.kernels)
+    if asked.get("ptx"):
+        try:
+            found["ptx"] = [code_of(request, asked["capability"]) for request in requests]
+        except Exception as error:  # noqa: BLE001 - whatever the compiler raises is why a row is refused
+            found["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+    return found
+
+
+def options_of(request: Any) -> list[Any]:
+    fields = [f.name for f in dataclasses.fields(request) if f.name not in ("module", "function")]
+    return [[name, getattr(request, name)] for name in fields]
+
+
+def told_default(variant: Any, problem: Any, limits: Any) -> Any:
+    try:
+        return variant.default(problem, limits)
+    except Exception as error:  # noqa: BLE001 - what a variant raises is compared, too
+        return type(error).__name__
+
+
+_hashes: dict[tuple[str, str], str] = {}
+
+
+def kernel_hash(hash_of: Any, variant: Any, request: Any) -> str:
+    key = request.module, request.function
+    if key not in _hashes:
+        _hashes[key] = hash_of(dataclasses.replace(variant, kernels=(request.resolve(),), version=1))
+    return _hashes[key]
+
+
+def answer(root: str) -> None:
     """What a process of one tree does: a line of JSON on stdout for each on stdin."""
-    import triton
+    from tunedcomm import kernels
 
     here = Path(kernels.__file__).parents[2]
     assert here.samefile("."), f"tunedcomm was imported from {here} instead of {Path.cwd()}"
-    triton.compile = ir_of
-    kernels.discover()
+    import_everything()
+    hash_of = common_hash(Path(root))
     for line in sys.stdin:
-        print(json.dumps(described(json.loads(line))), flush=True)
+        print(json.dumps(described(json.loads(line), hash_of)), flush=True)
 
 
 def ask(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each row's answer by the sources of one tree."""
+    if not rows:
+        return []
     paths = [str(tree), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
-    code = f"import sys; sys.path.append({str(HERE.parent)!r}); import same_code; same_code.answer()"
+    unseen = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    begin = f"import sys; sys.path.append({str(HERE.parent)!r}); import same_code"
+    code = f"{begin}; same_code.answer({str(HERE.parents[1])!r})"
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     command = [sys.executable, "-c", code]
+    environment = {**os.environ, **unseen}
     done = subprocess.run(
         command, input=lines, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def difference(stored: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Why a row with the source hash `stored` may not have the new one, or None."""
-    for name, tree in (("before", before), ("today", after)):
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Why a row is not the same in both trees, or None; code is compared as far as it is told."""
+    for name, tree in (("before", before), ("now", after)):
         if "failed" in tree:
             return f"{name}: {tree['failed']}"
-    if before["source"] != stored:
-        return f"it was measured with sources {stored}, those of the tree before are {before['source']}"
-    if before["version"] != after["version"]:
-        return f"the variant's version was {before['version']} and is {after['version']}"
-    if before["kernels"].keys() != after["kernels"].keys():
-        return f"the variant's kernels were {sorted(before['kernels'])} and are {sorted(after['kernels'])}"
-    if [old[:2] for old in before["binaries"]] != [new[:2] for new in after["binaries"]]:
-        return "its config asks for other binaries"
-    for old, new in zip(before["binaries"], after["binaries"], strict=True):
-        if old != new:
-            return f"{old[1]} is other code"
-    compared = {f"{module}.{function}" for module, function, _ in before["binaries"]}
-    for name, source in before["kernels"].items():
-        if name not in compared and source != after["kernels"][name]:
-            return f"{name} has other sources, and no binary to compare"
+    for key in ("version", "numerics", "num_blocks", "num_rounds", "infeasible", "defaults", "asked"):
+        if before[key] != after[key]:
+            return f"{key}: was {before[key]}, is {after[key]}"
+    if ("unbound" in before) != ("unbound" in after):
+        return f"binding fails in one tree alone: {before.get('unbound') or after.get('unbound')}"
+    old, new = before.get("events", []), after.get("events", [])
+    for number, (was, now) in enumerate(zip(old, new, strict=False)):
+        if was != now:
+            return f"event {number}: was {was}, is {now}"
+    if len(old) != len(new):
+        return f"there were {len(old)} events and are {len(new)}"
+    if "ptx" in before and "ptx" in after and before["ptx"] != after["ptx"]:
+        return "a kernel compiles to other code"
     return None
 
 
-def asked_of(trial: TrialRecord) -> dict[str, Any]:
+def same_sources(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """True if the kernels that a row runs have the same sources in both trees."""
+    return bool(before.get("kernels") == after.get("kernels"))
+
+
+def compared(before: Path, rows: Sequence[dict[str, Any]], *, full: bool) -> list[tuple[str | None, Any, Any]]:
+    """(difference or None, before, after) of each row."""
+    trees = before.resolve(), HERE.parents[1]
+    answers = [ask(tree, [{**row, "ptx": full} for row in rows]) for tree in trees]
+    both = list(zip(*answers, strict=True))
+    again = [i for i, pair in enumerate(both) if not full and difference(*pair) is None and not same_sources(*pair)]
+    for tree, place in zip(trees, (0, 1), strict=True):
+        for i, found in zip(again, ask(tree, [{**rows[i], "ptx": True} for i in again]), strict=True):
+            both[i] = (found, both[i][1]) if place == 0 else (both[i][0], found)
+    return [(difference(*pair), *pair) for pair in both]
+
+
+def asked_of(trial: Any) -> dict[str, Any]:
     """What a tree is asked about a row."""
     return {
         "op": trial.problem.op,
         "variant": trial.variant,
         "problem": trial.problem.to_dict(),
-        "config": trial.config,
+        "config": dict(trial.config),
         "capability": trial.environment.compute_capability,
+        "num_sms": trial.environment.num_sms,
+        "multicast": trial.environment.multicast,
     }
 
 
-def keep(database: Database, trials: Sequence[TrialRecord]) -> None:
+def keep(database: Any, trials: Sequence[Any]) -> None:
     """Give rows today's source hashes; where none of a variant is left with the old one, its entry goes."""
+    from tunedcomm.db.intern import variant_ids
+    from tunedcomm.db.schema import TrialRow, VariantRow
+    from tunedcomm.dispatch.dispatcher import source_hash_of
 
     def change(connection: Any) -> None:
         renewed = [dataclasses.replace(t, source_hash=source_hash_of(t.problem.op, t.variant) or "") for t in trials]
@@ -172,27 +589,57 @@ def keep(database: Database, trials: Sequence[TrialRecord]) -> None:
     database.change(change)
 
 
+def checked(path: Path, before: Path, *, full: bool) -> int:
+    """Compare, report and re-key one database; returns how many rows differ."""
+    from tunedcomm.db.store import Database
+
+    with Database.open(path, readonly=True) as database:
+        trials = database.trials()
+    keys = [json.dumps(asked_of(trial), sort_keys=True) for trial in trials]
+    distinct = sorted(set(keys))
+    results = compared(before, [json.loads(key) for key in distinct], full=full)
+    by_key = dict(zip(distinct, results, strict=True))
+    refused: dict[tuple[str, str], int] = collections.Counter()
+    unbound: dict[tuple[str, str], int] = collections.Counter()
+    kept, num_equal, num_old = [], 0, 0
+    for trial, key in zip(trials, keys, strict=True):
+        why, old, new = by_key[key]
+        name = f"{trial.problem.op}.{trial.variant}"
+        if trial.source_hash not in (old.get("source"), new.get("source")):
+            num_old += 1
+        elif why is not None:
+            refused[name, why] += 1
+        else:
+            num_equal += 1
+            if "unbound" in new:
+                unbound[name, new["unbound"]] += 1
+            if trial.source_hash != new["source"]:
+                kept.append(trial)
+    if kept:
+        with Database.open(path) as database:
+            keep(database, kept)
+    how = "by PTX" if full else "by sources, else PTX"
+    print(
+        f"{path}: {num_equal} of {len(trials)} rows equal (code {how}), {len(kept)} took the new hash, "
+        f"{sum(refused.values())} differ, {num_old} current in neither tree"
+    )
+    for (name, why), count in sorted(unbound.items()):
+        print(f"  not bound, requests and counts compared alone: {name}, {count} rows: {why}")
+    for (name, why), count in sorted(refused.items()):
+        print(f"  differs: {name}, {count} rows: {why[:600]}")
+    return sum(refused.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="a checkout in which the rows are current")
-    parser.add_argument("databases", type=Path, nargs="+", help="databases to change")
+    parser.add_argument("--before", type=Path, required=True, help="a checkout with the code from before the edit")
+    parser.add_argument("--full", action="store_true", help="compare the PTX of every kernel")
+    parser.add_argument("databases", type=Path, nargs="+", help="databases; changed where rows take a new hash")
     args = parser.parse_args()
+    from tunedcomm import kernels
+
     kernels.discover()
-    num_refused = 0
-    for path in args.databases:
-        with Database.open(path) as database:
-            retired = [t for t in database.trials() if t.source_hash != source_hash_of(t.problem.op, t.variant)]
-            answers = [ask(tree.resolve(), list(map(asked_of, retired))) for tree in (args.before, HERE.parents[1])]
-            why = [difference(t.source_hash, *both) for t, *both in zip(retired, *answers, strict=True)]
-            told = list(zip(retired, why, strict=True))
-            keep(database, [trial for trial, found in told if found is None])
-        refused = collections.Counter((f"{t.problem.op}.{t.variant}", found) for t, found in told if found)
-        kept = collections.Counter(f"{t.problem.op}.{t.variant}" for t, found in told if not found)
-        print(f"{path}: {len(told)} rows were retired; kept, as they compile to the same: {kept.total()} {dict(kept)}")
-        for (name, found), count in refused.items():
-            print(f"  {name}: {count} rows are left: {found}")
-            num_refused += count
-    return 1 if num_refused else 0
+    return 1 if sum(checked(path, args.before, full=args.full) for path in args.databases) else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""bench/same_code.py: rows outlive an edit of their kernels' sources where what is compiled for them stays the same."""
+"""bench/same_code.py: measured rows outlive an edit where the same is compiled and launched."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -17,47 +18,93 @@ import pytest
 from db_samples import trial
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.spec import get_variant
 
 TOOL = Path(__file__).parents[2] / "bench" / "same_code.py"
-TOY = """
-import triton
-import triton.language as tl
-
-@triton.jit
-def toy(x, out, DTYPE: tl.constexpr):
-    value = tl.load(x.to(tl.pointer_type(tl.float32)))
-    {}
-    tl.store(out.to(tl.pointer_type(tl.float32)), total)
-"""
-BEFORE = "total = value * 2"
-AFTER = """# Another one for fp8.
-    if DTYPE == "float8_e4m3fn":
-        total = value * 3
-    else:
-        total = value * 2"""
-COMPILE = """
-import importlib, json, sys
-import triton
+# Edits the variant in one of ways, and tells what the tool sees.
+EDITED = """
+import dataclasses, json, sys
 import same_code
-from tunedcomm.kernels.common.launch import CompileRequest
-triton.compile = same_code.ir_of
-found = []
-for dtype in ("bfloat16", "float8_e4m3fn"):
-    for name in ("toy_before", "toy_after"):
-        toy = importlib.import_module(name).toy
-        request = CompileRequest.of(toy, {"DTYPE": dtype}, num_warps=4)
-        found.append(same_code.binary_of(request, 90))
-wide = CompileRequest.of(toy, {"DTYPE": "bfloat16"}, num_warps=8)
-print(json.dumps([*found, same_code.binary_of(wide, 90)]))
+from pathlib import Path
+same_code.import_everything()
+from tunedcomm import spec
+from tunedcomm.kernels.common import launch
+hash_of = same_code.common_hash(Path(sys.argv[1]))
+asked = json.loads(sys.argv[2])
+original = spec.get_variant("all_reduce", "one_shot")
+real = launch.bind_kernel
+
+
+def binding(edit):
+    def bind(problem, config, workspace):
+        seen = original.bind.__func__.__globals__ if hasattr(original.bind, "__func__") else original.bind.__globals__
+        users = [vars(module) for module in list(sys.modules.values()) if hasattr(module, "bind_kernel")]
+        old = [(user, user["bind_kernel"]) for user in users]
+        for user, function in old:
+            user["bind_kernel"] = lambda request, grid, device, function=function: edit(function, request, grid, device)
+        try:
+            return original.bind(problem, config, workspace)
+        finally:
+            for user, function in old:
+                user["bind_kernel"] = function
+    return bind
+
+
+def constant(function, request, grid, device):
+    changed = tuple((name, value * 2 if name == "BLOCK" else value) for name, value in request.constants)
+    return function(dataclasses.replace(request, constants=changed), grid, device)
+
+
+def swapped(function, request, grid, device):
+    kernel = function(request, grid, device)
+
+    def fix(arguments):
+        order = list(arguments)
+        order[3], order[4] = order[4], order[3]
+        return kernel.fix(order)
+
+    return dataclasses.replace(kernel, fix=fix)
+
+
+class Edited:
+    def __init__(self, bind):
+        self.bind = bind
+
+    def __getattr__(self, name):
+        return getattr(original, name)
+
+
+edits = {
+    "nothing": lambda function, *rest: function(*rest),
+    "grid": lambda function, request, grid, device: function(request, grid + 1, device),
+    "arguments": swapped,
+    "constant": constant,
+}
+found = {}
+for name, edit in edits.items():
+    variant = Edited(binding(edit))
+    from tunedcomm import settings
+    from tunedcomm.symm.layout import LaneLayout
+    problem = spec.Problem.from_dict(asked["problem"])
+    layout = LaneLayout.for_messages(settings.workspace_bytes())
+    config = original.space.validate(asked["config"])
+    events, _ = same_code.launch_record(variant, spec.get_op("all_reduce"), problem, config, layout)
+    found[name] = {**same_code.described(asked, hash_of), "events": events}
+print(json.dumps(found))
 """
 ANSWER: Mapping[str, Any] = {
     "source": "current",
     "version": 1,
-    "kernels": {"m.f": "1", "m.g": "2"},
-    "binaries": [["m", "f", "abc"]],
+    "numerics": "ordered",
+    "num_blocks": 4,
+    "num_rounds": 1,
+    "infeasible": None,
+    "defaults": "d",
+    "asked": ["a"],
+    "events": [["bind", 0, {"num_warps": 4}, 8], ["launch", 0, "stream", ["in0", "out0"]]],
+    "kernels": ["k"],
+    "all_kernels": ["k"],
 }
 
 
@@ -71,71 +118,80 @@ def tool() -> ModuleType:
     return module
 
 
-def test_what_is_compiled_is_compared_and_not_the_source(tmp_path: Path) -> None:
-    for name, body in (("toy_before", BEFORE), ("toy_after", AFTER)):
-        (tmp_path / f"{name}.py").write_text(TOY.format(body))
-    paths = [str(tmp_path), str(TOOL.parent), str(TOOL.parents[1]), *(path for path in sys.path if path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def edited(tool: ModuleType) -> dict[str, dict[str, Any]]:
+    """What the tool says of all_reduce.one_shot, and of the same with an edit each of its host code."""
+    record = trial()
+    config = kernels_default(record.problem)
+    asked = {**tool.asked_of(dataclasses.replace(record, config=config)), "capability": 90, "num_sms": 132}
+    paths = [str(TOOL.parent), str(TOOL.parents[1]), *(path for path in sys.path if path)]
+    unseen = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", EDITED, str(TOOL.parents[1]), json.dumps(asked)]
+    done = subprocess.run(command, env={**os.environ, **unseen}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    before, after, before_fp8, after_fp8, wide = (code for _, _, code in json.loads(done.stdout))
-    assert before == after == before_fp8
-    assert len({before, after_fp8, wide}) == 3
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def test_equal_answers_keep_a_row(tool: ModuleType) -> None:
-    edited = {**ANSWER, "source": "new", "kernels": {"m.f": "3", "m.g": "2"}}
-    assert tool.difference("current", ANSWER, edited) is None
+def kernels_default(problem: Any) -> dict[str, Any]:
+    kernels.discover()
+    return {name: axis.values()[0] for name, axis in get_variant("all_reduce", "one_shot").space.axes}
+
+
+def test_an_edit_that_changes_nothing_is_equal(tool: ModuleType, edited: dict[str, dict[str, Any]]) -> None:
+    assert any(event[0] == "launch" and "in0" in event[3] for event in edited["nothing"]["events"])
+    assert tool.difference(edited["nothing"], copy.deepcopy(edited["nothing"])) is None
+
+
+@pytest.mark.parametrize("edit", ["grid", "arguments", "constant"])
+def test_edits_of_host_code_are_noticed(tool: ModuleType, edited: dict[str, dict[str, Any]], edit: str) -> None:
+    assert "event" in tool.difference(edited["nothing"], edited[edit])
 
 
 @pytest.mark.parametrize(
-    ("stored", "change", "why"),
+    ("change", "why"),
     [
-        ("current", {"binaries": [["m", "f", "abx"]]}, "f is other code"),
-        ("current", {"binaries": [["m", "f", "abc"], ["m", "f", "abc"]]}, "asks for other binaries"),
-        ("current", {"binaries": []}, "asks for other binaries"),
-        ("current", {"kernels": {"m.f": "1", "m.g": "3"}}, "m.g has other sources, and no binary to compare"),
-        ("current", {"kernels": {"m.f": "1"}}, "the variant's kernels were"),
-        ("current", {"version": 2}, "version was 1 and is 2"),
-        ("current", {"failed": "CompilationError: at 1:0"}, "today: CompilationError"),
-        ("older", {}, "was measured with sources older, those of the tree before are current"),
+        ({"version": 2}, "version"),
+        ({"num_blocks": 5}, "num_blocks"),
+        ({"infeasible": "too large"}, "infeasible"),
+        ({"defaults": "e"}, "defaults"),
+        ({"asked": []}, "asked"),
+        ({"events": ANSWER["events"][:1]}, "events"),
+        ({"failed": "CompilationError: at 1:0"}, "CompilationError"),
+        ({"unbound": "RuntimeError"}, "one tree alone"),
     ],
 )
-def test_anything_else_refuses_it(tool: ModuleType, stored: str, change: Mapping[str, Any], why: str) -> None:
-    assert why in tool.difference(stored, ANSWER, {**ANSWER, "source": "new", **change})
+def test_anything_else_that_differs_is_told(tool: ModuleType, change: Mapping[str, Any], why: str) -> None:
+    assert why in tool.difference(ANSWER, {**ANSWER, **change})
 
 
-def test_rows_of_one_variant_may_part(
+def test_other_code_is_told_and_names_and_numbers_are_not_code(tool: ModuleType) -> None:
+    one = ".visible .entry old(\n.param .u64 old_param_0\n)\n{\n.reg .b32 %r<9>;\nadd.s32 %r4, %r7, %r4; // x\n}"
+    other = one.replace("old", "new").replace("%r4", "%r8").replace("%r7", "%r1")
+    assert tool.normalised(one) == tool.normalised(other)
+    assert tool.normalised(one) != tool.normalised(one.replace("%r7", "%r4"))
+    assert "other code" in tool.difference({**ANSWER, "ptx": ["a"]}, {**ANSWER, "ptx": ["b"]})
+
+
+def test_equal_rows_take_the_new_hash_and_others_stay(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels.discover()
     today = kernels.source_hash(get_variant("all_reduce", "one_shot"))
-    records = [trial(config={"num_blocks": blocks}) for blocks in (4, 8)]
     path = tmp_path / "tuned.db"
     with Database.open(path, create=True) as database:
-        database.record(records)
+        database.record([trial(config={"num_blocks": blocks}) for blocks in (4, 8)])
 
     def ask(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        other = {"binaries": [["m", "f", "abx"]]} if tree == TOOL.parents[1] else {}
-        return [{**ANSWER, **(other if row["config"]["num_blocks"] == 8 else {})} for row in rows]
+        new = tree == TOOL.parents[1]
+        other = {"num_rounds": 2} if new else {}
+        source = {"source": today if new else "current"}
+        return [{**ANSWER, **source, **(other if row["config"]["num_blocks"] == 8 else {})} for row in rows]
 
     monkeypatch.setattr(tool, "ask", ask)
     monkeypatch.setattr(sys, "argv", ["same_code.py", "--before", str(tmp_path), str(path)])
     assert tool.main() == 1
-    assert "one_shot: 1 rows are left: f is other code" in capsys.readouterr().out
-    assert rows_of(path) == {4: today, 8: "current"}
-    monkeypatch.setattr(tool, "ask", lambda tree, rows: [dict(ANSWER) for _ in rows])
-    assert tool.main() == 0
-    assert rows_of(path) == {4: today, 8: today}
-    with Database.open(path) as database:
-        assert database.stats()["variants"] == 1
-        found = [dataclasses.replace(t, id=None, source_hash="current") for t in database.trials()]
-    assert found == records
-
-
-def rows_of(path: Path) -> dict[Any, str]:
-    """Blocks of each row to its source hash."""
+    assert "num_rounds" in capsys.readouterr().out
     with Database.open(path, readonly=True) as database:
-        found: list[TrialRecord] = database.trials()
-    assert len(found) == 2
-    return {trial.config["num_blocks"]: trial.source_hash for trial in found}
+        found = {t.config["num_blocks"]: t.source_hash for t in database.trials()}
+    assert found == {4: today, 8: "current"}
