@@ -398,6 +398,9 @@ def normalised(ptx: str) -> str:
     text = re.sub(r"\.section\s+\.debug\w*\s*\{.*?\n\s*\}", "", ptx, flags=re.S)
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"^\s*\.(loc|file|version|reg)\b[^\n]*$", "", text, flags=re.M)
+    text = re.sub(
+        r"^\s*\$L__(tmp|func_begin|func_end)\d+:\s*$", "", text, flags=re.M
+    )  # debug information alone uses them
     for name in re.findall(r"\.entry\s+([\w$]+)", text):
         text = re.sub(rf"\b{re.escape(name)}(?=\b|_param_)", "KERNEL", text)
     seen: dict[str, str] = {}
@@ -410,7 +413,7 @@ def normalised(ptx: str) -> str:
             counts[kind] += 1
         return seen[token]
 
-    text = re.sub(r"(%[a-z]+|\$L__\w*?|KERNEL_param_|\$L__tmp)\d+(?:_\d+)?\b", renumbered, text)
+    text = re.sub(r"(%[a-z]+|\$L__\w*?|KERNEL_param_)\d+(?:_\d+)?\b", renumbered, text)
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
