@@ -4,7 +4,7 @@
     python bench/eager_scores.py --csv bench/results/db/eager_scores.csv
 
 A score is the latency times the power of (median baseline / own baseline) with some exponent: 1 is the ratio to the
-library, 0 the latency as it is. See `comparable` in tunedcomm/db/score.py.
+library, 0 the latency as it is. See `comparable` in tunedcomm/selection/score.py.
 
 Truths: `graph` is what the same candidates take in graphs by their ratio to the library there, of the finals in
 tuning_db. At 1 MiB and above an eager call takes the GPUs as long as in a graph. Below it takes what a launch costs,
@@ -37,10 +37,10 @@ from regret_rules import row_of
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.score import comparable, noise
-from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.score import comparable, noise
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem, get_op
 from tunedcomm.tuner.recording import read_recording
 

@@ -15,10 +15,10 @@ rule's choice over that of the fastest of them all. `report` works from that CSV
 rule can be changed and compared without a GPU; a choice that was not timed beside the others counts with its recorded
 ratio to the library.
 
-Rules: `dispatch` is what the library does, see tunedcomm/db/interpolate.py; `rounds unknown` is the same without what
-variants say of their rounds; `line` predicts by straight lines in log-log between the nearest sizes, from the finals or
-from every trial; `nearest`, `larger` and `smaller` take that measured size's winner in the finals, as a table of
-thresholds would.
+Rules: `dispatch` is what the library does, see tunedcomm/selection/interpolate.py; `rounds unknown` is the same without
+what variants say of their rounds; `line` predicts by straight lines in log-log between the nearest sizes, from the
+finals or from every trial; `nearest`, `larger` and `smaller` take that measured size's winner in the finals, as a table
+of thresholds would.
 
 `thin` tells a rule that holds from one that fits 40 sizes: of each measured size's finals some are left out at random,
 so that other candidates are what there is to choose from, many times over.
@@ -44,8 +44,8 @@ from rows import Line, append
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op
 from tunedcomm.tuner.recording import read_recording, write_recording
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Snapshot, choose
-from tunedcomm.db.snapshot import Row
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.select import Snapshot, choose
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, variants
 from tunedcomm.tuner.finals import BEST_OF_SHAPE
 

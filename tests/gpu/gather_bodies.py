@@ -12,10 +12,10 @@ import torch.distributed as dist
 from bodies import main, miss, stream
 
 import tunedcomm
-from tunedcomm.db.select import Pinned, Snapshot
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common.move import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
+from tunedcomm.selection.select import Pinned, Snapshot
 from tunedcomm.space import Config
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
 

@@ -25,8 +25,8 @@ from dispatch_table import (
 )
 
 import tunedcomm
-from tunedcomm.db.select import Snapshot
 from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.selection.select import Snapshot
 from tunedcomm.spec import Problem, get_variant, register_variant
 
 

@@ -23,8 +23,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.db.snapshot import Row, Snapshot
 from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Problem, get_variant
 
 WORLD_SIZE = 2

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Decision, Row, Snapshot, choose
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.select import Decision, Row, Snapshot, choose
 from tunedcomm.spec import Candidate, Numerics, Problem
 
 H200 = Environment(

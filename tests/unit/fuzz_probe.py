@@ -41,10 +41,10 @@ from fuzz_files import spoil
 from tunedcomm import kernels
 from tunedcomm.cli import main as command_line
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.select import Decision, Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of
 from tunedcomm.errors import DatabaseError
+from tunedcomm.selection.select import Decision, Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate
 from tunedcomm.symm.limits import limits_for
 

@@ -39,7 +39,8 @@ def test_import_contracts_hold() -> None:
 
 
 def test_selection_needs_neither_torch_nor_triton() -> None:
-    code = "import sys, tunedcomm.db.select; print(sorted({'torch', 'triton', 'numpy', 'optuna'} & set(sys.modules)))"
+    heavy = {"torch", "triton", "numpy", "optuna"}
+    code = f"import sys, tunedcomm.selection.select; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

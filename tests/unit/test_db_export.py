@@ -16,7 +16,6 @@ from transfer_samples import SIZES, config, everything, in_words, snapshot_of, s
 from tunedcomm.cli._choice import _stored_reasons
 from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.select import Decision
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
     DatabaseAccessError,
@@ -25,6 +24,7 @@ from tunedcomm.errors import (
     DatabaseCorruptError,
     DatabaseError,
 )
+from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Problem
 
 

@@ -23,8 +23,8 @@ from tunedcomm.cli.db_prune import parse_age
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.prune import FAILURES, Pruned, Selection, prune
 from tunedcomm.db.records import FAILED, STATUSES, TrialRecord
-from tunedcomm.db.select import Snapshot
 from tunedcomm.db.store import Database
+from tunedcomm.selection.select import Snapshot
 
 SIZES = tuple(1 << exponent for exponent in range(10, 20, 2))
 VARIANTS = ("library", "one_shot", "two_shot", "lamport", "atomic")

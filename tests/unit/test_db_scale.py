@@ -22,10 +22,10 @@ import pytest
 from tunedcomm import kernels
 from tunedcomm.db import guard
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.select import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.select import Snapshot
 from tunedcomm.spec import Problem
 from tunedcomm.symm.limits import limits_for
 

@@ -16,8 +16,8 @@ from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, t
 from tunedcomm.db import layers as layers_module
 from tunedcomm.db.layers import Layer, layers, load_snapshot, packaged_databases, user_database
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Failure, Pinned, Snapshot
 from tunedcomm.db.store import Database
+from tunedcomm.selection.select import Failure, Pinned, Snapshot
 
 
 def stored(path: Path, *records: TrialRecord) -> Layer:

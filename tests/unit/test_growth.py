@@ -74,7 +74,7 @@ from tunedcomm import dispatcher, kernels, spec
 from tunedcomm.cli import main
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Snapshot
+from tunedcomm.selection.select import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import detect
 from tunedcomm.tuner.study import default_candidates

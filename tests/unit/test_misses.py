@@ -17,12 +17,12 @@ from db_samples import H200
 
 from tunedcomm import kernels, spec
 from tunedcomm.db.miss_log import read
-from tunedcomm.db.select import Row, Snapshot
 from tunedcomm.dispatch import dispatcher, misses
 from tunedcomm.dispatch.communicator import limits_for, release_communicators
 from tunedcomm.dispatch.dispatcher import decide, force, plan_for, unservable
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.selection.select import Row, Snapshot
 from tunedcomm.spec import Candidate, Problem, get_variant, variants
 
 TUNED = Problem("all_reduce", (98304,), "bfloat16", 4)

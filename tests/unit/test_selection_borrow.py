@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from tunedcomm import kernels
 from tunedcomm.cli import bench, main
 from tunedcomm.cli._db_checks import check_borrowing, check_this_machine
-from tunedcomm.db.borrow import loans, matches, objection
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.select import Failure, Row, Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.selection.borrow import loans, matches, objection
+from tunedcomm.selection.select import Failure, Row, Snapshot
 from tunedcomm.spec import get_variant
 
 H100 = replace(H200, gpu="NVIDIA H100 80GB HBM3", memory_gib=80)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from db_samples import NUMERICS, candidate, decide, problem, row, snapshot
 
-from tunedcomm.db.select import Decision, Failure, Pinned
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.selection.select import Decision, Failure, Pinned
 from tunedcomm.spec import Candidate, Problem
 
 

@@ -10,9 +10,9 @@ import pytest
 from db_samples import H200, candidate, decide, problem, row, snapshot, trial
 
 from tunedcomm import kernels
-from tunedcomm.db.interpolate import MAX_GAP
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
+from tunedcomm.selection.interpolate import MAX_GAP
 from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.symm.limits import limits_for
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from db_samples import candidate, decide, problem, row
 
-from tunedcomm.db.score import Place, Pool, between, comparable, pool
-from tunedcomm.db.snapshot import Row
+from tunedcomm.selection.score import Place, Pool, between, comparable, pool
+from tunedcomm.selection.snapshot import Row
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "bench" / "results" / "db" / "eager_scores.csv"

@@ -1,4 +1,4 @@
-"""Selection: each rule of `db/select.py`, on made-up latencies."""
+"""Selection: each rule of `selection/select.py`, on made-up latencies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot
 
-from tunedcomm.db.score import MAX_NOISE, MIN_NOISE, noise
-from tunedcomm.db.select import MAX_GAP, Decision, Failure, Pinned, Row
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.selection.score import MAX_NOISE, MIN_NOISE, noise
+from tunedcomm.selection.select import MAX_GAP, Decision, Failure, Pinned, Row
 from tunedcomm.spec import Candidate
 
 
@@ -32,7 +32,7 @@ def curve(variant: str, latencies: dict[int, float], library: dict[int, float] |
 
 def test_importing_selection_needs_neither_torch_nor_a_database() -> None:
     code = (
-        "import sys; import tunedcomm.db.select; "
+        "import sys; import tunedcomm.selection.select; "
         "print(sorted({'torch', 'triton', 'sqlalchemy', 'alembic', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

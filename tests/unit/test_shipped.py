@@ -14,10 +14,10 @@ from tunedcomm.cli import _ceiling
 from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Limits, Mode, Problem, get_op, get_variant
 
 SHIPPED = packaged_databases()

@@ -18,10 +18,10 @@ import pytest
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.snapshot import Row
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.verdict import Verified, judge

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tunedcomm.db.layers import Layer
-    from tunedcomm.db.select import Decision
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
+    from tunedcomm.selection.select import Decision
     from tunedcomm.spec import Limits, NumericsPolicy, Problem, Variant
 
 __all__ = [
@@ -243,7 +243,7 @@ def stored_environments(
 
 def match_environments(text: str, environments: Sequence[Environment]) -> list[Environment]:
     """Environments whose GPU name holds `text` or fits it as a pattern, or whose digest begins with it."""
-    from tunedcomm.db.borrow import matches
+    from tunedcomm.selection.borrow import matches
 
     return [e for e in environments if matches(text, e)]
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tunedcomm.db.miss_log import HardKey, Miss
-    from tunedcomm.db.select import Snapshot
     from tunedcomm.hardware import Environment
+    from tunedcomm.selection.select import Snapshot
     from tunedcomm.spec import Limits, Problem
 
 __all__ = ["check_alone", "missed_problems"]

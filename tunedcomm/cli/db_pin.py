@@ -100,8 +100,8 @@ def _check_measured(
 ) -> None:
     """Refuse what dispatch would not run though it were pinned, and say if nothing is known of it."""
     from tunedcomm.db.layers import load_snapshot
-    from tunedcomm.db.select import Pinned
     from tunedcomm.dispatch import dispatcher
+    from tunedcomm.selection.select import Pinned
 
     layers = [*([] if database is None else read_layers(database)), *read_layers(None)]
     snapshot = load_snapshot(environment, problem.world_size, layers=layers, like=problem)

@@ -16,9 +16,9 @@ from tunedcomm.db import query
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import TrialRow
-from tunedcomm.db.select import Decision, Row, Snapshot, choose
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.select import Decision, Row, Snapshot, choose
 from tunedcomm.spec import Numerics, Problem
 
 __all__ = ["Answers", "answers", "measured", "newest_variants"]

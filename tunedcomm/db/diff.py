@@ -15,10 +15,10 @@ from tunedcomm.db.engine import make_engine
 from tunedcomm.db.merge import absorb
 from tunedcomm.db.records import PinRecord
 from tunedcomm.db.schema import TrialRow, VariantRow
-from tunedcomm.db.score import noise
 from tunedcomm.db.store import Database
 from tunedcomm.db.supply import Supply, fresh, supply
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.score import noise
 from tunedcomm.spec import Candidate, Problem
 
 __all__ = ["Answer", "Change", "Comparison", "Difference", "PinChange", "Retired", "compare", "diff_databases"]

@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tunedcomm.db.records import PinRecord
-from tunedcomm.db.snapshot import Failure, Numbers, Pinned, Row, Snapshot, is_drift
 from tunedcomm.db.snapshot_query import FailedTrial, OkTrial
 from tunedcomm.hardware import SOFT_FIELDS, Environment
+from tunedcomm.selection.snapshot import (
+    Failure,
+    Numbers,
+    Pinned,
+    Row,
+    Snapshot,
+    is_drift,
+)
 from tunedcomm.spec import Candidate, Problem
 
 __all__ = ["Gathered", "Names", "snapshot_of"]

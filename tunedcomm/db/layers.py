@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tunedcomm import garbage, settings
 from tunedcomm.db import query, snapshot_query
-from tunedcomm.db.borrow import Loan, loans, matches
 from tunedcomm.db.engine import parse_target
 from tunedcomm.db.gather import Gathered, Names, snapshot_of
 from tunedcomm.db.home import data_directory, expanded
@@ -23,10 +22,11 @@ from tunedcomm.db.netfs import network_of, other_hosts, own_file
 from tunedcomm.db.once import warn_once
 from tunedcomm.db.rows import Reader
 from tunedcomm.db.schema import PinRow
-from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.borrow import Loan, loans, matches
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Problem
 
 __all__ = [

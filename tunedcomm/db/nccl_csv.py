@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunedcomm.db.answers import Answers, answers, measured
-from tunedcomm.db.select import Decision
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Problem
 
 __all__ = ["COLUMNS", "FIRST_LINE", "nccl_csv"]

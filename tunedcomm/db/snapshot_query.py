@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Select, exists, false, func, select, true
 
 from tunedcomm.db import rows as parse
-from tunedcomm.db.interpolate import kin
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
 from tunedcomm.db.records import FAILED
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.interpolate import kin
 from tunedcomm.spec import Candidate, Problem
 
 __all__ = ["FailedTrial", "OkTrial", "failed_trials", "ok_trials"]

@@ -17,12 +17,12 @@ from tunedcomm.db import query, snapshot_query
 from tunedcomm.db import rows as parse
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import ProblemRow, TrialRow
-from tunedcomm.db.score import pool
-from tunedcomm.db.snapshot import Row
 from tunedcomm.db.snapshot_query import OkTrial
 from tunedcomm.db.sources import SourceHash, is_current
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.score import pool
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem, admits, variants
 
 __all__ = ["DatabaseStats", "GroupStats", "collect_stats", "num_bytes"]

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tunedcomm import kernels
 from tunedcomm.db.layers import load_snapshot
 from tunedcomm.db.once import warn_once
-from tunedcomm.db.select import Snapshot
 from tunedcomm.db.sight import Sight, differences, sight
 from tunedcomm.dispatch.agreed import AgreedSettings
 from tunedcomm.dispatch.exchange import agree, exchange, make_memory_everywhere, on_every_rank
@@ -28,6 +27,7 @@ from tunedcomm.dispatch.nan_watch import NanWatch
 from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch, within
+from tunedcomm.selection.select import Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout

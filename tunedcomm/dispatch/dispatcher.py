@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm import kernels, settings
 from tunedcomm.asking import default_config, objection
-from tunedcomm.db.select import Decision, Snapshot, Source, choose
 from tunedcomm.dispatch import misses
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.kernels.common.own import undisturbed
+from tunedcomm.selection.select import Decision, Snapshot, Source, choose
 from tunedcomm.space import Value
 from tunedcomm.spec import (
     Candidate,

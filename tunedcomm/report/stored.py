@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tunedcomm import kernels
-from tunedcomm.db.decision import Call
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import RunRecord, TrialRecord
-from tunedcomm.db.score import Scored, pool
-from tunedcomm.db.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.report.measured import LIBRARY, Group, Measured
+from tunedcomm.selection.decision import Call
+from tunedcomm.selection.score import Scored, pool
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.shapes import format_shape
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, variants
 from tunedcomm.symm.limits import limits_for

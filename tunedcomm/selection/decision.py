@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from tunedcomm.db.score import Pool, Scored
-from tunedcomm.db.snapshot import Row, Snapshot
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.score import Pool, Scored
+from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Numerics, NumericsPolicy, Problem, admits
 
 __all__ = ["Call", "Decision", "Source", "settle"]

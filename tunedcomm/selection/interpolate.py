@@ -32,9 +32,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
 
-from tunedcomm.db.decision import Call, Decision, settle
-from tunedcomm.db.score import Further, Place, Pool, between, pool
-from tunedcomm.db.snapshot import Row
+from tunedcomm.selection.decision import Call, Decision, settle
+from tunedcomm.selection.score import Further, Place, Pool, between, pool
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.shapes import format_shape
 from tunedcomm.spec import Mode, Problem
 

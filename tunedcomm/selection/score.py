@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tunedcomm.db.snapshot import Row
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate
 
 __all__ = ["MAX_NOISE", "MIN_NOISE", "Further", "Place", "Pool", "Scored", "between", "comparable", "noise", "pool"]

@@ -35,11 +35,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from tunedcomm.db.decision import Call, Decision, Source, settle
-from tunedcomm.db.interpolate import MAX_GAP, MAX_REACH, interpolated, near_pools, sizes_of
-from tunedcomm.db.score import pool
-from tunedcomm.db.snapshot import Failure, Pinned, Row, Snapshot
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.selection.decision import Call, Decision, Source, settle
+from tunedcomm.selection.interpolate import MAX_GAP, MAX_REACH, interpolated, near_pools, sizes_of
+from tunedcomm.selection.score import pool
+from tunedcomm.selection.snapshot import Failure, Pinned, Row, Snapshot
 from tunedcomm.spec import Candidate, Numerics, NumericsPolicy, Problem, admits
 
 __all__ = ["MAX_GAP", "MAX_REACH", "Decision", "Failure", "Pinned", "Row", "Snapshot", "Source", "choose"]

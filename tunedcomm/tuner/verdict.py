@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.db.score import noise
-from tunedcomm.db.snapshot import Row
+from tunedcomm.selection.score import noise
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, admits
 from tunedcomm.tuner.commands import LOST
 from tunedcomm.tuner.winners import Winner, uncertainty

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tunedcomm.db.score import noise
-from tunedcomm.db.select import Decision, Row, Snapshot, choose
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
+from tunedcomm.selection.score import noise
+from tunedcomm.selection.select import Decision, Row, Snapshot, choose
 from tunedcomm.spec import (
     Candidate,
     Limits,
