@@ -11,13 +11,27 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.select import Snapshot, choose
-from tunedcomm.selection.snapshot import Row
-from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op, variants
+from tunedcomm.selection.select import Registered, choose
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Limits, Problem, check_candidate
 from tunedcomm.tuner.finals import BEST_OF_SHAPE
 
 # Of 4 GPUs: the finals of that sweep did not hold each size's best few yet, so they are taken from its search.
 BEST_FROM_SEARCH = frozenset({4})
+
+
+@dataclass(frozen=True)
+class Asked(Registered):
+    """The registered variants, as far as a rule knows them: what can run `runs`, with or without rounds."""
+
+    runs: Problem | None
+    rounds: bool
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        return check_candidate(self.runs or problem, candidate, self.limits)
+
+    def num_rounds(self, problem: Problem, candidate: Candidate) -> int:
+        return super().num_rounds(problem, candidate) if self.rounds else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +75,9 @@ class Known:
 
     def winner(self, problem: Problem, *, runs: Problem | None = None, rounds: bool = True) -> Candidate:
         """What is chosen for `problem`, of what can run `runs`."""
-        snapshot = self.snapshot
-        hashes = {(row.problem.op, row.candidate.variant): row.source_hash for row in snapshot.rows}
-        known = variants(problem.op)
-        return choose(
-            snapshot,
-            problem,
-            feasible=lambda candidate: check_candidate(runs or problem, candidate, self.limits),
-            source_hash=lambda op, variant: hashes.get((op, variant)),
-            numerics_of=lambda op, variant: known[variant].numerics if variant in known else None,
-            message_bytes=get_op(problem.op).message_bytes,
-            rounds_of=lambda of, c: known[c.variant].num_rounds(of, c.config_dict) if rounds else 0,
-        ).candidate
+        hashes = {(row.problem.op, row.candidate.variant): row.source_hash for row in self.snapshot.rows}
+        catalog = Asked(self.limits, lambda op, variant: hashes.get((op, variant)), runs, rounds)
+        return choose(self.snapshot, problem, catalog).candidate
 
     def latencies(self, numel: int, problem: Problem, *, finals: bool) -> dict[Candidate, float]:
         """Latencies at a measured size, by their ratio to the library, of what can run `problem`."""

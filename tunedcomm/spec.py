@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
-from tunedcomm.asking import objection
+from tunedcomm.asking import default_config, objection
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.names import did_you_mean
 from tunedcomm.shapes import format_shape
@@ -39,6 +39,7 @@ __all__ = [
     "register_op",
     "register_variant",
     "variants",
+    "why_no_kernel",
 ]
 
 Mode: TypeAlias = Literal["graph", "eager"]
@@ -396,3 +397,27 @@ def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, b
     if not (variant.bounded or by_name):
         return f"{variant.name} would wait for a lost peer for ever; it only runs when it is forced"
     return objection(variant, problem, config, limits)
+
+
+# Of a space with more configs only the default is asked: defaults look for the nearest feasible config.
+_FEW_CONFIGS = 4096
+
+
+def why_no_kernel(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str | None:
+    """Why no variant but the library that `policy` admits can run `problem` in any config; None if one can."""
+    reasons: dict[str, list[str]] = {}
+    for variant in variants(problem.op).values():
+        if variant.is_library or not variant.bounded or not admits(policy, variant.numerics):
+            continue
+        try:
+            reason = objection(variant, problem, default_config(variant, problem, limits), limits)
+        except ConfigError as error:
+            reason = str(error)
+        if reason is None or (
+            variant.space.size <= _FEW_CONFIGS
+            and any(objection(variant, problem, config, limits) is None for config in variant.space.enumerate())
+        ):
+            return None
+        reasons.setdefault(reason, []).append(variant.name)
+    found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    return found or f"{problem.op} has no such variant"

@@ -21,7 +21,7 @@ import tunedcomm
 from tunedcomm import kernels, spec
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.hardware import gpu_of
-from tunedcomm.selection.select import Pinned, Snapshot
+from tunedcomm.selection.snapshot import Pinned, Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
 
 ORDERED = ("lamport", "one_shot", "two_shot", "two_shot_lamport")

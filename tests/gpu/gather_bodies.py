@@ -15,7 +15,7 @@ import tunedcomm
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common.move import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
-from tunedcomm.selection.select import Pinned, Snapshot
+from tunedcomm.selection.snapshot import Pinned, Snapshot
 from tunedcomm.space import Config
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_variant, variants
 

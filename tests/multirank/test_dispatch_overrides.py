@@ -26,7 +26,7 @@ from dispatch_table import (
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.selection.select import Snapshot
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Problem, get_variant, register_variant
 
 

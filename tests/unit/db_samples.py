@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.select import Decision, Row, Snapshot, choose
-from tunedcomm.spec import Candidate, Numerics, Problem
+from tunedcomm.selection.select import Catalog, Decision, choose
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Numerics, NumericsPolicy, Problem
 
 H200 = Environment(
     gpu="NVIDIA H200",
@@ -88,20 +89,49 @@ def snapshot(rows: Iterable[Row], **changes: Any) -> Snapshot:
     return Snapshot(environment=H200, world_size=4, rows=tuple(rows), **changes)
 
 
+@dataclass(frozen=True)
+class SampleCatalog(Catalog):
+    """The sample variants; rows of source `current` are current."""
+
+    feasible: Callable[[Candidate], str | None] = lambda candidate: None
+    blocks_of: Callable[[Candidate], int] = lambda candidate: -1
+    rounds_of: Callable[[Problem, Candidate], int] = lambda problem, candidate: 0
+    no_kernel: str | None = None
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        return self.feasible(candidate)
+
+    def source_hash(self, op: str, variant: str) -> str | None:
+        return "current" if variant in NUMERICS else None
+
+    def numerics(self, op: str, variant: str) -> Numerics | None:
+        return NUMERICS.get(variant)
+
+    def num_blocks(self, problem: Problem, candidate: Candidate) -> int:
+        return self.blocks_of(candidate)
+
+    def num_rounds(self, problem: Problem, candidate: Candidate) -> int:
+        return self.rounds_of(problem, candidate)
+
+    def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
+        return self.no_kernel
+
+
 def decide(
     rows: Iterable[Row] | Snapshot,
     asked: Problem | None = None,
     *,
-    feasible: Callable[[Candidate], str | None] = lambda candidate: None,
-    **changes: Any,
+    policy: NumericsPolicy = "default",
+    forced: Candidate | None = None,
+    max_sms: int | None = None,
+    **known: Any,
 ) -> Decision:
-    """`choose` with the sample variants; rows of source `current` are current."""
+    """`choose` with the sample variants; `known` goes into the catalog."""
     return choose(
         rows if isinstance(rows, Snapshot) else snapshot(rows),
         problem() if asked is None else asked,
-        feasible=feasible,
-        source_hash=lambda op, variant: "current" if variant in NUMERICS else None,
-        numerics_of=lambda op, variant: NUMERICS.get(variant),
-        message_bytes=lambda p: p.nbytes,
-        **changes,
+        SampleCatalog(**known),
+        policy=policy,
+        forced=forced,
+        max_sms=max_sms,
     )

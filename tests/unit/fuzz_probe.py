@@ -44,7 +44,8 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of
 from tunedcomm.errors import DatabaseError
-from tunedcomm.selection.select import Decision, Snapshot
+from tunedcomm.selection.select import Decision
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate
 from tunedcomm.symm.limits import limits_for
 

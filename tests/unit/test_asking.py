@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from tunedcomm import asking, kernels, spec
 from tunedcomm.asking import default_config, objection
 from tunedcomm.cli import main
-from tunedcomm.dispatch.dispatcher import unservable
 from tunedcomm.errors import ConfigError
 from tunedcomm.hardware import detect
-from tunedcomm.spec import Limits, Problem, Variant, candidates, get_variant, register_variant
+from tunedcomm.spec import Limits, Problem, Variant, candidates, get_variant, register_variant, why_no_kernel
 from tunedcomm.symm.limits import limits_for
 from tunedcomm.tuner.study import default_candidates, infeasible_variants, stray_defaults
 
@@ -62,7 +61,7 @@ def test_what_cannot_say_whether_it_runs_does_not(
     assert re.search(said, reason)
     (told,) = (record.message for record in caplog.records)
     assert told.startswith("variant bad of all_gather is passed over: its infeasible() ")
-    assert unservable(PROBLEM, limits, "any") is None, "the others can"
+    assert why_no_kernel(PROBLEM, limits, "any") is None, "the others can"
     assert objection(brought, PROBLEM, {}, limits) == reason
 
 
@@ -81,7 +80,7 @@ def test_a_default_that_raises_is_a_named_error_where_it_is_needed(brought: Vari
     (note,) = stray_defaults(PROBLEM, limits, ["bad", "push"])
     assert "all_gather.bad" in note
     assert "bad" in {candidate.variant for candidate in candidates(PROBLEM, limits, "any")}, "other configs are tried"
-    assert unservable(PROBLEM, limits, "any") is None
+    assert why_no_kernel(PROBLEM, limits, "any") is None
 
 
 @pytest.mark.parametrize("brought", [{"infeasible": raises, "default": raises}], indirect=True)

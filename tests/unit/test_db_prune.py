@@ -24,7 +24,7 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.prune import FAILURES, Pruned, Selection, prune
 from tunedcomm.db.records import FAILED, STATUSES, TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.selection.select import Snapshot
+from tunedcomm.selection.snapshot import Snapshot
 
 SIZES = tuple(1 << exponent for exponent in range(10, 20, 2))
 VARIANTS = ("library", "one_shot", "two_shot", "lamport", "atomic")

@@ -25,7 +25,7 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.select import Snapshot
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Problem
 from tunedcomm.symm.limits import limits_for
 

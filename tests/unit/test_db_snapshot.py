@@ -17,7 +17,7 @@ from tunedcomm.db import layers as layers_module
 from tunedcomm.db.layers import Layer, layers, load_snapshot, packaged_databases, user_database
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.selection.select import Failure, Pinned, Snapshot
+from tunedcomm.selection.snapshot import Failure, Pinned, Snapshot
 
 
 def stored(path: Path, *records: TrialRecord) -> Layer:

@@ -19,11 +19,11 @@ from tunedcomm import kernels, spec
 from tunedcomm.db.miss_log import read
 from tunedcomm.dispatch import dispatcher, misses
 from tunedcomm.dispatch.communicator import limits_for, release_communicators
-from tunedcomm.dispatch.dispatcher import decide, force, plan_for, unservable
+from tunedcomm.dispatch.dispatcher import decide, force, plan_for
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.selection.select import Row, Snapshot
-from tunedcomm.spec import Candidate, Problem, get_variant, variants
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Problem, get_variant, variants, why_no_kernel
 
 TUNED = Problem("all_reduce", (98304,), "bfloat16", 4)
 UNTUNED = Problem("all_reduce", (98304,), "float32", 4)
@@ -153,8 +153,8 @@ def test_a_policy_that_nothing_can_meet_says_why() -> None:
         with pytest.raises(InfeasibleError, match=r"tuning would find none: .*one_shot.*goes to the library") as caught:
             decide(asked, Snapshot(environment=H200, world_size=4), limits, policy="ordered")
         assert "tunedcomm tune" not in str(caught.value)
-        assert unservable(asked, limits, "any") is not None
-    assert unservable(UNTUNED, limits, "ordered") is None
+        assert why_no_kernel(asked, limits, "any") is not None
+    assert why_no_kernel(UNTUNED, limits, "ordered") is None
     with pytest.raises(InfeasibleError, match="run `tunedcomm tune`"):
         decide(UNTUNED, Snapshot(environment=H200, world_size=4), limits, policy="ordered")
 
@@ -163,7 +163,7 @@ def test_what_only_runs_by_name_is_no_reason_to_tune(monkeypatch: pytest.MonkeyP
     kernels.discover()
     for variant in list(variants("all_reduce").values()):
         monkeypatch.setitem(spec._variants, ("all_reduce", variant.name), replace(variant, bounded=False))
-    assert unservable(UNTUNED, limits_for(H200, 4), "any") is not None
+    assert why_no_kernel(UNTUNED, limits_for(H200, 4), "any") is not None
     assert plan_for(communicator(), UNTUNED, "default").launch is launch
 
 

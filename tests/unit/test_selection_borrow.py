@@ -21,8 +21,7 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.selection.borrow import loans, matches, objection
-from tunedcomm.selection.select import Failure, Row, Snapshot
+from tunedcomm.selection.snapshot import Failure, Row, Snapshot, loans, matches, why_not_borrowed
 from tunedcomm.spec import get_variant
 
 H100 = replace(H200, gpu="NVIDIA H100 80GB HBM3", memory_gib=80)
@@ -69,15 +68,15 @@ def test_names(name: str, expected: bool) -> None:
     ],
 )
 def test_what_may_stand_in(changes: dict[str, Any], reason: str | None) -> None:
-    found = objection(H200, replace(H200, **changes))
+    found = why_not_borrowed(H200, replace(H200, **changes))
     assert (found is None) == (reason is None)
     if reason is not None and found is not None:
         assert re.search(reason, found)
 
 
 def test_a_partial_mesh_is_no_full_one() -> None:
-    assert objection(replace(H200, fabric="nvlink-6"), replace(H200, fabric="nvlink-6-partial")) is not None
-    assert objection(replace(H200, fabric="nvlink-6"), replace(H200, fabric="nvlink-12")) is None
+    assert why_not_borrowed(replace(H200, fabric="nvlink-6"), replace(H200, fabric="nvlink-6-partial")) is not None
+    assert why_not_borrowed(replace(H200, fabric="nvlink-6"), replace(H200, fabric="nvlink-12")) is None
 
 
 def test_this_very_hardware_is_not_borrowed() -> None:

@@ -11,7 +11,8 @@ import pytest
 from db_samples import NUMERICS, candidate, decide, problem, row, snapshot
 
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.selection.select import Decision, Failure, Pinned
+from tunedcomm.selection.select import Decision
+from tunedcomm.selection.snapshot import Failure, Pinned
 from tunedcomm.spec import Candidate, Problem
 
 
@@ -129,23 +130,23 @@ def test_max_sms_leaves_out_what_takes_more() -> None:
         row("lamport", 5.0, num_blocks=2, final=False),
         row("two_shot", 30.0, final=False),
     ]
-    assert decide(rows, sms_of=sms).candidate == candidate("one_shot", 64)
+    assert decide(rows, blocks_of=sms).candidate == candidate("one_shot", 64)
     for limit, chosen in (
         (64, candidate("one_shot", 64)), (63, candidate("one_shot", 8)), (8, candidate("one_shot", 8)),
         (7, candidate("lamport", 2)), (1, candidate("two_shot")), (0, candidate("two_shot")),
     ):  # fmt: skip
-        decision = decide(rows, sms_of=sms, max_sms=limit)
+        decision = decide(rows, blocks_of=sms, max_sms=limit)
         assert decision.candidate == chosen, limit
         assert decision.source == "exact"
-    passed = reasons(decide(rows, sms_of=sms, max_sms=7))
+    passed = reasons(decide(rows, blocks_of=sms, max_sms=7))
     assert passed["one_shot(num_blocks=64)"] == "takes 64 SMs, with max_sms=7"
 
 
 def test_what_fits_need_not_beat_the_library_which_serves_where_nothing_does() -> None:
     slow = [row("lamport", 50.0, num_blocks=2)]
-    assert decide(slow, sms_of=sms).candidate == candidate("library")
-    assert decide(slow, sms_of=sms, max_sms=2).candidate == candidate("lamport", 2)
-    decision = decide(slow, sms_of=sms, max_sms=1)
+    assert decide(slow, blocks_of=sms).candidate == candidate("library")
+    assert decide(slow, blocks_of=sms, max_sms=2).candidate == candidate("lamport", 2)
+    decision = decide(slow, blocks_of=sms, max_sms=1)
     assert (decision.candidate, decision.source) == (candidate("library"), "library")
     unknown = decide(slow, max_sms=132)
     assert unknown.candidate == candidate("library")
@@ -157,11 +158,11 @@ def test_max_sms_holds_between_sizes_and_for_pins_but_not_for_the_forced() -> No
         row("one_shot", 3.0, 4096, num_blocks=64), row("one_shot", 4.0, 8192, num_blocks=64),
         row("one_shot", 5.0, 4096, num_blocks=8), row("one_shot", 6.0, 8192, num_blocks=8),
     ]  # fmt: skip
-    assert decide(rows, problem(6000), sms_of=sms, max_sms=16).candidate == candidate("one_shot", 8)
+    assert decide(rows, problem(6000), blocks_of=sms, max_sms=16).candidate == candidate("one_shot", 8)
     pin = Pinned(problem=problem(), candidate=candidate("one_shot", 64), reason="test")
-    assert decide(snapshot(rows, pins=(pin,)), sms_of=sms).source == "pin"
-    assert decide(snapshot(rows, pins=(pin,)), sms_of=sms, max_sms=16).source == "exact"
-    forced = decide(rows, sms_of=sms, max_sms=16, forced=candidate("one_shot", 64))
+    assert decide(snapshot(rows, pins=(pin,)), blocks_of=sms).source == "pin"
+    assert decide(snapshot(rows, pins=(pin,)), blocks_of=sms, max_sms=16).source == "exact"
+    forced = decide(rows, blocks_of=sms, max_sms=16, forced=candidate("one_shot", 64))
     assert forced.candidate == candidate("one_shot", 64)
 
 
@@ -176,11 +177,11 @@ def test_tuning_is_not_recommended_where_it_can_find_nothing() -> None:
     with pytest.raises(InfeasibleError, match=r"run `tunedcomm tune`, or allow numerics='default'$"):
         decide([], policy="ordered")
     with pytest.raises(InfeasibleError) as caught:
-        decide([], policy="ordered", hopeless=lambda: "one_shot: no max")
+        decide([], policy="ordered", no_kernel="one_shot: no max")
     assert "tuning would find none: one_shot: no max. Allow numerics='default'" in str(caught.value)
     assert "tunedcomm tune" not in str(caught.value)
-    assert decide([row("one_shot", 4.0)], policy="ordered", hopeless=lambda: "unasked").source == "exact"
-    assert decide([], hopeless=lambda: "the library may run").source == "library"
+    assert decide([row("one_shot", 4.0)], policy="ordered", no_kernel="unasked").source == "exact"
+    assert decide([], no_kernel="the library may run").source == "library"
 
 
 def test_huge_sizes_are_no_trouble() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from db_samples import candidate, decide, problem, row
 
-from tunedcomm.selection.select import Row
+from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Problem
 
 SHAPE = (1024, 8192, 2048)

@@ -13,8 +13,10 @@ import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot
 
 from tunedcomm.errors import InfeasibleError
+from tunedcomm.selection.interpolate import MAX_GAP
 from tunedcomm.selection.score import MAX_NOISE, MIN_NOISE, noise
-from tunedcomm.selection.select import MAX_GAP, Decision, Failure, Pinned, Row
+from tunedcomm.selection.select import Decision
+from tunedcomm.selection.snapshot import Failure, Pinned, Row
 from tunedcomm.spec import Candidate
 
 

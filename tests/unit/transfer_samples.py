@@ -17,7 +17,7 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import PinRecord, TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.select import Snapshot
+from tunedcomm.selection.snapshot import Snapshot
 
 H100 = replace(H200, gpu="NVIDIA H100", num_links=16, fabric="nvswitch-16")
 

@@ -118,7 +118,7 @@ def _choose(
     decision = dispatcher.decide(
         problem, snapshot, limits, policy=options.policy, forced=forced, max_sms=options.max_sms
     )
-    decision = dispatcher.as_mode_has_it(decision, settings.mode())
+    decision = dispatcher.note_force_mode(decision, settings.mode())
     if not with_left_out:
         return Choice(problem, environment, decision)
     stored = _stored_reasons(problem, environment, layers)
@@ -243,7 +243,7 @@ def stored_environments(
 
 def match_environments(text: str, environments: Sequence[Environment]) -> list[Environment]:
     """Environments whose GPU name holds `text` or fits it as a pattern, or whose digest begins with it."""
-    from tunedcomm.selection.borrow import matches
+    from tunedcomm.selection.snapshot import matches
 
     return [e for e in environments if matches(text, e)]
 

@@ -91,7 +91,7 @@ def check_this_machine() -> Iterator[Check]:
 
 def check_borrowing(names: Sequence[str]) -> Iterator[Check]:
     """May the hardware of these names stand in for this machine."""
-    from tunedcomm.selection.borrow import loans, matches
+    from tunedcomm.selection.snapshot import loans, matches
 
     here = environment_here()
     stored = stored_environments(read_layers(None), is_quiet=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tunedcomm.db.miss_log import HardKey, Miss
     from tunedcomm.hardware import Environment
-    from tunedcomm.selection.select import Snapshot
+    from tunedcomm.selection.snapshot import Snapshot
     from tunedcomm.spec import Limits, Problem
 
 __all__ = ["check_alone", "missed_problems"]
@@ -148,8 +148,7 @@ class _Known:
 
 def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
     """False for what this version does not know, and for what only the library can run here."""
-    from tunedcomm.dispatch.dispatcher import unservable
-    from tunedcomm.spec import ops
+    from tunedcomm.spec import ops, why_no_kernel
 
     spec = ops().get(problem.op)
     if spec is None or len(problem.shape) != spec.rank_of_shape or problem.dtype not in spec.dtypes:
@@ -158,7 +157,7 @@ def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
         return False
     if problem.reduction not in (spec.reductions or ("",)) or problem.numel == 0:
         return False
-    return unservable(problem, limits, "any") is None
+    return why_no_kernel(problem, limits, "any") is None
 
 
 def _environment(on_host: bool) -> Environment:

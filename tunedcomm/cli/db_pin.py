@@ -101,7 +101,7 @@ def _check_measured(
     """Refuse what dispatch would not run though it were pinned, and say if nothing is known of it."""
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.dispatch import dispatcher
-    from tunedcomm.selection.select import Pinned
+    from tunedcomm.selection.snapshot import Pinned
 
     layers = [*([] if database is None else read_layers(database)), *read_layers(None)]
     snapshot = load_snapshot(environment, problem.world_size, layers=layers, like=problem)

@@ -18,8 +18,9 @@ from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import TrialRow
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.select import Decision, Row, Snapshot, choose
-from tunedcomm.spec import Numerics, Problem
+from tunedcomm.selection.select import Catalog, Decision, choose
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Numerics, Problem
 
 __all__ = ["Answers", "answers", "measured", "newest_variants"]
 
@@ -48,6 +49,23 @@ class Answers:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored(Catalog):
+    """The variants of a database: every candidate can run, and each variant's newest stored source is current."""
+
+    variants: Mapping[tuple[str, str], StoredVariant]
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        return None
+
+    def source_hash(self, op: str, variant: str) -> str | None:
+        return self.variants[op, variant].source_hash if (op, variant) in self.variants else None
+
+    def numerics(self, op: str, variant: str) -> Numerics:
+        # Of a variant that was never measured there are only pins, which a person made knowingly.
+        return self.variants[op, variant].numerics if (op, variant) in self.variants else "ordered"
+
+
 def answers(file: str | Path, environment: Environment, world_size: int) -> Answers:
     """Decide every problem that the database holds for `world_size` ranks on machines like `environment`.
 
@@ -55,45 +73,24 @@ def answers(file: str | Path, environment: Environment, world_size: int) -> Answ
         DatabaseError: the database cannot be read.
     """
     snapshot = load_snapshot(environment, world_size, layers=[Layer("user", str(file))], strict=True)
-    variants = newest_variants(file)
+    catalog = _Stored(newest_variants(file))
     problems = {row.problem for row in snapshot.rows} | {pin.problem for pin in snapshot.pins}
-
-    def source_hash(op: str, name: str) -> str | None:
-        return variants[op, name].source_hash if (op, name) in variants else None
-
-    def numerics_of(op: str, name: str) -> Numerics:
-        # Of a variant that was never measured there are only pins, and whoever pinned it may have it.
-        return variants[op, name].numerics if (op, name) in variants else "ordered"
-
-    def decide(known: Snapshot, problem: Problem) -> Decision:
-        return choose(
-            known,
-            problem,
-            feasible=lambda candidate: None,
-            source_hash=source_hash,
-            numerics_of=numerics_of,
-            message_bytes=_size,
-        )
 
     curves = _curves(problems)
     decisions: dict[Problem, Decision] = {}
     for problem in sorted(problems):
         near = _near(snapshot, problem, curves[problem.family, problem.shape[1:]])
-        decision = decide(near, problem)
+        decision = choose(near, problem, catalog)
         # Whatever was not measured itself may be answered from further away.
         is_sure = near is snapshot or decision.source in ("exact", "pin")
-        decisions[problem] = decision if is_sure else decide(snapshot, problem)
+        decisions[problem] = decision if is_sure else choose(snapshot, problem, catalog)
     return Answers(snapshot, decisions)
-
-
-def _size(problem: Problem) -> int:
-    return problem.nbytes
 
 
 def _curves(problems: Iterable[Problem]) -> dict[tuple[Problem, tuple[int, ...]], list[Problem]]:
     """Problems that differ in their first extent alone, smallest first, by family and the other extents."""
     found: dict[tuple[Problem, tuple[int, ...]], list[Problem]] = {}
-    for problem in sorted(problems, key=_size):
+    for problem in sorted(problems, key=lambda problem: problem.nbytes):
         found.setdefault((problem.family, problem.shape[1:]), []).append(problem)
     return found
 

@@ -25,8 +25,7 @@ from tunedcomm.db.schema import PinRow
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.borrow import Loan, loans, matches
-from tunedcomm.selection.snapshot import Snapshot
+from tunedcomm.selection.snapshot import Loan, Snapshot, loans, matches
 from tunedcomm.spec import Problem
 
 __all__ = [

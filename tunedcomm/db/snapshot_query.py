@@ -20,7 +20,7 @@ from tunedcomm.db.records import FAILED
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.interpolate import kin
+from tunedcomm.selection.interpolate import problems_to_load
 from tunedcomm.spec import Candidate, Problem
 
 __all__ = ["FailedTrial", "OkTrial", "failed_trials", "ok_trials"]
@@ -80,7 +80,7 @@ def _of_world(world_size: int, like: Problem | None) -> Select[Any]:
     """Ids of the problems of a world size, or of those that may answer for `like`."""
     if like is None:
         return select(ProblemRow.id).where(ProblemRow.world_size == world_size)
-    asked = kin(like)
+    asked = problems_to_load(like)
     same = [getattr(ProblemRow, name).in_({getattr(problem, name) for problem in asked}) for name in _FAMILY]
     return select(ProblemRow.id).where(*same)
 

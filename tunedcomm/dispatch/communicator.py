@@ -27,7 +27,7 @@ from tunedcomm.dispatch.nan_watch import NanWatch
 from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch, within
-from tunedcomm.selection.select import Snapshot
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm import kernels, settings
-from tunedcomm.asking import default_config, objection
+from tunedcomm.asking import default_config
 from tunedcomm.dispatch import misses
-from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError, UnsupportedInputError
+from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.kernels.common.own import undisturbed
-from tunedcomm.selection.select import Decision, Snapshot, Source, choose
+from tunedcomm.selection.select import Decision, Registered, Source, choose
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
 from tunedcomm.spec import (
     Candidate,
     Limits,
-    Numerics,
     NumericsPolicy,
     Problem,
     admits,
@@ -31,6 +31,7 @@ from tunedcomm.spec import (
     get_op,
     get_variant,
     variants,
+    why_no_kernel,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MISSES",
     "Plan",
-    "as_mode_has_it",
     "check_max_sms",
     "check_policy",
     "decide",
@@ -48,9 +48,9 @@ __all__ = [
     "forced_candidate",
     "forced_here",
     "library_plan",
+    "note_force_mode",
     "plan_for",
     "source_hash_of",
-    "unservable",
 ]
 
 logger = logging.getLogger("tunedcomm")
@@ -59,9 +59,6 @@ POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
 _forced: dict[str, tuple[str, dict[str, Value] | None]] = {}
-
-
-_FEW_CONFIGS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +83,6 @@ def source_hash_of(op: str, variant: str) -> str | None:
     """Hash of the variant's kernels as they are now; None if there is no such variant."""
     found = variants(op).get(variant)
     return None if found is None else kernels.source_hash(found)
-
-
-def _numerics_of(op: str, variant: str) -> Numerics | None:
-    found = variants(op).get(variant)
-    return None if found is None else found.numerics
 
 
 @contextlib.contextmanager
@@ -172,49 +164,8 @@ def decide(
 ) -> Decision:
     """What a group with this snapshot runs for `problem`, and why. Pure: no clock, no files, no communication."""
     kernels.discover()
-    spec = get_op(problem.op)
-    return choose(
-        snapshot,
-        problem,
-        feasible=lambda candidate: check_candidate(problem, candidate, limits, by_name=candidate == forced),
-        source_hash=source_hash_of,
-        numerics_of=_numerics_of,
-        policy=policy,
-        message_bytes=spec.message_bytes,
-        forced=forced,
-        max_sms=max_sms,
-        sms_of=lambda candidate: _sms_of(problem, candidate),
-        rounds_of=_rounds_of,
-        hopeless=lambda: unservable(problem, limits, policy),
-    )
-
-
-def _sms_of(problem: Problem, candidate: Candidate) -> int:
-    return get_variant(candidate.op, candidate.variant).num_blocks(problem, candidate.config_dict)
-
-
-def _rounds_of(problem: Problem, candidate: Candidate) -> int:
-    return get_variant(candidate.op, candidate.variant).num_rounds(problem, candidate.config_dict)
-
-
-def unservable(problem: Problem, limits: Limits, policy: NumericsPolicy) -> str | None:
-    """Why no variant but the library can run `problem` here, in any config that the policy admits; None if one can."""
-    reasons: dict[str, list[str]] = {}
-    for variant in variants(problem.op).values():
-        if variant.is_library or not variant.bounded or not admits(policy, variant.numerics):
-            continue
-        try:
-            reason = objection(variant, problem, default_config(variant, problem, limits), limits)
-        except ConfigError as error:
-            reason = str(error)
-        if reason is None or (
-            variant.space.size <= _FEW_CONFIGS  # of more, defaults have looked at the nearest ones
-            and any(objection(variant, problem, config, limits) is None for config in variant.space.enumerate())
-        ):
-            return None
-        reasons.setdefault(reason, []).append(variant.name)
-    found = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-    return found or f"{problem.op} has no such variant"
+    catalog = Registered(limits, source_hash_of)
+    return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms)
 
 
 def explain(
@@ -247,11 +198,11 @@ def explain(
         raise UnsupportedInputError(
             f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
         )
-    return as_mode_has_it(_decision(communicator, problem, policy, max_sms), communicator.settings.mode)
+    return note_force_mode(_decision(communicator, problem, policy, max_sms), communicator.settings.mode)
 
 
-def as_mode_has_it(decision: Decision, mode: str) -> Decision:
-    """The decision, with the reason saying so where a call raises instead, as TUNEDCOMM_MODE=force has it."""
+def note_force_mode(decision: Decision, mode: str) -> Decision:
+    """Append a note to the reason if TUNEDCOMM_MODE=force would raise."""
     if mode != "force" or decision.source != "library":
         return decision
     return replace(decision, why=f"{decision.why}; with TUNEDCOMM_MODE=force a call raises InfeasibleError")
@@ -303,7 +254,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     launch = undisturbed(launch, communicator.device.type)
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
     # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
-    if source in MISSES and communicator.rank == 0 and unservable(problem, communicator.limits, "any") is None:
+    if source in MISSES and communicator.rank == 0 and why_no_kernel(problem, communicator.limits, "any") is None:
         _flush_misses_on_release()
         launch = misses.counted(launch, problem, communicator.environment, source)
     launch = communicator.guarded(problem, launch)

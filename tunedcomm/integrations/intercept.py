@@ -50,7 +50,7 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import MISSES, Plan, unservable
+from tunedcomm.dispatch.dispatcher import MISSES, Plan
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations.torch_version import check_torch
 from tunedcomm.kernels.common.own import intercepted, own
@@ -61,6 +61,7 @@ from tunedcomm.ops.all_reduce import all_reduce
 from tunedcomm.ops.all_to_all import all_to_all
 from tunedcomm.ops.all_to_all_v import all_to_all_v, planned
 from tunedcomm.ops.reduce_scatter import reduce_scatter
+from tunedcomm.spec import why_no_kernel
 
 _INSTEAD = "call tunedcomm.all_reduce and its like directly"
 _lock = threading.RLock()
@@ -243,7 +244,7 @@ class RoutedGroup:
         communicator, decision = self.communicator, plan.decision
         if communicator.rank != 0 or decision.source not in MISSES:
             return None
-        if unservable(plan.problem, communicator.limits, "any") is not None:
+        if why_no_kernel(plan.problem, communicator.limits, "any") is not None:
             return None
         counted = misses.counted(_nothing, plan.problem, communicator.environment, decision.source)
         return None if counted is _nothing else counted

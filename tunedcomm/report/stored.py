@@ -14,11 +14,11 @@ from tunedcomm.dispatch import dispatcher
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.report.measured import LIBRARY, Group, Measured
-from tunedcomm.selection.decision import Call
-from tunedcomm.selection.score import Scored, pool
+from tunedcomm.selection.score import Scored
+from tunedcomm.selection.select import Registered, measured_pool
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, variants
+from tunedcomm.spec import Candidate, Problem, get_op
 from tunedcomm.symm.limits import limits_for
 
 __all__ = ["Answer", "Chooser", "StoredFile", "group_of", "measurements", "read_layer"]
@@ -92,7 +92,7 @@ class Chooser:
     def choose(self, problem: Problem, environment: Environment) -> Answer:
         """What dispatch would run there, and what it goes by."""
         try:
-            spec = get_op(problem.op)
+            get_op(problem.op)
         except UnknownNameError:
             return Answer()
         key = (environment, problem.world_size)
@@ -100,17 +100,7 @@ class Chooser:
             self._snapshots[key] = load_snapshot(environment, problem.world_size, layers=self._layers)
         snapshot, limits = self._snapshots[key], limits_for(environment, problem.world_size)
         decision = dispatcher.decide(problem, snapshot, limits)
-        call = Call(
-            snapshot,
-            problem,
-            feasible=lambda candidate: check_candidate(problem, candidate, limits, by_name=False),
-            source_hash=dispatcher.source_hash_of,
-            numerics_of=lambda op, name: known.numerics if (known := variants(op).get(name)) is not None else None,
-            policy="default",
-            message_bytes=spec.message_bytes,
-        )
-        rows = [row for row in call.rows(problem) if row.problem == problem]
-        found = pool(call.fresh(rows), call.usable(rows, predicted=False))
+        found = measured_pool(snapshot, problem, Registered(limits, dispatcher.source_hash_of))
         scored = {one.candidate: one for one in found.scored}
         return Answer(decision.candidate, decision.why, scored, found.library_us)
 

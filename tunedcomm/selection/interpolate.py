@@ -1,84 +1,228 @@
-"""Selection between and outside the measured sizes of a family of problems, and from its relatives. Pure.
+"""Prediction between two measured sizes, and the problems whose measurements may answer for another. Pure.
 
-What a candidate takes at twice a size bounds what it takes there, for there it has less to do. A straight line between
-two measured sizes is no such bound: kernels go round their loops a whole number of times, so their latency is a
-staircase, and a grid that fits one size to the packet goes round once more just above it. Nor are the finals enough:
-each of them has been fitted to some measured size, and few can run at any size between. So every challenger with a
-trial at the next larger or the next smaller measured size takes part, and is expected to take
+Let a < s < b be message sizes, a and b measured, t_c(x) the comparable latency of candidate c at a measured size x, and
 
-- what the straight line in log-log between both measured sizes says, or
-- what it takes at twice the size (at the larger measured size, if that is nearer), less what the library saves on the
-  way or what the fastest save, whichever is less; or twice what it takes at half the size, if that is less still,
+    w(x)    = log(x / a) / log(b / a)                    place of x between a and b, 0 to 1
+    line(x) = t(a)^(1 - w(x)) · t(b)^w(x)                straight line in log-log
+    s2      = min(2 s, b)                                twice the size
+    shrink  = max(line(s) / line(s2))                    over the library and over the fastest at a and at b
+    high    = line_c(s2) · shrink                        upper bound from above
+    low     = t_c(a) · 2^ceil(log2(s / a))               upper bound from below
 
-whichever is worse. Of a challenger that was measured at one of the sizes alone only one of the bounds is known. The
-library changes its protocol between some sizes, and what it saves there says nothing about a kernel.
+Then the predicted latency of c at s is
 
-The step from one round to two is the steepest. Where the one that is expected to take least goes round more than once,
-`num_rounds` of its variant tells, another config of the variant may do in one round what none that was measured at the
-two sizes does. So the best of those that were measured at the size after them, and go round once here, takes part: with
-what it takes there over the fastest there, less the root of the rounds that it saves.
+    t_c(s)  = max(line_c(s), min(high, low)).
 
-GEMMs, shapes (M, N, K), are neighbours by size as all others are: of the same N and K and another M. Where a family and
-its relatives have none of those within reach, the measured shape that is nearest in log-log of (M, N, K) serves, the
-one that is off by the least factor in all, if each of M, N and K is within a factor of `MAX_REACH`. Its winner is run;
-nothing is predicted, and nothing extrapolated beyond that.
+The latency at twice the size bounds that at s, because there is less to do. The straight line is no such bound: kernels
+go round their loops a whole number of times, so latency is a staircase, and a grid that fits one size to the packet
+goes round once more just above it. `shrink` takes the smaller saving of the library and of the fastest, because the
+library changes its protocol between some sizes, and that saving says nothing about a kernel. Of a candidate that was
+measured at one of the two sizes alone only one bound is known: `high` is then t_c(b) · shrink. Every challenger with a
+trial at a or b takes part, not the finalists alone: each finalist fits some measured size, and few can run between.
+
+The step from one round to two is the steepest. Where the candidate that is expected to be fastest goes round more than
+once at s, another config of its variant may need one round only. Let d be the measured size after b, r_c the rounds of
+c there, and f(x) the fastest at x, which between a and b is the line through the fastest of each. Of the configs that
+were measured at d alone and go round once at s, the best one joins with
+
+    t_c(s)  = max(t_c(d) · f(s) / f(d) / sqrt(r_c), f(s)) · (1 + MAX_NOISE).
+
+Sizes more than a factor of `MAX_GAP` apart are not interpolated. Outside of the measured sizes the winner of the
+nearest one serves up to a factor of `MAX_REACH`; no latency is predicted there.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from tunedcomm.selection.decision import Call, Decision, settle
-from tunedcomm.selection.score import Further, Place, Pool, between, pool
+from tunedcomm.selection.score import (
+    MAX_NOISE,
+    Pool,
+    Scored,
+    challengers,
+    comparable,
+    in_order,
+    median_baseline,
+    noise,
+    tier_without_finals,
+    why_outranked,
+)
 from tunedcomm.selection.snapshot import Row
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Mode, Problem
-
-__all__ = ["MAX_GAP", "MAX_REACH", "interpolated", "kin", "near_pools", "relatives", "sizes_of"]
+from tunedcomm.spec import Candidate, Mode, Problem
 
 # A latency curve bends where the algorithm's bound changes from latency to bandwidth, about once in a factor of 16.
 MAX_GAP = 16
 MAX_REACH = 2
-_GEMM_EXTENTS = 3
+GEMM_EXTENTS = 3
 _RELAXED = ("reduction", "in_place", "input_kind", "dtype", "layout", "scaling")
 _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
 
-def sizes_of(call: Call, like: Problem) -> dict[int, list[Row]]:
-    """Rows of the family of `like` by message bytes, where some challenger may be used; smallest first."""
-    tail = like.shape[1:]
-    rows = [r for r in call.rows(like) if r.problem.shape[1:] == tail]
-    usable = call.usable(rows, predicted=True)
-    by_size: dict[int, list[Row]] = {}
-    for row in call.fresh(rows):
-        by_size.setdefault(call.size(row.problem), []).append(row)
-    return {size: by_size[size] for size in sorted(by_size) if pool(by_size[size], usable).scored}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a size lies between two measured ones.
+
+    Attributes:
+        weight: 0 at the smaller size, 1 at the larger, linear in the logarithm of the bytes.
+        doubled: the same for twice the size, at most 1.
+        doublings: how often the smaller size has to be doubled until it is no less.
+    """
+
+    weight: float
+    doubled: float
+    doublings: int
+
+    @classmethod
+    def of(cls, size: int, below: int, above: int) -> Place:
+        """Of `size`, which lies between `below` and `above`."""
+        span = math.log(above / below)
+        weight, doubled = (math.log(at / below) / span for at in (size, min(2 * size, above)))
+        return cls(weight, doubled, math.ceil(math.log2(size / below)))
 
 
-def near_pools(call: Call, sizes: dict[int, list[Row]], size: int) -> Callable[[], list[Pool]]:
-    """The pools of the nearest two sizes below and above, made only if a tie asks for them."""
+@dataclass(frozen=True, slots=True)
+class Further:
+    """Rows of the size after the larger one, for candidates that save a round.
 
-    def pools() -> list[Pool]:
-        below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
-        chosen = [sizes[s] for s in (*below[-2:], *above[:2])]
-        return [pool(rows, call.usable(rows, predicted=False)) for rows in chosen]
+    Attributes:
+        rows: of that size.
+        problem: the problem that is asked.
+        num_rounds: problem and candidate to the rounds of its grid; 0 where that is not known.
+    """
 
-    return pools
+    rows: Sequence[Row]
+    problem: Problem
+    num_rounds: Callable[[Problem, Candidate], int]
 
 
-def relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
-    """Problems that may answer for `problem`, nearest first, each with what was relaxed."""
+def predict_between(
+    low: Sequence[Row],
+    high: Sequence[Row],
+    place: Place,
+    usable: Mapping[Candidate, str | None],
+    further: Further | None = None,
+) -> Pool:
+    """Predict the latencies at a size between two measured ones, by the formula in the module's docstring.
+
+    Args:
+        low: rows of the smaller size.
+        high: rows of the larger size.
+        place: where the size lies.
+        usable: as for `pool`; only challengers of the most conclusive rows take part.
+        further: rows of candidates that may save a round.
+    """
+    at_low, at_high = ({row.candidate: row for row in challengers(rows, usable)} for rows in (low, high))
+    pairs = {c: (at_low.get(c), at_high.get(c)) for c in {**at_high, **at_low}}
+    if not pairs:
+        return Pool((), None)
+    worst = {c: max((row for row in pair if row is not None), key=tier_without_finals) for c, pair in pairs.items()}
+    reference = min(worst.values(), key=tier_without_finals)
+    kept = [c for c, row in worst.items() if tier_without_finals(row) == tier_without_finals(reference)]
+    outranked = tuple((row, why_outranked(row, reference)) for c, row in worst.items() if c not in kept)
+    base_low = median_baseline(at_low[c] for c in kept if c in at_low) or median_baseline(low)
+    base_high = median_baseline(at_high[c] for c in kept if c in at_high) or median_baseline(high)
+    library = _Line(base_low, base_high)
+    lines = {c: _Line.of(*pairs[c], base_low, base_high) for c in kept}
+    fastest = _Line(_least(line.low for line in lines.values()), _least(line.high for line in lines.values()))
+    shrink = max((line.shrink(place) for line in (library, fastest) if line.is_known), default=1.0)
+    scored = []
+    for candidate, own in lines.items():
+        one, other = pairs[candidate]
+        near = one if one is not None and (other is None or place.weight < 0.5) else other
+        assert near is not None
+        expected = own.expected(place, shrink)
+        scored.append(Scored(row=near, score=expected, noise=max(noise(row) for row in (one, other) if row)))
+    found = in_order(scored)
+    joining = _in_one_round(found, fastest.at(place.weight), further, usable)
+    return Pool(in_order([*found, *joining]), library.at(place.weight), outranked)
+
+
+def _in_one_round(
+    found: Sequence[Scored], fastest_us: float | None, further: Further | None, usable: Mapping[Candidate, str | None]
+) -> list[Scored]:
+    """The best config that saves the second round, if the best of `found` needs one; the formula is above."""
+    best = found[0]
+    if further is None or fastest_us is None or further.num_rounds(further.problem, best.candidate) <= 1:
+        return []
+    rows = challengers(further.rows, usable)
+    rows = [row for row in rows if tier_without_finals(row) == tier_without_finals(best.row)]
+    base, known = median_baseline(rows) or median_baseline(further.rows), {scored.candidate for scored in found}
+    fitting = [row for row in rows if row.candidate.variant == best.candidate.variant and row.candidate not in known]
+    fitting = [row for row in fitting if further.num_rounds(further.problem, row.candidate) == 1]
+    if not fitting:
+        return []
+    here_over_there = fastest_us / min(comparable(row, base) for row in rows)
+
+    def expected(row: Row) -> float:
+        rounds = further.num_rounds(further.rows[0].problem, row.candidate)
+        return comparable(row, base) * here_over_there / math.sqrt(max(1, rounds))
+
+    chosen = min(fitting, key=lambda row: (expected(row), str(row.candidate)))
+    # It was measured further away, so it loses a tie.
+    score = max(expected(chosen), fastest_us) * (1 + MAX_NOISE)
+    return [Scored(row=chosen, score=score, noise=MAX_NOISE)]
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A straight line in log-log between two sizes; an end is None where it is not known."""
+
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, low: Row | None, high: Row | None, base_low: float | None, base_high: float | None) -> _Line:
+        """Of a candidate's comparable latencies."""
+        pairs = ((low, base_low), (high, base_high))
+        return cls(*(None if row is None else comparable(row, base) for row, base in pairs))
+
+    @property
+    def is_known(self) -> bool:
+        return self.low is not None and self.high is not None
+
+    def at(self, weight: float) -> float | None:
+        if self.low is None or self.high is None:
+            return None
+        return math.exp((1 - weight) * math.log(self.low) + weight * math.log(self.high))
+
+    def shrink(self, place: Place) -> float:
+        here, there = self.at(place.weight), self.at(place.doubled)
+        assert here is not None
+        assert there is not None
+        return here / there
+
+    def expected(self, place: Place, shrink: float) -> float:
+        bounds = []
+        if self.high is not None:
+            bounds.append((self.at(place.doubled) or self.high) * shrink)
+        if self.low is not None:
+            bounds.append(self.low * 2**place.doublings)
+        return max(self.at(place.weight) or 0.0, min(bounds))
+
+
+def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:
+    """Problems of the same shape that may answer for `problem`, nearest first, each with what was relaxed.
+
+    `avg` is answered by `sum`; in place by out of place and the other way round; symmetric input by plain input (a
+    kernel that reads a plain input reads a symmetric one, not the other way round); bfloat16 by float16 and the other
+    way round; layouts and scalings as `_other_extras` lists them; and combinations of these. Op, world size and mode
+    never relax.
+    """
     dtypes = [problem.dtype, *([_SIXTEEN_BIT[problem.dtype]] if problem.dtype in _SIXTEEN_BIT else [])]
     kinds: list[Literal["plain", "symmetric"]] = [problem.input_kind]
     if problem.input_kind == "symmetric":
         kinds.append("plain")
     reductions = [problem.reduction, *(["sum"] if problem.reduction == "avg" else [])]
     places = [problem.in_place, not problem.in_place]
-    extras = [(problem.layout, problem.scaling), *_fewer_extras(problem)]
+    extras = [(problem.layout, problem.scaling), *_other_extras(problem)]
     # The other 16-bit dtype before the other place: out of place the library's time holds a copy.
     for place, dtype, kind, (layout, scaling), reduction in itertools.product(
         places, dtypes, kinds, extras, reductions
@@ -86,123 +230,32 @@ def relatives(problem: Problem) -> Iterator[tuple[Problem, str]]:
         like = replace(
             problem, dtype=dtype, input_kind=kind, in_place=place, reduction=reduction, layout=layout, scaling=scaling
         )
-        changed = [n for n in _RELAXED if getattr(like, n) != getattr(problem, n)]
-        yield like, ", ".join(f"{n}={_said(getattr(like, n))}" for n in changed)
+        changed = {name: getattr(like, name) for name in _RELAXED if getattr(like, name) != getattr(problem, name)}
+        yield like, ", ".join(f"{name}={'none' if value == '' else value}" for name, value in changed.items())
 
 
-def _said(value: object) -> object:
-    return "none" if value == "" else value
+def _other_extras(problem: Problem) -> list[tuple[str, str]]:
+    """Other (layout, scaling) that move the same bytes between the ranks, the most usual first.
 
-
-def _fewer_extras(problem: Problem) -> list[tuple[str, str]]:
-    """(layout, scaling) of problems that move the same bytes between the ranks; the most usual first."""
-    if len(problem.shape) == _GEMM_EXTENTS:
-        return _other_operands(problem)
-    if problem.op != "all_reduce_rms_norm":
+    Of a GEMM: without bias or gathered input, then with it, then with B stored the other way.
+    """
+    if len(problem.shape) == GEMM_EXTENTS:
+        stored, *rest = problem.layout.split("+")
+        extra = {"ag_gemm": "gathered", "gemm_ar": "bias"}.get(problem.op)
+        dtype = [part for part in rest if part != extra]
+        stores = [stored, *(store for store in ("nk", "kn") if store != stored)]
+        endings = [rest, dtype, *([[extra, *dtype]] if extra else [])]
+        layouts = dict.fromkeys("+".join([store, *ending]) for store in stores for ending in endings)
+        scalings = dict.fromkeys((problem.scaling, *(("rowwise", "tensorwise") if problem.scaling else ())))
+    elif problem.op == "all_reduce_rms_norm":
+        layouts = dict.fromkeys((problem.layout, "residual", "bias+residual", "", "bias"))
+        scalings = dict.fromkeys((problem.scaling, ""))
+    else:
         return []
-    layouts = dict.fromkeys((problem.layout, "residual", "bias+residual", "", "bias"))
-    scalings = dict.fromkeys((problem.scaling, ""))
     return [(layout, scaling) for scaling in scalings for layout in layouts][1:]
 
 
-def _other_operands(problem: Problem) -> list[tuple[str, str]]:
-    """The same of a GEMM: without what is added or given besides, then with it, then with B stored the other way."""
-    stored, *rest = problem.layout.split("+")
-    extra = {"ag_gemm": "gathered", "gemm_ar": "bias"}.get(problem.op)
-    dtype = [part for part in rest if part != extra]
-    stores = [stored, *(store for store in ("nk", "kn") if store != stored)]
-    endings = [rest, dtype, *([[extra, *dtype]] if extra else [])]
-    layouts = dict.fromkeys("+".join([store, *ending]) for store in stores for ending in endings)
-    scalings = dict.fromkeys((problem.scaling, *(("rowwise", "tensorwise") if problem.scaling else ())))
-    return [(layout, scaling) for scaling in scalings for layout in layouts][1:]
-
-
-def kin(problem: Problem) -> list[Problem]:
-    """Every problem, of whatever size, whose rows the choice for `problem` may look at."""
+def problems_to_load(problem: Problem) -> list[Problem]:
+    """Problems, of whatever size, whose rows the choice for `problem` may read; eager calls read graph rows too."""
     modes: tuple[Mode, ...] = ("eager", "graph") if problem.mode == "eager" else ("graph",)
-    return [like for mode in modes for like, _ in relatives(replace(problem, mode=mode))]
-
-
-def interpolated(call: Call, reach: int | None) -> Decision | None:
-    """Ask the family, then its relatives; `reach` None lifts the bound on extrapolation."""
-    for like, relaxed in relatives(call.problem):
-        sizes = sizes_of(call, like)
-        if sizes and (decision := _betweensizes_of(call, sizes, reach, f" with {relaxed}" if relaxed else "")):
-            return decision
-    for like, relaxed in relatives(call.problem):
-        rows = _nearest_matrices(call, like, reach)
-        if rows:
-            text = f"as at the nearest measured shape, {format_shape(rows[0].problem.shape)}"
-            return _as_measured(call, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
-    return None
-
-
-def _nearest_matrices(call: Call, like: Problem, reach: int | None) -> list[Row]:
-    """Rows of the nearest shape of a GEMM, of those within reach where some challenger may be used."""
-    if len(call.problem.shape) != _GEMM_EXTENTS or 0 in call.problem.shape:
-        return []
-    by_shape: dict[tuple[int, ...], list[Row]] = {}
-    for row in call.fresh(call.rows(like)):
-        by_shape.setdefault(row.problem.shape, []).append(row)
-
-    def factors(shape: tuple[int, ...]) -> list[float]:
-        return [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, call.problem.shape, strict=True)]
-
-    near = [shape for shape in by_shape if reach is None or max(factors(shape)) <= reach]
-    for shape in sorted(near, key=lambda shape: (math.prod(factors(shape)), shape)):
-        rows = by_shape[shape]
-        if pool(rows, call.usable(rows, predicted=True)).scored:
-            return rows
-    return []
-
-
-def _as_measured(call: Call, rows: list[Row], text: str) -> Decision:
-    """What was best at another shape; its time here is not known."""
-    usable = call.usable(rows, predicted=True)
-    call.report(rows, usable)
-    found = pool(rows, usable, every_trial=True)
-    decision = settle(call, found, rows, source="interpolated", text=text, near=None)
-    return replace(decision, latency_us=None, library_us=None, runner_up_us=None)
-
-
-def _further(call: Call, sizes: dict[int, list[Row]], size: int, above: int) -> Further:
-    """Of the size after `above`, if it is within reach."""
-    after = min((s for s in sizes if s > above), default=None)
-    rows = sizes[after] if after is not None and after <= MAX_GAP * size else []
-    like = rows[0].problem if rows else call.problem
-    return Further(
-        rows,
-        here=lambda candidate: call.rounds_of(call.problem, candidate),
-        there=lambda candidate: call.rounds_of(like, candidate),
-    )
-
-
-def _betweensizes_of(call: Call, sizes: dict[int, list[Row]], reach: int | None, relaxed: str) -> Decision | None:
-    size = call.size(call.problem)
-
-    def at(measured: int, text: str, *, exact: bool) -> Decision:
-        rows, near = sizes[measured], near_pools(call, sizes, size) if exact else None
-        usable = call.usable(rows, predicted=True)
-        call.report(rows, usable)
-        found = pool(rows, usable, every_trial=not exact)
-        decision = settle(call, found, rows, source="interpolated", text=text, near=near)
-        # The winner is known to be right for its size; its time at this one is not.
-        return decision if exact else replace(decision, latency_us=None, library_us=None, runner_up_us=None)
-
-    if size in sizes:
-        return at(size, f"measured at {size} bytes{relaxed}: ", exact=True)
-    below = max((s for s in sizes if s < size), default=None)
-    above = min((s for s in sizes if s > size), default=None)
-    if below is not None and above is not None and above <= MAX_GAP * below:
-        rows, further = [*sizes[below], *sizes[above]], _further(call, sizes, size, above)
-        usable = call.usable([*rows, *further.rows], predicted=True)
-        found = between(sizes[below], sizes[above], Place.of(size, below, above), usable, further)
-        if found.scored:
-            call.report(rows, usable)
-            text = f"predicted between {below} and {above} bytes{relaxed}: "
-            return settle(call, found, rows, source="interpolated", text=text, near=None)
-    ends = [s for s in (below, above) if s is not None]
-    nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
-    if reach is None or max(nearest, size) <= reach * min(nearest, size):
-        return at(nearest, f"as at the nearest measured size, {nearest} bytes{relaxed}: ", exact=False)
-    return None
+    return [like for mode in modes for like, _ in related_problems(replace(problem, mode=mode))]

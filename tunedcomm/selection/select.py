@@ -1,146 +1,371 @@
-"""Which candidate runs a problem: a pure function of a snapshot and the problem.
+"""The choice of the candidate that runs a problem: a pure function of a snapshot, a catalog and the problem.
 
 Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, library.
 
-- Never considered (except when forced): a candidate that the numerics policy does not admit, that `feasible` refuses,
-  or whose source has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
-- *Exact*: the rows of that very problem, the most conclusive tier of them (`Row.tier`), compared as `score` says.
+- Never considered, except when forced: a candidate that the numerics policy excludes, that cannot run, or whose source
+  has changed since it was measured. A pin is bound by policy and feasibility but not by the source.
+- *Exact*: the rows of that very problem, the most conclusive tier of them (`Row.tier`), compared by their scores.
 - *Interpolated*: rows of the same family at other sizes (`message_bytes`; of shapes with several extents all but the
-  first must agree). Between two measured sizes at most `MAX_GAP` times apart every challenger with a trial at one of
-  them takes part, and at times one of the size after them, as `interpolate` says. Elsewhere the winner of the nearest
-  size serves within a factor of `MAX_REACH`; beyond that nothing is extrapolated. Where no size of the same N and K of
-  a GEMM answers, the winner of the nearest (M, N, K) does, within the same factor in each of the three. Candidates that
-  were ever incorrect, crashed or hung in the family, and have not been good there since, are not interpolated, nor
-  taken over from a family below.
-- Where a family gives no answer its relatives are asked, in this order: `avg` answered by `sum`; in place by out of
-  place and the other way round; symmetric input by plain input (what reads a plain input reads a symmetric one, not the
-  other way round); a GEMM with or without bias or gathered input, or with B stored the other way; combinations of
-  these; then the same with bfloat16 for float16 or the other way round. Mode, world size and op never relax.
-- *Borrowed*: the same two rules over rows of other hardware that the user lets stand in, where rows of this hardware
-  give no answer. Their times rank candidates and predict nothing.
-- *Heuristic*: eager calls that nothing above answers run as in graphs; the other way round is never done.
-- `max_sms` leaves out what takes more SMs. The library takes as many as it likes, so challengers need not beat it then,
-  and it serves where nothing fits.
+  first must agree), as `interpolate` describes. If no size of the same N and K of a GEMM answers, the winner of the
+  nearest (M, N, K) in log-log serves, if each extent is within a factor of `MAX_REACH`; no latency is predicted there.
+  Candidates that were incorrect, crashed or hung in the family, and have not been good there since, are not
+  interpolated, nor taken over from a related family. Where a family gives no answer, its `related_problems` are asked.
+- *Borrowed*: the same two rules over rows of other hardware that the user allows, where rows of this hardware give no
+  answer. Their times rank candidates and predict nothing.
+- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round.
+- *Library*: nothing above answers.
+- `max_sms` leaves out candidates that take more SMs. The library takes as many as it likes, so challengers need not
+  beat it then, and it serves where nothing fits.
 - A challenger must beat the library by more than its noise (skipped where the policy excludes the library).
 - Near ties, within noise of the fastest, go to the one that is within noise of the best at more of the nearest two
-  sizes below and above, then to the one that loses fewer whole per cent there, then by name: re-tuning does not flip
-  the choice and neighbouring sizes tend to share a kernel.
-
-Imports only leaves and the pure modules beside it.
+  sizes below and above, then to the one that loses fewer whole per cent there, then by name. So tuning again does not
+  flip the choice, and neighbouring sizes tend to share a kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias
 
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.selection.decision import Call, Decision, Source, settle
-from tunedcomm.selection.interpolate import MAX_GAP, MAX_REACH, interpolated, near_pools, sizes_of
-from tunedcomm.selection.score import pool
-from tunedcomm.selection.snapshot import Failure, Pinned, Row, Snapshot
-from tunedcomm.spec import Candidate, Numerics, NumericsPolicy, Problem, admits
+from tunedcomm.hardware import Environment
+from tunedcomm.selection.interpolate import (
+    GEMM_EXTENTS,
+    MAX_GAP,
+    MAX_REACH,
+    Further,
+    Place,
+    predict_between,
+    related_problems,
+)
+from tunedcomm.selection.score import Pool, Scored, pool
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.shapes import format_shape
+from tunedcomm.spec import (
+    Candidate,
+    Limits,
+    Numerics,
+    NumericsPolicy,
+    Problem,
+    admits,
+    check_candidate,
+    get_op,
+    get_variant,
+    variants,
+    why_no_kernel,
+)
 
-__all__ = ["MAX_GAP", "MAX_REACH", "Decision", "Failure", "Pinned", "Row", "Snapshot", "Source", "choose"]
+Source: TypeAlias = Literal["forced", "pin", "exact", "interpolated", "borrowed", "heuristic", "library"]
+
+
+class Catalog(Protocol):
+    """What selection asks about variants, for one machine and group."""
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        """Why `candidate` cannot run `problem` (or, unless `by_name`, may only be forced), or None.
+
+        Unknown variants and configs outside of their space have a reason, too. Never asked about the library.
+        """
+
+    def source_hash(self, op: str, variant: str) -> str | None:
+        """Current source hash; None for an unknown variant."""
+
+    def numerics(self, op: str, variant: str) -> Numerics | None:
+        """Numerics class; None for an unknown variant."""
+
+    def message_bytes(self, problem: Problem) -> int:
+        """The size by which problems of one family are compared."""
+        return problem.nbytes
+
+    def num_blocks(self, problem: Problem, candidate: Candidate) -> int:
+        """SMs that the candidate takes at most; -1 where that is not known."""
+        return -1
+
+    def num_rounds(self, problem: Problem, candidate: Candidate) -> int:
+        """How often the candidate's grid goes round; 0 where that is not known."""
+        return 0
+
+    def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
+        """Why no variant that the policy admits can run `problem`, or None if one can. Tuning cannot help then."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(Catalog):
+    """The registered variants on a machine.
+
+    Attributes:
+        limits: of the machine and the group.
+        hash_of: op and variant to the current source hash, None for an unknown variant.
+    """
+
+    limits: Limits
+    hash_of: Callable[[str, str], str | None]
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        return check_candidate(problem, candidate, self.limits, by_name=by_name)
+
+    def source_hash(self, op: str, variant: str) -> str | None:
+        return self.hash_of(op, variant)
+
+    def numerics(self, op: str, variant: str) -> Numerics | None:
+        found = variants(op).get(variant)
+        return None if found is None else found.numerics
+
+    def message_bytes(self, problem: Problem) -> int:
+        return get_op(problem.op).message_bytes(problem)
+
+    def num_blocks(self, problem: Problem, candidate: Candidate) -> int:
+        return get_variant(candidate.op, candidate.variant).num_blocks(problem, candidate.config_dict)
+
+    def num_rounds(self, problem: Problem, candidate: Candidate) -> int:
+        return get_variant(candidate.op, candidate.variant).num_rounds(problem, candidate.config_dict)
+
+    def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
+        return why_no_kernel(problem, self.limits, policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The candidate to run, and why.
+
+    Attributes:
+        candidate: what to run.
+        source: the rule that chose it. `exact`, `interpolated` and `borrowed` may well choose the library.
+        latency_us: expected latency, None where it is not known.
+        library_us: the library's expected latency, None where it is not known.
+        runner_up: the fastest other challenger, None if there was none.
+        runner_up_us: its expected latency.
+        trial_id: the trial that decided, within its layer.
+        layer: name of that trial's layer.
+        environment: where that trial was measured.
+        why: one sentence for a person.
+        passed_over: every other candidate that was looked at, with the reason.
+    """
+
+    candidate: Candidate
+    source: Source
+    why: str
+    latency_us: float | None = None
+    library_us: float | None = None
+    runner_up: Candidate | None = None
+    runner_up_us: float | None = None
+    trial_id: int | None = None
+    layer: str | None = None
+    environment: Environment | None = None
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        names = [name for name in type(self).__dataclass_fields__ if name not in ("candidate", "runner_up")]
+        plain = {name: getattr(self, name) for name in names}
+        return {
+            "variant": self.candidate.variant,
+            "config": self.candidate.config_dict,
+            **plain,
+            "runner_up": None if self.runner_up is None else str(self.runner_up),
+            "environment": None if self.environment is None else asdict(self.environment),
+            "passed_over": [list(entry) for entry in self.passed_over],
+        }
+
+    def without_times(self) -> Decision:
+        """The same where the winner is known to be right, and its time is not."""
+        return replace(self, latency_us=None, library_us=None, runner_up_us=None)
 
 
 def choose(
     snapshot: Snapshot,
     problem: Problem,
+    catalog: Catalog,
     *,
-    feasible: Callable[[Candidate], str | None],
-    source_hash: Callable[[str, str], str | None],
-    numerics_of: Callable[[str, str], Numerics | None],
-    message_bytes: Callable[[Problem], int],
     policy: NumericsPolicy = "default",
     forced: Candidate | None = None,
     max_sms: int | None = None,
-    sms_of: Callable[[Candidate], int] = lambda candidate: -1,
-    rounds_of: Callable[[Problem, Candidate], int] = lambda problem, candidate: 0,
-    hopeless: Callable[[], str | None] = lambda: None,
 ) -> Decision:
-    """Resolve `problem`; see the module's text for the rules.
+    """Resolve `problem` by the rules in the module's docstring.
 
     Args:
-        snapshot: what the group agreed on.
+        snapshot: the table that the group agreed on.
         problem: what is asked.
-        feasible: candidate to the reason why it cannot run `problem` here (unknown variant and a config outside its
-            space among them), or None. Not asked about the library.
-        source_hash: op and variant to the current source hash, None for an unknown variant.
-        numerics_of: op and variant to the numerics class, None for an unknown variant.
-        message_bytes: the size by which problems of one family are compared.
+        catalog: what can run here.
         policy: numerics classes that the caller accepts.
-        forced: a candidate asked for by name: overrides everything but feasibility, policy and `max_sms` included.
-        max_sms: SMs that the caller leaves to the call. What takes more is not considered, and the library, which takes
-            as many as it likes, only where nothing else fits.
-        sms_of: candidate to the SMs that it takes at most; -1 where that is not known.
-        rounds_of: problem and candidate to how often its grid goes round; 0 where that is not known.
-        hopeless: why no variant that the policy admits can ever run `problem` here, or None; asked where nothing that
-            it admits is known, for tuning is no way out then.
+        forced: a candidate asked for by name. It overrides everything but feasibility, `policy` and `max_sms` included.
+        max_sms: SMs that the caller leaves to the call.
 
     Raises:
         InfeasibleError: the forced candidate cannot run, or the policy excludes the library and nothing that it admits
             is known.
     """
-    call = Call(
-        snapshot, problem, feasible, source_hash, numerics_of, policy, message_bytes, max_sms, sms_of, rounds_of
-    )
+    lookup = _Lookup(snapshot, catalog, policy, max_sms, asked=problem, problem=problem)
     if forced is not None:
-        return _forced(call, forced)
-    decision = _pinned(call) or _exact(call) or interpolated(call, MAX_REACH) or _borrowed(call, MAX_REACH)
-    decision = decision or _heuristic(call)
-    if decision is None and not call.library_admitted:
-        # Nothing slower than the library is to be feared here, for the library may not run at all.
-        decision = interpolated(call, None) or _borrowed(call, None)
-    decision = decision or _library(call, hopeless)
+        return _forced(lookup, forced)
+    decision = _pinned(lookup) or _exact(lookup) or _interpolated(lookup, MAX_REACH) or _borrowed(lookup, MAX_REACH)
+    decision = decision or _heuristic(lookup)
+    if decision is None and not lookup.library_admitted:
+        # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
+        decision = _interpolated(lookup, None) or _borrowed(lookup, None)
+    decision = decision or _library(lookup)
     for row in snapshot.family_rows(problem, borrowed=True) if decision.source != "borrowed" else ():
         if row.problem == problem and not row.is_library:
-            call.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
-    passed = {candidate: reason for candidate, reason in call.passed.items() if candidate != decision.candidate}
+            lookup.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
+    passed = {candidate: reason for candidate, reason in lookup.passed.items() if candidate != decision.candidate}
     return replace(decision, passed_over=tuple(sorted((str(c), reason) for c, reason in passed.items())))
 
 
-def _forced(call: Call, forced: Candidate) -> Decision:
-    problem = call.problem
+def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
+    """The candidates measured at `problem` itself that `choose` compares under the default policy."""
+    lookup = _Lookup(snapshot, catalog, "default", None, asked=problem, problem=problem)
+    rows = lookup.rows_of_problem()
+    return pool(lookup.fresh(rows), lookup.usable(rows, predicted=False))
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """One resolution in progress: the arguments of `choose`, and what has been found out so far.
+
+    `problem` is what rows are looked up for; it stands in for `asked`, the caller's, in the heuristic. `borrowed` tells
+    which rows are read.
+    """
+
+    snapshot: Snapshot
+    catalog: Catalog
+    policy: NumericsPolicy
+    max_sms: int | None
+    asked: Problem
+    problem: Problem
+    borrowed: bool = False
+    passed: dict[Candidate, str] = field(default_factory=dict)
+    reasons: dict[Candidate, str | None] = field(default_factory=dict)
+
+    @property
+    def library(self) -> Candidate:
+        return Candidate.of(self.problem.op, "library", {})
+
+    @property
+    def library_admitted(self) -> bool:
+        return admits(self.policy, "library")
+
+    def size(self, problem: Problem) -> int:
+        return max(1, self.catalog.message_bytes(problem))
+
+    def rows(self, like: Problem) -> tuple[Row, ...]:
+        """Rows of all sizes of the family of `like`."""
+        return self.snapshot.family_rows(like, borrowed=self.borrowed)
+
+    def rows_of_problem(self) -> list[Row]:
+        return [row for row in self.rows(self.problem) if row.problem == self.problem]
+
+    def pass_over(self, candidate: Candidate, reason: str) -> None:
+        self.passed.setdefault(candidate, reason)
+
+    def why_excluded(self, candidate: Candidate) -> str | None:
+        """Why the candidate may not run this problem here under this policy, or None."""
+        if candidate not in self.reasons:
+            numerics = self.catalog.numerics(candidate.op, candidate.variant)
+            reason: str | None
+            if numerics is None:
+                reason = f"variant {candidate.variant!r} is not known to this version of tunedcomm"
+            elif not admits(self.policy, numerics):
+                reason = f"numerics class {numerics!r} is not admitted by policy {self.policy!r}"
+            else:
+                reason = self.catalog.infeasible_reason(self.asked, candidate, by_name=False)
+                reason = reason or self._why_too_large(candidate)
+            self.reasons[candidate] = reason
+        return self.reasons[candidate]
+
+    def _why_too_large(self, candidate: Candidate) -> str | None:
+        if self.max_sms is None or 0 <= (sms := self.catalog.num_blocks(self.asked, candidate)) <= self.max_sms:
+            return None
+        taken = f"takes {sms} SMs" if sms >= 0 else "takes nobody knows how many SMs"
+        return f"{taken}, with max_sms={self.max_sms}"
+
+    def why_stale(self, candidate: Candidate, source_hash: str) -> str | None:
+        """Why a row with this source hash no longer counts, or None."""
+        current = self.catalog.source_hash(candidate.op, candidate.variant)
+        if current is None or current == source_hash:
+            return None if current is not None else f"variant {candidate.variant!r} has no source here"
+        return "its source has changed since it was measured; `tunedcomm tune` measures it again"
+
+    def fresh(self, rows: Iterable[Row]) -> list[Row]:
+        """Rows whose kernel is still the same; the library's always are."""
+        return [row for row in rows if row.is_library or self.why_stale(row.candidate, row.source_hash) is None]
+
+    def usable(self, rows: Sequence[Row], *, predicted: bool) -> dict[Candidate, str | None]:
+        """Each challenger with the reason why it may not run, or None.
+
+        A prediction also takes failures into account: in the family of the rows and in that of the problem.
+        """
+        families = {self.asked.family} if self.problem != self.asked else set()
+        if predicted:
+            families |= {self.problem.family, *(row.problem.family for row in rows)}
+        failed = {c: f"{how}; it is not used where it was not measured" for c, how in self.failed(families).items()}
+        return {
+            row.candidate: self.why_excluded(row.candidate) or failed.get(row.candidate)
+            for row in rows
+            if not row.is_library
+        }
+
+    def failed(self, families: Collection[Problem]) -> dict[Candidate, str]:
+        """How and where candidates with their current kernels failed in these families."""
+        found: dict[Candidate, str] = {}
+        for failure in self.snapshot.failures if families else ():
+            if failure.problem.family in families and self.why_stale(failure.candidate, failure.source_hash) is None:
+                found.setdefault(failure.candidate, f"was {failure.status} at {failure.problem}")
+        return found
+
+    def report(self, rows: Iterable[Row], usable: Mapping[Candidate, str | None]) -> None:
+        """Record why rows that were looked at could not even compete."""
+        rows = [row for row in rows if not row.is_library]
+        fresh = {row.candidate for row in self.fresh(rows)}
+        for row in rows:
+            if row.candidate not in fresh:
+                self.pass_over(row.candidate, self.why_stale(row.candidate, row.source_hash) or "")
+            elif reason := usable.get(row.candidate):
+                self.pass_over(row.candidate, reason)
+
+
+# The rules, in the order of resolution.
+
+
+def _forced(lookup: _Lookup, forced: Candidate) -> Decision:
+    problem = lookup.problem
     reason = f"it is a candidate of {forced.op}" if forced.op != problem.op else None
-    if forced != call.library:
-        reason = reason or call.feasible(forced)
+    if forced != lookup.library:
+        reason = reason or lookup.catalog.infeasible_reason(problem, forced, by_name=True)
     if reason is not None:
         raise InfeasibleError(f"forced candidate {forced} cannot run {problem}: {reason}; force another or none")
-    numerics = call.numerics_of(forced.op, forced.variant)
-    outside = (
-        "" if numerics is None or admits(call.policy, numerics) else f", though policy {call.policy!r} excludes it"
-    )
-    return _measured(call, forced, "forced", f"{forced} was forced{outside}")
+    numerics = lookup.catalog.numerics(forced.op, forced.variant)
+    is_excluded = numerics is not None and not admits(lookup.policy, numerics)
+    outside = f", though policy {lookup.policy!r} excludes it" if is_excluded else ""
+    return _unmeasured(lookup, forced, "forced", f"{forced} was forced{outside}")
 
 
-def _pinned(call: Call) -> Decision | None:
-    for pin in call.snapshot.pins:
-        if pin.problem != call.problem:
+def _pinned(lookup: _Lookup) -> Decision | None:
+    for pin in lookup.snapshot.pins:
+        if pin.problem != lookup.problem:
             continue
-        reason = call.objection(pin.candidate) if pin.candidate != call.library or not call.library_admitted else None
-        reason = reason or _failed(call, pin.candidate)
+        is_admitted_library = pin.candidate == lookup.library and lookup.library_admitted
+        reason = None if is_admitted_library else lookup.why_excluded(pin.candidate)
+        reason = reason or _why_failed(lookup, pin.candidate)
         if reason is None:
             text = f"{pin.candidate} is pinned in the {pin.layer} layer: {pin.reason or 'no reason given'}"
-            return replace(_measured(call, pin.candidate, "pin", text), layer=pin.layer)
-        call.pass_over(pin.candidate, f"pinned, but {reason}")
+            return replace(_unmeasured(lookup, pin.candidate, "pin", text), layer=pin.layer)
+        lookup.pass_over(pin.candidate, f"pinned, but {reason}")
     return None
 
 
-def _failed(call: Call, candidate: Candidate) -> str | None:
+def _why_failed(lookup: _Lookup, candidate: Candidate) -> str | None:
     """How a candidate failed in the problem's family, unless it is the library or was good at this very problem."""
-    if candidate == call.library or any(
-        row.candidate == candidate and row.problem == call.problem for row in call.fresh(call.rows(call.problem))
-    ):
+    if candidate == lookup.library or candidate in {row.candidate for row in lookup.fresh(lookup.rows_of_problem())}:
         return None
-    return call.failed({call.problem.family}).get(candidate)
+    return lookup.failed({lookup.problem.family}).get(candidate)
 
 
-def _measured(call: Call, candidate: Candidate, source: Source, why: str) -> Decision:
+def _unmeasured(lookup: _Lookup, candidate: Candidate, source: Source, why: str) -> Decision:
     """A decision that does not rest on measurements, with the numbers if there are some."""
-    rows = [row for row in call.rows(call.problem) if row.problem == call.problem]
-    for row in call.fresh(rows):
+    for row in lookup.fresh(lookup.rows_of_problem()):
         if row.candidate == candidate:
             return Decision(
                 candidate=candidate,
@@ -155,61 +380,273 @@ def _measured(call: Call, candidate: Candidate, source: Source, why: str) -> Dec
     return Decision(candidate=candidate, source=source, why=why)
 
 
-def _exact(call: Call) -> Decision | None:
-    rows = [row for row in call.rows(call.problem) if row.problem == call.problem]
-    usable = call.usable(rows, predicted=False)
-    call.report(rows, usable)
-    # The finals were fought for all SMs; who is the best on a few of them is seldom there.
-    found = pool(call.fresh(rows), usable, every_trial=call.max_sms is not None)
+def _exact(lookup: _Lookup) -> Decision | None:
+    rows = lookup.rows_of_problem()
+    usable = lookup.usable(rows, predicted=False)
+    lookup.report(rows, usable)
+    # The finals were measured with all SMs; the best on a few of them is seldom among them.
+    found = pool(lookup.fresh(rows), usable, every_trial=lookup.max_sms is not None)
     if not found.scored:
         return None
-    sizes = sizes_of(call, call.problem)
-    near = near_pools(call, sizes, call.size(call.problem))
-    return settle(call, found, rows, source="exact", text="", near=near)
+    sizes, size = _rows_by_size(lookup, lookup.problem), lookup.size(lookup.problem)
+    return _settle(lookup, found, rows, "exact", "", near=lambda: _near_pools(lookup, sizes, size))
 
 
-def _borrowed(call: Call, reach: int | None) -> Decision | None:
-    """What the rows of other hardware say where those of this one say nothing."""
-    lent = replace(call, borrowed=True)
-    decision = _exact(lent) or interpolated(lent, reach)
+def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
+    """Ask the family, then related ones; `reach` None lifts the bound on extrapolation."""
+    for like, relaxed in related_problems(lookup.problem):
+        sizes = _rows_by_size(lookup, like)
+        if sizes and (decision := _interpolate(lookup, sizes, reach, f" with {relaxed}" if relaxed else "")):
+            return decision
+    for like, relaxed in related_problems(lookup.problem):
+        if rows := _nearest_matrices(lookup, like, reach):
+            text = f"as at the nearest measured shape, {format_shape(rows[0].problem.shape)}"
+            return _nearby_winner(lookup, rows, f"{text}{f' with {relaxed}' if relaxed else ''}: ")
+    return None
+
+
+def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None, relaxed: str) -> Decision | None:
+    """Decide from one family's rows: at the size itself, between two sizes, or as at the nearest."""
+    size = lookup.size(lookup.problem)
+    if size in sizes:
+        rows = sizes[size]
+        usable = lookup.usable(rows, predicted=True)
+        lookup.report(rows, usable)
+        text = f"measured at {size} bytes{relaxed}: "
+        found = pool(rows, usable)
+        return _settle(lookup, found, rows, "interpolated", text, near=lambda: _near_pools(lookup, sizes, size))
+    below = max((s for s in sizes if s < size), default=None)
+    above = min((s for s in sizes if s > size), default=None)
+    if below is not None and above is not None and above <= MAX_GAP * below:
+        after = min((s for s in sizes if s > above), default=None)
+        further = sizes[after] if after is not None and after <= MAX_GAP * size else []
+        rows = [*sizes[below], *sizes[above]]
+        usable = lookup.usable([*rows, *further], predicted=True)
+        found = predict_between(
+            sizes[below],
+            sizes[above],
+            Place.of(size, below, above),
+            usable,
+            Further(further, lookup.problem, lookup.catalog.num_rounds),
+        )
+        if found.scored:
+            lookup.report(rows, usable)
+            return _settle(
+                lookup, found, rows, "interpolated", f"predicted between {below} and {above} bytes{relaxed}: "
+            )
+    ends = [s for s in (below, above) if s is not None]
+    nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
+    if reach is None or max(nearest, size) <= reach * min(nearest, size):
+        return _nearby_winner(lookup, sizes[nearest], f"as at the nearest measured size, {nearest} bytes{relaxed}: ")
+    return None
+
+
+def _nearby_winner(lookup: _Lookup, rows: list[Row], text: str) -> Decision:
+    """The winner of another size or shape; its time at this one is not known."""
+    usable = lookup.usable(rows, predicted=True)
+    lookup.report(rows, usable)
+    return _settle(lookup, pool(rows, usable, every_trial=True), rows, "interpolated", text).without_times()
+
+
+def _rows_by_size(lookup: _Lookup, like: Problem) -> dict[int, list[Row]]:
+    """Rows of the family of `like` by message bytes, where some challenger may be used; smallest first."""
+    rows = [row for row in lookup.rows(like) if row.problem.shape[1:] == like.shape[1:]]
+    usable = lookup.usable(rows, predicted=True)
+    by_size: dict[int, list[Row]] = {}
+    for row in lookup.fresh(rows):
+        by_size.setdefault(lookup.size(row.problem), []).append(row)
+    return {size: by_size[size] for size in sorted(by_size) if pool(by_size[size], usable).scored}
+
+
+def _near_pools(lookup: _Lookup, sizes: dict[int, list[Row]], size: int) -> list[Pool]:
+    """The pools of the nearest two sizes below and above."""
+    below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
+    chosen = [sizes[s] for s in (*below[-2:], *above[:2])]
+    return [pool(rows, lookup.usable(rows, predicted=False)) for rows in chosen]
+
+
+def _nearest_matrices(lookup: _Lookup, like: Problem, reach: int | None) -> list[Row]:
+    """Rows of the nearest shape of a GEMM, of those within reach where some challenger may be used."""
+    if len(lookup.problem.shape) != GEMM_EXTENTS or 0 in lookup.problem.shape:
+        return []
+    by_shape: dict[tuple[int, ...], list[Row]] = {}
+    for row in lookup.fresh(lookup.rows(like)):
+        by_shape.setdefault(row.problem.shape, []).append(row)
+
+    def factors(shape: tuple[int, ...]) -> list[float]:
+        return [max(x, y, 1) / max(min(x, y), 1) for x, y in zip(shape, lookup.problem.shape, strict=True)]
+
+    near = [shape for shape in by_shape if reach is None or max(factors(shape)) <= reach]
+    for shape in sorted(near, key=lambda shape: (math.prod(factors(shape)), shape)):
+        rows = by_shape[shape]
+        if pool(rows, lookup.usable(rows, predicted=True)).scored:
+            return rows
+    return []
+
+
+def _borrowed(lookup: _Lookup, reach: int | None) -> Decision | None:
+    """The answer of rows of other hardware."""
+    lent = replace(lookup, borrowed=True)
+    decision = _exact(lent) or _interpolated(lent, reach)
     if decision is None or decision.environment is None:
         return None
     why = f"borrowed from {decision.environment}, where {decision.why}"
-    return replace(decision, source="borrowed", why=why, latency_us=None, library_us=None, runner_up_us=None)
+    return replace(decision.without_times(), source="borrowed", why=why)
 
 
-def _heuristic(call: Call) -> Decision | None:
+def _heuristic(lookup: _Lookup) -> Decision | None:
     """An eager call as in graphs: the GPU does the same in both, and what the host adds favours no kernel."""
-    if call.problem.mode != "eager":
+    if lookup.problem.mode != "eager":
         return None
-    in_graphs = replace(call, problem=replace(call.problem, mode="graph"), asked=call.problem)
-    decision = _exact(in_graphs) or interpolated(in_graphs, MAX_REACH)
+    in_graphs = replace(lookup, problem=replace(lookup.problem, mode="graph"))
+    decision = _exact(in_graphs) or _interpolated(in_graphs, MAX_REACH)
     if decision is None:
         return None
     why = f"not tuned outside of graphs; in graphs: {decision.why}"
-    return replace(decision, source="heuristic", why=why, latency_us=None, library_us=None, runner_up_us=None)
+    return replace(decision.without_times(), source="heuristic", why=why)
 
 
-def _library(call: Call, hopeless: Callable[[], str | None]) -> Decision:
-    rows, advice = call.rows(call.problem), "; `tunedcomm tune` measures it"
+def _library(lookup: _Lookup) -> Decision:
+    rows, advice = lookup.rows(lookup.problem), "; `tunedcomm tune` measures it"
     if rows:
-        size = call.size(call.problem)
-        nearest = min({call.size(row.problem) for row in rows}, key=lambda s: (abs(math.log(s / size)), s))
-        rows = tuple(row for row in rows if call.size(row.problem) == nearest)
-        call.report(rows, call.usable(rows, predicted=True))
+        size = lookup.size(lookup.problem)
+        nearest = min({lookup.size(row.problem) for row in rows}, key=lambda s: (abs(math.log(s / size)), s))
+        rows = tuple(row for row in rows if lookup.size(row.problem) == nearest)
+        lookup.report(rows, lookup.usable(rows, predicted=True))
         why = f"what is measured at {nearest} bytes, the nearest size, may not serve this one"
-        if any(row.problem == call.problem for row in rows):
+        if any(row.problem == lookup.problem for row in rows):
             why, advice = "of what is measured at this very size only the library may serve", ""
     else:
         why = "nothing of this kind is measured for this hardware and world size"
-    if not call.library_admitted:
-        if reason := hopeless():
-            raise InfeasibleError(
-                f"policy {call.policy!r} admits no candidate for {call.problem}, and tuning would find none: {reason}. "
-                "Allow numerics='default'"
-            )
-        raise InfeasibleError(
-            f"policy {call.policy!r} admits no candidate for {call.problem}: {why}; run `tunedcomm tune`, or allow "
-            "numerics='default'"
+    if not lookup.library_admitted:
+        refused = f"policy {lookup.policy!r} admits no candidate for {lookup.problem}"
+        if reason := lookup.catalog.why_no_kernel(lookup.problem, lookup.policy):
+            raise InfeasibleError(f"{refused}, and tuning would find none: {reason}. Allow numerics='default'")
+        raise InfeasibleError(f"{refused}: {why}; run `tunedcomm tune`, or allow numerics='default'")
+    return _unmeasured(lookup, lookup.library, "library", f"the library: {why}{advice}")
+
+
+# The choice within a pool.
+
+
+def _settle(
+    lookup: _Lookup,
+    found: Pool,
+    rows: Sequence[Row],
+    source: Source,
+    text: str,
+    *,
+    near: Callable[[], Sequence[Pool]] | None = None,
+) -> Decision:
+    """Choose among the challengers of a pool and the library.
+
+    Args:
+        lookup: the question.
+        found: the pool.
+        rows: the rows behind it, the library's among them.
+        source: the rule that found it.
+        text: how the numbers were found: the beginning of the explanation.
+        near: gives the pools of the neighbouring sizes, called only to break a tie; None lets the least score win.
+    """
+    for row, reason in found.outranked:
+        lookup.pass_over(row.candidate, reason)
+    beating = [scored for scored in found.scored if _beats_library(lookup, found, scored)]
+    if not beating:
+        return _library_wins(lookup, found, rows, source, text)
+    best = beating[0]
+    tied = [s for s in beating if near and s.score <= best.score * (1 + max(best.noise, s.noise))]
+    winner = best
+    if near and len(tied) > 1:
+        pools = near()
+        winner = min(tied, key=lambda scored: _preference(scored, pools))
+    for other in beating:
+        tie = "a tie within the noise, decided by the neighbouring sizes and the name: " if other in tied else ""
+        lookup.pass_over(
+            other.candidate, f"{tie}{other.score:.2f} µs against {winner.score:.2f} µs of {winner.candidate}"
         )
-    return _measured(call, call.library, "library", f"the library: {why}{advice}")
+    runner_up = next((scored for scored in found.scored if scored is not winner), None)
+    return Decision(
+        candidate=winner.candidate,
+        source=source,
+        why=text + _margins(winner, found.library_us, runner_up, tied),
+        latency_us=winner.score,
+        library_us=found.library_us,
+        runner_up=runner_up.candidate if runner_up else None,
+        runner_up_us=runner_up.score if runner_up else None,
+        trial_id=winner.row.trial_id,
+        layer=winner.row.layer,
+        environment=winner.row.environment,
+    )
+
+
+def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
+    if not lookup.library_admitted or lookup.max_sms is not None:
+        return True
+    if found.library_us is None:
+        lookup.pass_over(scored.candidate, "was never compared with the library")
+        return False
+    if scored.score < found.library_us * (1 - scored.noise):
+        return True
+    lookup.pass_over(
+        scored.candidate,
+        f"{scored.score:.2f} µs is not less than the library's {found.library_us:.2f} µs by more than the noise of "
+        f"{scored.noise:.1%}",
+    )
+    return False
+
+
+def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Source, text: str) -> Decision:
+    own = min((row for row in rows if row.is_library), key=lambda row: row.tier, default=None)
+    nearest = found.scored[0]
+    known = "no challenger was compared with it"
+    if found.library_us is not None:
+        known = f"at {found.library_us:.2f} µs no challenger beats it by more than the noise"
+    return Decision(
+        candidate=lookup.library if own is None else own.candidate,
+        source=source,
+        why=f"{text}the library: {known}; the nearest is {nearest.candidate} at {nearest.score:.2f} µs",
+        latency_us=found.library_us,
+        library_us=found.library_us,
+        runner_up=nearest.candidate,
+        runner_up_us=nearest.score,
+        trial_id=(own or nearest.row).trial_id,
+        layer=(own or nearest.row).layer,
+        environment=(own or nearest.row).environment,
+    )
+
+
+def _preference(scored: Scored, pools: Sequence[Pool]) -> tuple[int, int, str]:
+    """Order of tied challengers: most sizes nearby where they are about the best, least lost there, name."""
+    wins, lost = 0, 0.0
+    for near in pools:
+        there = next((s for s in near.scored if s.candidate == scored.candidate), None)
+        if there is None:
+            lost += 1.0
+            continue
+        best = near.scored[0]
+        wins += there.score <= best.score * (1 + max(best.noise, there.noise))
+        lost += there.score / best.score - 1
+    return (-wins, round(100 * lost / max(1, len(pools))), str(scored.candidate))
+
+
+def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None, tied: Sequence[Scored]) -> str:
+    parts = [f"{winner.candidate} takes {winner.score:.2f} µs"]
+    if library_us is not None:
+        parts.append(f"{library_us / winner.score:.2f}x as fast as the library ({library_us:.2f} µs)")
+    if runner_up is not None:
+        named = f"the runner-up {runner_up.candidate} ({runner_up.score:.2f} µs)"
+        if runner_up.score >= winner.score:
+            parts.append(f"{runner_up.score / winner.score - 1:+.1%} to {named}")
+        elif runner_up in tied:
+            level = max(winner.noise, runner_up.noise)
+            parts.append(
+                f"{winner.score / runner_up.score - 1:.1%} slower than {named}, a tie within the noise of {level:.1%} "
+                "that the neighbouring sizes and the name decide"
+            )
+        else:
+            parts.append(
+                f"{winner.score / runner_up.score - 1:.1%} slower than {named}, which does not beat the library by "
+                f"more than its noise of {runner_up.noise:.1%}"
+            )
+    trial = "" if winner.row.trial_id is None else f"trial {winner.row.trial_id} of "
+    return f"{', '.join(parts)}; {trial}the {winner.row.layer} layer"

@@ -6,15 +6,15 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+from tunedcomm.fabric import Fabric
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.spec import Candidate, Problem
-
-__all__ = ["Failure", "Numbers", "Pinned", "Row", "Snapshot", "is_drift"]
 
 _FORMAT = 2
 
@@ -309,3 +309,59 @@ def _places(values: Sequence[T], key: Callable[[T], Any]) -> list[int]:
 
 def _dump(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+# Rows of other hardware, which the user may allow to stand in.
+
+_PATTERN = frozenset("*?[")
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A stored environment of other hardware that the user named.
+
+    Attributes:
+        environment: where its rows were measured.
+        objection: why they cannot serve here, None if they can.
+    """
+
+    environment: Environment
+    objection: str | None
+
+
+def matches(name: str, environment: Environment) -> bool:
+    """True if `name` is part of the GPU's name, a pattern that it fits, or the beginning of the digest."""
+    wanted = name.strip().lower()
+    gpu = environment.gpu.lower()
+    if _PATTERN & set(wanted):
+        return fnmatchcase(gpu, wanted)
+    return wanted in gpu or environment.digest.startswith(wanted)
+
+
+def why_not_borrowed(here: Environment, there: Environment) -> str | None:
+    """Why rows that were measured `there` cannot serve `here` however much the user may want it, or None.
+
+    GPU model, number of SMs, memory and number of links may differ: kernels are ranked much alike then. Where the
+    architecture or the way from GPU to GPU is another one, the ranking is too.
+    """
+    fields = [
+        ("compute capability", here.compute_capability, there.compute_capability),
+        ("kind of fabric", Fabric.parse(here.fabric).kind_in_words, Fabric.parse(there.fabric).kind_in_words),
+        ("multicast", _yes(here.multicast), _yes(there.multicast)),
+        ("number of hosts", here.nodes, there.nodes),
+    ]
+    different = [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in fields if mine != theirs]
+    return "; ".join(different) or None
+
+
+def _yes(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def loans(here: Environment, names: Sequence[str], stored: Iterable[Environment]) -> list[Loan]:
+    """Stored environments of other hardware that any of the names means, each once, in the order of `stored`."""
+    found: dict[str, Loan] = {}
+    for environment in stored:
+        if environment.hard_key != here.hard_key and any(matches(name, environment) for name in names):
+            found.setdefault(environment.digest, Loan(environment, why_not_borrowed(here, environment)))
+    return list(found.values())

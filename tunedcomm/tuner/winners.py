@@ -8,18 +8,9 @@ from dataclasses import dataclass, replace
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
-from tunedcomm.selection.select import Decision, Row, Snapshot, choose
-from tunedcomm.spec import (
-    Candidate,
-    Limits,
-    Numerics,
-    NumericsPolicy,
-    Problem,
-    check_candidate,
-    get_op,
-    ops,
-    variants,
-)
+from tunedcomm.selection.select import Decision, Registered, choose
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, get_op, ops
 
 __all__ = ["Stored", "Winner", "candidates_to_measure", "stored_winners", "uncertainty"]
 
@@ -150,21 +141,8 @@ def _decide(
     policy: NumericsPolicy,
 ) -> Decision | None:
     """Dispatch's answer from measurements of this very problem; None if it has none."""
-
-    def numerics_of(op: str, name: str) -> Numerics | None:
-        variant = variants(op).get(name)
-        return None if variant is None else variant.numerics
-
     try:
-        decision = choose(
-            snapshot,
-            problem,
-            feasible=lambda candidate: check_candidate(problem, candidate, limits, by_name=False),
-            source_hash=source_hash,
-            numerics_of=numerics_of,
-            message_bytes=get_op(problem.op).message_bytes,
-            policy=policy,
-        )
+        decision = choose(snapshot, problem, Registered(limits, source_hash), policy=policy)
     except InfeasibleError:  # nothing that the policy admits is known
         return None
     return decision if decision.source == "exact" else None
