@@ -26,8 +26,7 @@ import torch.distributed as dist
 from tunedcomm import kernels
 from tunedcomm.cli import _gemm_alone as gemm_alone
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.shapes import parse_shape
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, parse_shape
 from tunedcomm.tuner.measure import calls_for, contend, further_turns, summarise, take_rounds
 
 

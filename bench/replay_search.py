@@ -30,8 +30,7 @@ from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Candidate, Problem, get_op
+from tunedcomm.spec import Candidate, Problem, format_shape, get_op
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.replay import Replay, run_search

@@ -215,3 +215,10 @@ class DatabaseFullError(DatabaseError):
 
     Make room, or move the database with `TUNEDCOMM_DB`; then run the same command again.
     """
+
+
+def printable(text: str) -> str:
+    """`text` with characters escaped that a terminal would obey instead of showing, such as names in a file have."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -6,16 +6,16 @@ A leaf: no torch, no database. Kernel files register their `OpSpec` and `Variant
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import logging
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
-from tunedcomm.asking import default_config, objection
 from tunedcomm.errors import ConfigError, UnknownNameError
-from tunedcomm.names import did_you_mean
-from tunedcomm.shapes import format_shape
 from tunedcomm.space import Config, Space, Value
 
 __all__ = [
@@ -33,9 +33,12 @@ __all__ = [
     "admits",
     "candidates",
     "check_candidate",
+    "did_you_mean",
+    "format_shape",
     "get_op",
     "get_variant",
     "ops",
+    "parse_shape",
     "register_op",
     "register_variant",
     "variants",
@@ -67,6 +70,35 @@ _ADMITTED: Mapping[str, frozenset[str]] = {
     "ordered": frozenset({"ordered"}),
     "any": frozenset({"ordered", "library", "unordered"}),
 }
+
+
+logger = logging.getLogger("tunedcomm")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """End of a sentence about an unknown name: `; did you mean 'x' or 'y'?`, or a full stop if none is near."""
+    close = difflib.get_close_matches(name.strip().lower(), list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(other) for other in close)}?" if close else "."
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Read `4096x8192x3584` or `98304`.
+
+    Raises:
+        ValueError: anything else.
+    """
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"shape {text!r} is not of the form N or MxNxK, e.g. 98304 or 4096x8192x3584") from None
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"shape {text!r} has a negative extent")
+    return shape
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """Write a shape as `parse_shape` reads it."""
+    return "x".join(str(extent) for extent in shape)
 
 
 def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
@@ -255,9 +287,12 @@ class OpSpec:
         return ("rowwise", "tensorwise") if dtype.startswith("float8") else ("",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """One algorithm for one op: its kernel or library call, its space, and what it cannot do.
+
+    Any package may bring variants, and a call may ask all variants of its op. So callers use `infeasible_reason` and
+    `default_config`, in which a variant that raises is passed over and the others still run.
 
     Attributes:
         op: name of the op.
@@ -298,6 +333,48 @@ class Variant:
     def is_library(self) -> bool:
         """True for the fall-back that every op has."""
         return self.name == "library"
+
+    def infeasible_reason(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Why the variant cannot run `problem` with `config`, or None; an `infeasible` that raises is a reason."""
+        try:
+            reason: object = self.infeasible(problem, config, limits)
+        except Exception as error:  # noqa: BLE001 - of whatever package
+            return self._raised("infeasible", error)
+        if reason is None or isinstance(reason, str):
+            return reason
+        text = f"its infeasible() must return None or a sentence, and returned {reason!r:.80}"
+        return self._warn_once("infeasible", text)
+
+    def default_config(self, problem: Problem, limits: Limits) -> dict[str, Value]:
+        """The config to try first.
+
+        Raises:
+            ConfigError: `default` raises, or returns no mapping.
+        """
+        try:
+            found: object = self.default(problem, limits)
+        except Exception as error:
+            raise ConfigError(f"{self.op}.{self.name}: {self._raised('default', error)}") from error
+        if isinstance(found, dict):
+            return found
+        text = f"its default() must return a dict of axis to value, and returned {found!r:.80}"
+        raise ConfigError(f"{self.op}.{self.name}: {self._warn_once('default', text)}")
+
+    def _raised(self, function: str, error: Exception) -> str:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error}"
+        return self._warn_once(function, f"its {function}() raised {text:.200} at {frame.filename}:{frame.lineno}")
+
+    def _warn_once(self, function: str, reason: str) -> str:
+        """Return `reason`; log it the first time that this function of the variant fails."""
+        key = (self.op, self.name, function)
+        if key not in _warned:
+            _warned.add(key)
+            logger.warning("variant %s of %s is passed over: %s", self.name, self.op, reason)
+        return reason
+
+
+_warned: set[tuple[str, str, str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +460,7 @@ def candidates(problem: Problem, limits: Limits, policy: NumericsPolicy = "defau
         for variant in variants(problem.op).values()
         if admits(policy, variant.numerics)
         for config in variant.space.enumerate()
-        if objection(variant, problem, config, limits) is None
+        if variant.infeasible_reason(problem, config, limits) is None
     ]
 
 
@@ -396,7 +473,7 @@ def check_candidate(problem: Problem, candidate: Candidate, limits: Limits, *, b
         return str(error)
     if not (variant.bounded or by_name):
         return f"{variant.name} would wait for a lost peer for ever; it only runs when it is forced"
-    return objection(variant, problem, config, limits)
+    return variant.infeasible_reason(problem, config, limits)
 
 
 # Of a space with more configs only the default is asked: defaults look for the nearest feasible config.
@@ -410,12 +487,12 @@ def why_no_kernel(problem: Problem, limits: Limits, policy: NumericsPolicy) -> s
         if variant.is_library or not variant.bounded or not admits(policy, variant.numerics):
             continue
         try:
-            reason = objection(variant, problem, default_config(variant, problem, limits), limits)
+            reason = variant.infeasible_reason(problem, variant.default_config(problem, limits), limits)
         except ConfigError as error:
             reason = str(error)
         if reason is None or (
             variant.space.size <= _FEW_CONFIGS
-            and any(objection(variant, problem, config, limits) is None for config in variant.space.enumerate())
+            and any(variant.infeasible_reason(problem, config, limits) is None for config in variant.space.enumerate())
         ):
             return None
         reasons.setdefault(reason, []).append(variant.name)

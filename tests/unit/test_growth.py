@@ -70,11 +70,12 @@ tunedcomm.kernels.all_reduce.__path__.append(files + "/all_reduce")
 tunedcomm.kernels.__path__.append(files)
 
 from typer.testing import CliRunner
-from tunedcomm import dispatcher, kernels, spec
+from tunedcomm import kernels, spec
 from tunedcomm.cli import main
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.db.records import TrialRecord
-from tunedcomm.selection.select import Snapshot
+from tunedcomm.dispatch import dispatcher
+from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import detect
 from tunedcomm.tuner.study import default_candidates

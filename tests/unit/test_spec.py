@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunedcomm import shapes, spec
+from tunedcomm import spec
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Candidate, Limits, OpSpec, Problem, Variant
@@ -145,13 +145,13 @@ def test_problem_without_a_required_field_is_refused() -> None:
 
 @given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=4).map(tuple))
 def test_shape_text_round_trip(shape: tuple[int, ...]) -> None:
-    assert shapes.parse_shape(shapes.format_shape(shape)) == shape
+    assert spec.parse_shape(spec.format_shape(shape)) == shape
 
 
 @pytest.mark.parametrize("text", ["", "x", "4x", "4,8", "four", "-1", "4x-8", "1.5"])
 def test_bad_shape_text_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=f"shape {re.escape(repr(text))}"):
-        shapes.parse_shape(text)
+        spec.parse_shape(text)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.hardware import gpu_of
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
-from tunedcomm.shapes import format_shape, parse_shape
-from tunedcomm.spec import Problem, get_op
+from tunedcomm.spec import Problem, format_shape, get_op, parse_shape
 from tunedcomm.tuner.measure import Contender, calls_for, contend, summarise, take_rounds
 
 __all__ = ["COLUMNS", "Bencher", "main", "problems_of"]

@@ -180,11 +180,10 @@ def _left_out(
 
 
 def _against_default(problem: Problem, variant: Variant, limits: Limits) -> str | None:
-    from tunedcomm.asking import default_config
     from tunedcomm.spec import Candidate, check_candidate
 
     try:
-        config = default_config(variant, problem, limits)
+        config = variant.default_config(problem, limits)
     except ConfigError as error:
         return str(error)
     return check_candidate(problem, Candidate.of(problem.op, variant.name, config), limits, by_name=False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import tunedcomm
 from tunedcomm.dispatch.communicator import release_communicators
 from tunedcomm.hardware import gpu_of
-from tunedcomm.shapes import parse_shape
+from tunedcomm.spec import parse_shape
 
 __all__ = ["main"]
 

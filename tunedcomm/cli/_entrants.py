@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
-from tunedcomm.asking import default_config
 from tunedcomm.cli import _gemm_alone as gemm_alone
 from tunedcomm.cli._peer_files import Adapter
 from tunedcomm.cli._peers import TORCH_PEERS
@@ -123,7 +122,7 @@ def _candidates_of(communicator: Communicator, problem: Problem, name: str) -> l
     ]
     rows.sort(key=lambda row: row.latency_p50_us)
     found = [row.candidate for row in rows]
-    found.append(Candidate.of(problem.op, name, default_config(_variant(problem, name), problem, communicator.limits)))
+    found.append(Candidate.of(problem.op, name, _variant(problem, name).default_config(problem, communicator.limits)))
     return [c for c in found if check_candidate(problem, c, communicator.limits) is None]
 
 

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Problem, admits, get_op, variants
+from tunedcomm.spec import Problem, admits, format_shape, get_op, variants
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.fates import VariantFate

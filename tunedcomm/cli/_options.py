@@ -12,9 +12,7 @@ import typer
 
 from tunedcomm import settings
 from tunedcomm.errors import UnknownNameError
-from tunedcomm.names import did_you_mean
-from tunedcomm.shapes import parse_shape
-from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, get_op, get_variant
+from tunedcomm.spec import DTYPES, InputKind, Mode, OpSpec, Problem, did_you_mean, get_op, get_variant, parse_shape
 
 if TYPE_CHECKING:
     from tunedcomm.spec import NumericsPolicy

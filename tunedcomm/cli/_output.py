@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tunedcomm.names import printable
+from tunedcomm.errors import printable
 
 __all__ = ["emit", "emit_json", "format_bytes", "format_ratio", "format_us", "note", "table"]
 

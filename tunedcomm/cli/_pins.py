@@ -14,7 +14,7 @@ from tunedcomm.cli._options import ProblemOptions
 from tunedcomm.cli._output import note, table
 from tunedcomm.cli._problems import kind_of
 from tunedcomm.errors import DatabaseError, UnknownNameError
-from tunedcomm.shapes import format_shape
+from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer

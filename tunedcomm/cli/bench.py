@@ -37,9 +37,7 @@ from tunedcomm.cli._options import (
 )
 from tunedcomm.cli._output import emit_json, note
 from tunedcomm.cli._peer_files import adapter_files
-from tunedcomm.names import did_you_mean
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import ITEMSIZE, Problem, variants
+from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, format_shape, variants
 
 __all__ = ["bench"]
 

@@ -11,7 +11,7 @@ from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, tabl
 from tunedcomm.cli._pins import pin_to_dict, print_pins, read_pins
 from tunedcomm.cli._problems import kind_of, message_of
 from tunedcomm.cli._stored import Contest, contests, library_us, read_trials, winner
-from tunedcomm.shapes import format_shape
+from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.db.records import PinRecord

@@ -27,7 +27,7 @@ from tunedcomm.cli._options import (
 from tunedcomm.cli._output import emit_json, format_ratio, format_us, note, table
 from tunedcomm.cli._pins import print_pins, read_pins
 from tunedcomm.cli._stored import Contest, contests, library_us, read_trials
-from tunedcomm.shapes import format_shape
+from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.db.records import TrialRecord

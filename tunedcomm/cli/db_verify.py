@@ -17,7 +17,7 @@ from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note
 from tunedcomm.cli._problems import kind_of, message_of
 from tunedcomm.cli._progress import shown
 from tunedcomm.cli.tune import Backend, is_spare_copy
-from tunedcomm.shapes import format_shape
+from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.verdict import Verified

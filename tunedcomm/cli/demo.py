@@ -12,7 +12,7 @@ from tunedcomm.cli._options import CallMode, JsonOption, ProblemOptions, known_o
 from tunedcomm.cli._output import emit, emit_json, note
 from tunedcomm.cli.explain import explanation
 from tunedcomm.cli.tune import report, run_sweep
-from tunedcomm.shapes import format_shape
+from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment

@@ -36,7 +36,7 @@ from tunedcomm.cli._options import (
 from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note, table
 from tunedcomm.cli._problems import kind_of, message_of
 from tunedcomm.cli._progress import shown
-from tunedcomm.shapes import format_shape
+from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.spec import Problem

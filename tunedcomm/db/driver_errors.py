@@ -14,8 +14,8 @@ from tunedcomm.errors import (
     DatabaseCorruptError,
     DatabaseError,
     DatabaseFullError,
+    printable,
 )
-from tunedcomm.names import printable
 
 __all__ = ["full", "named"]
 

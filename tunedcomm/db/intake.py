@@ -20,7 +20,7 @@ from tunedcomm.db.records import canonical_json, config_digest
 from tunedcomm.db.rekey import current_hash
 from tunedcomm.db.schema import HEAD, REVISIONS, Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
-from tunedcomm.shapes import format_shape
+from tunedcomm.spec import format_shape
 
 __all__ = ["Intake", "is_jsonl", "read_lines"]
 

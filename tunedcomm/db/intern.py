@@ -15,8 +15,7 @@ from tunedcomm.db.rows import parse_environment, parse_problem
 from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, VariantRow
 from tunedcomm.errors import DatabaseCorruptError
 from tunedcomm.hardware import Environment
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, format_shape
 
 __all__ = ["VariantKey", "environment_ids", "problem_ids", "row_id", "variant_ids", "variant_key"]
 

@@ -21,8 +21,7 @@ from tunedcomm.db.query import table
 from tunedcomm.db.records import canonical_json, config_digest
 from tunedcomm.db.rows import Reader
 from tunedcomm.db.schema import HEAD, Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, format_shape
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "Line", "OnBad", "check_trial", "end", "lines", "run_key"]
 

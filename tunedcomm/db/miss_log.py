@@ -26,8 +26,7 @@ from tunedcomm.db.records import canonical_json
 from tunedcomm.db.rows import int_of, parse_problem, text_of, time_of
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import HARD_FIELDS
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, format_shape
 
 __all__ = ["MAX_BYTES", "HardKey", "Miss", "append", "compact", "log_path", "read"]
 

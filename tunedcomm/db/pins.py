@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tunedcomm.asking import default_config
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_variant
@@ -27,7 +26,7 @@ def pinnable(problem: Problem, variant: str, config: Mapping[str, Value] | None 
         InfeasibleError: dispatch would not run it there.
     """
     found = get_variant(problem.op, variant)
-    values = default_config(found, problem, limits) if config is None else dict(config)
+    values = found.default_config(problem, limits) if config is None else dict(config)
     candidate = Candidate.of(problem.op, variant, found.space.validate(values))
     reason = None if found.is_library else check_candidate(problem, candidate, limits, by_name=False)
     if reason is not None:

@@ -17,9 +17,8 @@ from tunedcomm.db.records import STATUSES, RunRecord, Status
 from tunedcomm.db.rekey import current_hash
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
-from tunedcomm.shapes import parse_shape
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem
+from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem, parse_shape
 
 __all__ = ["LEAST_US", "MOST_US", "Reader", "Skipped", "StoredVariant"]
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm import kernels, settings
-from tunedcomm.asking import default_config
 from tunedcomm.dispatch import misses
 from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
 from tunedcomm.kernels.common.own import undisturbed
@@ -146,7 +145,7 @@ def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, s
     except UnknownNameError as error:  # force() has looked its name up, so it is the variable's
         raise UnknownNameError(f"{settings.FORCE_PREFIX}{problem.op.upper()}={name!r}: {error}") from None
     candidate = Candidate.of(
-        problem.op, name, config if config is not None else default_config(variant, problem, limits)
+        problem.op, name, config if config is not None else variant.default_config(problem, limits)
     )
     if reason := check_candidate(problem, candidate, limits):
         raise InfeasibleError(f"{candidate} is forced for {problem}, but cannot run it: {reason}")

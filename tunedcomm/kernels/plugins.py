@@ -15,8 +15,7 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from tunedcomm import spec
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.kernels.common.source_hash import source_hash
-from tunedcomm.names import did_you_mean
-from tunedcomm.spec import Variant, get_op, ops, variants
+from tunedcomm.spec import Variant, did_you_mean, get_op, ops, variants
 
 __all__ = ["GROUP", "brought", "failed", "load_plugins", "misspelt_groups"]
 

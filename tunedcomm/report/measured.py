@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tunedcomm import metrics
-from tunedcomm.shapes import parse_shape
+from tunedcomm.spec import parse_shape
 
 __all__ = [
     "CHOSEN",

@@ -17,8 +17,7 @@ from tunedcomm.report.measured import LIBRARY, Group, Measured
 from tunedcomm.selection.score import Scored
 from tunedcomm.selection.select import Registered, measured_pool
 from tunedcomm.selection.snapshot import Snapshot
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Candidate, Problem, get_op
+from tunedcomm.spec import Candidate, Problem, format_shape, get_op
 from tunedcomm.symm.limits import limits_for
 
 __all__ = ["Answer", "Chooser", "StoredFile", "group_of", "measurements", "read_layer"]

@@ -14,8 +14,7 @@ from tunedcomm.report.measured import Group, in_order
 from tunedcomm.report.panels import Figure, KeyEntry, Panel, Table, size_text
 from tunedcomm.report.stored import StoredFile, group_of
 from tunedcomm.report.styles import Style, between
-from tunedcomm.shapes import format_shape
-from tunedcomm.spec import Problem, get_op
+from tunedcomm.spec import Problem, format_shape, get_op
 
 __all__ = ["best_so_far", "sweep_panels"]
 

@@ -42,7 +42,6 @@ from tunedcomm.selection.interpolate import (
 )
 from tunedcomm.selection.score import Pool, Scored, pool
 from tunedcomm.selection.snapshot import Row, Snapshot
-from tunedcomm.shapes import format_shape
 from tunedcomm.spec import (
     Candidate,
     Limits,
@@ -51,6 +50,7 @@ from tunedcomm.spec import (
     Problem,
     admits,
     check_candidate,
+    format_shape,
     get_op,
     get_variant,
     variants,

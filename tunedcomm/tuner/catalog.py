@@ -16,8 +16,7 @@ from importlib.resources import files
 from typing import Any, TypeAlias
 
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
-from tunedcomm.names import did_you_mean
-from tunedcomm.spec import ITEMSIZE
+from tunedcomm.spec import ITEMSIZE, did_you_mean
 
 __all__ = [
     "DEFAULT_TOKENS",

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import optuna
 
-from tunedcomm.asking import default_config, objection
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
@@ -46,7 +45,7 @@ def default_candidates(problem: Problem, limits: Limits) -> list[Candidate]:
     found = []
     for variant in variants(problem.op).values():
         with contextlib.suppress(ConfigError):  # stray_defaults says it
-            found.append(Candidate.of(problem.op, variant.name, default_config(variant, problem, limits)))
+            found.append(Candidate.of(problem.op, variant.name, variant.default_config(problem, limits)))
     return found
 
 
@@ -55,7 +54,7 @@ def stray_defaults(problem: Problem, limits: Limits, wanted: Collection[str]) ->
     for variant in variants(problem.op).values():
         if variant.name in wanted:
             try:
-                variant.space.validate(default_config(variant, problem, limits))
+                variant.space.validate(variant.default_config(problem, limits))
             except ConfigError as error:
                 yield f"the default config of {variant.op}.{variant.name} is not in its space and is not tried: {error}"
 
@@ -80,8 +79,8 @@ def infeasible_variants(problem: Problem, limits: Limits, policy: NumericsPolicy
             continue
         config: dict[str, Value] = {}
         try:
-            config = default_config(variant, problem, limits)
-            reason = objection(variant, problem, config, limits)
+            config = variant.default_config(problem, limits)
+            reason = variant.infeasible_reason(problem, config, limits)
         except ConfigError as error:
             reason = str(error)
         if reason is not None:

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import torch
 
-from tunedcomm.asking import objection
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
 from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.tuner import check, measure
@@ -196,7 +195,9 @@ class TrialRunner:
         communicator = self._gang.communicator
         variant = get_variant(candidate.op, candidate.variant)
         odd = self._odd if full else []
-        odd = [b for b in odd if objection(variant, b.problem, candidate.config_dict, communicator.limits) is None]
+        odd = [
+            b for b in odd if variant.infeasible_reason(b.problem, candidate.config_dict, communicator.limits) is None
+        ]
         begin, before = time.perf_counter(), self._compiles.num_compiled
         try:
             launch = communicator.bind(bench.problem, candidate)

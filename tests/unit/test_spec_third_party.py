@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tunedcomm import asking, kernels, spec
-from tunedcomm.asking import default_config, objection
+from tunedcomm import kernels, spec
 from tunedcomm.cli import main
 from tunedcomm.errors import ConfigError
 from tunedcomm.hardware import detect
@@ -37,14 +36,14 @@ def brought(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A variant of all_gather with what the test gives."""
     kernels.discover()
     monkeypatch.setattr(spec, "_variants", dict(spec._variants))
-    monkeypatch.setattr(asking, "_said", set())
+    monkeypatch.setattr(spec, "_warned", set())
     return register_variant(replace(get_variant("all_gather", "push"), name="bad", **request.param))
 
 
 @pytest.mark.parametrize(
     ("brought", "said"),
     [
-        ({"infeasible": raises}, r"its infeasible\(\) raised KeyError: 'num_pieces' at .*test_asking.py:\d+"),
+        ({"infeasible": raises}, r"its infeasible\(\) raised KeyError: 'num_pieces' at .*test_spec_third_party.py:\d+"),
         ({"infeasible": lambda *asked: False}, r"must return None or a sentence, and returned False"),
     ],
     indirect=["brought"],
@@ -62,7 +61,7 @@ def test_what_cannot_say_whether_it_runs_does_not(
     (told,) = (record.message for record in caplog.records)
     assert told.startswith("variant bad of all_gather is passed over: its infeasible() ")
     assert why_no_kernel(PROBLEM, limits, "any") is None, "the others can"
-    assert objection(brought, PROBLEM, {}, limits) == reason
+    assert brought.infeasible_reason(PROBLEM, {}, limits) == reason
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_what_cannot_say_whether_it_runs_does_not(
 )
 def test_a_default_that_raises_is_a_named_error_where_it_is_needed(brought: Variant, said: str, limits: Limits) -> None:
     with pytest.raises(ConfigError, match=f"all_gather.bad: {said}"):
-        default_config(brought, PROBLEM, limits)
+        brought.default_config(PROBLEM, limits)
     assert "bad" not in {candidate.variant for candidate in default_candidates(PROBLEM, limits)}
     (note,) = stray_defaults(PROBLEM, limits, ["bad", "push"])
     assert "all_gather.bad" in note
