@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 from db_samples import H200, problem, trial
 
-from tunedcomm import settings
 from tunedcomm.cli import main
 from tunedcomm.cli._choice import read_layers
 from tunedcomm.db import home, miss_log, once, sight
 from tunedcomm.db import layers as layers_module
-from tunedcomm.db.layers import Layer, layers, load_snapshot, site_databases, user_database, writable_database
+from tunedcomm.db.layers import layers, load_snapshot, site_databases, user_database, writable_database
 from tunedcomm.db.sight import Sight, differences
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import misses
-from tunedcomm.errors import DatabaseAccessError, SettingError
+from tunedcomm.errors import DatabaseAccessError
 
 
 @pytest.fixture(autouse=True)
@@ -284,20 +283,6 @@ def test_packaged_databases_are_told_apart_by_name_and_size(tmp_path: Path, monk
         views.append(sight.sight())
     assert differences(views[:2]) == []
     assert differences(views[::2]) == ["rank 1 has shipped.db as packaged database where rank 0 has shipped.db"]
-
-
-# The switch for tests
-
-
-def test_each_rank_gets_its_own_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNEDCOMM_CHAOS_DB", "/a.db, /b.db")
-    for rank, path in (("0", "/a.db"), ("1", "/b.db"), ("2", "/a.db"), ("", "/a.db")):
-        monkeypatch.setenv("RANK", rank)
-        assert settings.db_url() == path
-        assert layers()[0] == Layer("user", path)
-    monkeypatch.setenv("TUNEDCOMM_CHAOS_DB", "/a.db,,/b.db")
-    with pytest.raises(SettingError, match=r"TUNEDCOMM_CHAOS_DB='/a\.db,,/b\.db'"):
-        settings.db_url()
 
 
 def test_warnings_are_given_once(caplog: pytest.LogCaptureFixture) -> None:

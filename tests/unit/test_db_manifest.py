@@ -133,7 +133,7 @@ def test_a_cluster_reads_the_file_under_its_setting(tmp_path: Path, monkeypatch:
     name, _, value = told["setting"].partition("=")
     (word,) = shlex.split(value)
     monkeypatch.setenv(name, word)
-    assert settings.db_path() == [str(shared / "h200-prod.db")]
+    assert settings.db_path() == (str(shared / "h200-prod.db"),)
     assert site_databases() == [str(shared / "h200-prod.db")]
     text = CliRunner().invoke(
         main.app, ["db", "export", "--cluster", "h200-prod", str(shared), "--db", str(source), "--force"]

@@ -22,7 +22,7 @@ def test_table_is_sorted_and_complete() -> None:
     assert len(names) == len(set(names))
     for setting in settings.SETTINGS:
         assert setting.name.startswith(settings.PREFIX)
-        assert setting.default
+        assert setting.default_text
         assert setting.allowed
         assert setting.meaning.endswith(".")
 
@@ -32,7 +32,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.borrow() == ()
     assert settings.db_url() is None
     assert settings.db_network() == "auto"
-    assert settings.db_path() == []
+    assert settings.db_path() == ()
     assert settings.db_patience_s() == 600.0
     assert settings.forced("all_reduce") is None
     assert settings.log_level() == "warning"
@@ -59,8 +59,22 @@ def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.forced("all_gather") is None
     assert settings.log_level() == "debug"
     assert settings.mode() == "off"
+    monkeypatch.setenv("TUNEDCOMM_NAN_CHECK", "Yes")
+    monkeypatch.setenv("TUNEDCOMM_NODE_OF_RANK", "0, 0,1 ,1")
+    assert settings.nan_check() is True
+    assert settings.node_of_rank() == (0, 0, 1, 1)
     assert settings.peer_timeout_s() == 0.5
     assert settings.workspace_bytes() == 128 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", False), ("Off", False), ("1", True), ("yes", True), ("/m.jsonl", "/m.jsonl")]
+)
+def test_the_log_of_misses_is_a_file_or_a_switch(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: str | bool
+) -> None:
+    monkeypatch.setenv("TUNEDCOMM_MISS_LOG", text)
+    assert settings.miss_log() == expected
 
 
 def test_empty_means_unset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +87,15 @@ def test_empty_means_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", []),
-        ("/a.db", ["/a.db"]),
-        (f"/a.db{os.pathsep}/b.db", ["/a.db", "/b.db"]),
-        (f"/a.db{os.pathsep}", ["/a.db"]),
-        ("postgresql+psycopg://host:5432/name", ["postgresql+psycopg://host:5432/name"]),
-        ("/a.db; postgresql://u:p@host:5432/name", ["/a.db", "postgresql://u:p@host:5432/name"]),
+        ("", ()),
+        ("/a.db", ("/a.db",)),
+        (f"/a.db{os.pathsep}/b.db", ("/a.db", "/b.db")),
+        (f"/a.db{os.pathsep}", ("/a.db",)),
+        ("postgresql+psycopg://host:5432/name", ("postgresql+psycopg://host:5432/name",)),
+        ("/a.db; postgresql://u:p@host:5432/name", ("/a.db", "postgresql://u:p@host:5432/name")),
     ],
 )
-def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: list[str]) -> None:
+def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, ...]) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", text)
     assert settings.db_path() == expected
 
@@ -89,11 +103,13 @@ def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: li
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
-        ("TUNEDCOMM_CHAOS_DB", "/a.db,", settings.db_url),
         ("TUNEDCOMM_DB_NETWORK", "nfs", settings.db_network),
         ("TUNEDCOMM_DB_PATIENCE_S", "-1", settings.db_patience_s),
         ("TUNEDCOMM_DB_PATIENCE_S", "ages", settings.db_patience_s),
         ("TUNEDCOMM_MODE", "fast", settings.mode),
+        ("TUNEDCOMM_NAN_CHECK", "maybe", settings.nan_check),
+        ("TUNEDCOMM_NODE_OF_RANK", "0,,1", settings.node_of_rank),
+        ("TUNEDCOMM_NODE_OF_RANK", "0,-1", settings.node_of_rank),
         ("TUNEDCOMM_LOG", "loud", settings.log_level),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "soon", settings.peer_timeout_s),
         ("TUNEDCOMM_PEER_TIMEOUT_S", "0", settings.peer_timeout_s),

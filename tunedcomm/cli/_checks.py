@@ -215,18 +215,9 @@ def check_variables() -> Iterator[Check]:
     for name in sorted(name for name in os.environ if name.startswith(settings.PREFIX)):
         seen = True
         yield Check(name, "ok", os.environ[name])
-    every: tuple[Callable[[], object], ...] = (
-        settings.db_network,
-        settings.db_patience_s,
-        settings.db_url,
-        settings.log_level,
-        settings.mode,
-        settings.peer_timeout_s,
-        settings.workspace_bytes,
-    )
-    for read in every:
+    for setting in settings.SETTINGS:
         try:
-            read()
+            setting()
         except SettingError as error:
             yield Check("variables", "fail", str(error), "correct or unset it")
     for op in ops():

@@ -62,7 +62,7 @@ def check_alone(context: typer.Context) -> None:
                 "two sweeps one after the other",
                 param_hint="--from-misses",
             )
-    if not settings.keeps_misses():
+    if settings.miss_log() is False:
         raise typer.BadParameter(
             "TUNEDCOMM_MISS_LOG switches the log off; unset it, or name the file to read", param_hint="--from-misses"
         )

@@ -71,7 +71,7 @@ def log_path() -> Path:
         DatabaseAccessError: there is no such place, for the user has no home directory.
     """
     named = settings.miss_log()
-    if named is not None:
+    if isinstance(named, str):
         return Path(os.path.expanduser(named))  # noqa: PTH111 - leaves `~` alone where there is no home
     try:
         path = parse_target(user_database()).path

@@ -154,7 +154,7 @@ def counted(launch: Launch, problem: Problem, environment: Environment, source: 
         environment: of the group.
         source: the rule that chose what is launched.
     """
-    if not settings.keeps_misses():
+    if settings.miss_log() is False:
         return launch
     try:
         path = miss_log.log_path()
