@@ -6,36 +6,18 @@ Public names are loaded at first use, so that `import tunedcomm` costs next to n
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+from tunedcomm import errors
+from tunedcomm.errors import *  # noqa: F403 - every error is public
+
+# Type checkers take it for True. The module `typing` would take longer to import than all the rest.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from tunedcomm.dispatch.agreement import Agreement, check_agreement
     from tunedcomm.dispatch.communicator import Communicator, get_communicator, release_communicators
     from tunedcomm.dispatch.dispatcher import explain, force
-    from tunedcomm.errors import (
-        AgreementError,
-        ConfigError,
-        DatabaseAccessError,
-        DatabaseAwayError,
-        DatabaseBusyError,
-        DatabaseCorruptError,
-        DatabaseError,
-        DatabaseFullError,
-        DatabaseVersionError,
-        GroupError,
-        InfeasibleError,
-        MissingPackageError,
-        NanInputError,
-        NotInitializedError,
-        PeerTimeoutError,
-        SettingError,
-        TunedCommError,
-        TuningError,
-        UnknownNameError,
-        UnsupportedInputError,
-        UnsupportedVersionError,
-        WorkspaceError,
-    )
     from tunedcomm.integrations.fusion import FusionPass, fusion_pass
     from tunedcomm.integrations.intercept import install, intercept, uninstall
     from tunedcomm.integrations.serving import ServingAllReduce
@@ -53,35 +35,36 @@ if TYPE_CHECKING:
     from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
     from tunedcomm.spec import Problem
 
+# Module to its public names; type checkers need the imports above and the literal below.
+_HOMES = {
+    "dispatch.agreement": "Agreement check_agreement",
+    "dispatch.communicator": "Communicator get_communicator release_communicators",
+    "dispatch.dispatcher": "explain force",
+    "integrations.fusion": "FusionPass fusion_pass",
+    "integrations.intercept": "install intercept uninstall",
+    "integrations.serving": "ServingAllReduce",
+    "ops.ag_gemm": "ag_gemm",
+    "ops.all_gather": "all_gather",
+    "ops.all_reduce": "all_reduce all_reduce_",
+    "ops.all_reduce_bias": "all_reduce_bias",
+    "ops.all_reduce_rms_norm": "all_reduce_rms_norm",
+    "ops.all_to_all": "all_to_all",
+    "ops.all_to_all_v": "all_to_all_v",
+    "ops.gemm_ar": "gemm_ar",
+    "ops.gemm_rs": "gemm_rs",
+    "ops.progress": "GatherProgress all_gather_with_progress",
+    "ops.reduce_scatter": "reduce_scatter",
+    "ops.symmetric": "register_symmetric symmetric_empty",
+    "spec": "Problem",
+}
+
 __all__ = [
     "Agreement",
-    "AgreementError",
     "Communicator",
-    "ConfigError",
-    "DatabaseAccessError",
-    "DatabaseAwayError",
-    "DatabaseBusyError",
-    "DatabaseCorruptError",
-    "DatabaseError",
-    "DatabaseFullError",
-    "DatabaseVersionError",
     "FusionPass",
     "GatherProgress",
-    "GroupError",
-    "InfeasibleError",
-    "MissingPackageError",
-    "NanInputError",
-    "NotInitializedError",
-    "PeerTimeoutError",
     "Problem",
     "ServingAllReduce",
-    "SettingError",
-    "TunedCommError",
-    "TuningError",
-    "UnknownNameError",
-    "UnsupportedInputError",
-    "UnsupportedVersionError",
-    "WorkspaceError",
     "ag_gemm",
     "all_gather",
     "all_gather_with_progress",
@@ -106,46 +89,15 @@ __all__ = [
     "symmetric_empty",
     "uninstall",
 ]
-
-_HOME = {
-    "Agreement": "dispatch.agreement",
-    "Communicator": "dispatch.communicator",
-    "FusionPass": "integrations.fusion",
-    "GatherProgress": "ops.progress",
-    "Problem": "spec",
-    "ag_gemm": "ops.ag_gemm",
-    "ServingAllReduce": "integrations.serving",
-    "all_gather": "ops.all_gather",
-    "all_gather_with_progress": "ops.progress",
-    "all_reduce": "ops.all_reduce",
-    "all_reduce_": "ops.all_reduce",
-    "all_to_all": "ops.all_to_all",
-    "all_reduce_bias": "ops.all_reduce_bias",
-    "all_reduce_rms_norm": "ops.all_reduce_rms_norm",
-    "all_to_all_v": "ops.all_to_all_v",
-    "check_agreement": "dispatch.agreement",
-    "explain": "dispatch.dispatcher",
-    "force": "dispatch.dispatcher",
-    "fusion_pass": "integrations.fusion",
-    "gemm_ar": "ops.gemm_ar",
-    "gemm_rs": "ops.gemm_rs",
-    "get_communicator": "dispatch.communicator",
-    "install": "integrations.intercept",
-    "intercept": "integrations.intercept",
-    "reduce_scatter": "ops.reduce_scatter",
-    "register_symmetric": "ops.symmetric",
-    "release_communicators": "dispatch.communicator",
-    "symmetric_empty": "ops.symmetric",
-    "uninstall": "integrations.intercept",
-}
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}")
-    value = globals()[name] = getattr(module, name)
-    return value
+    for module, names in _HOMES.items():
+        if name in names.split():
+            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,19 @@
 Hard fields (GPU model, SM count, compute capability, fabric class, multicast, nodes) must match for a stored trial to
 be used at all; soft fields (driver and library versions) only rank older rows lower. Torch and NVML are imported when
 something is detected, so that stored environments can be read and compared without either.
+
+The fabric class says in one word how the GPUs of a machine reach each other:
+
+    nvswitch-18             18 NVLinks a GPU, all through NVSwitch
+    nvlink-12               12 NVLinks a GPU straight to others, every GPU linked to every other
+    nvlink-4-partial        the same, but not every GPU is linked to every other
+    pcie                    no NVLink
+    pcie-nop2p              no NVLink, and the GPUs cannot reach each other's memory
+    nvswitch-18-mig         a MIG slice: it reaches no other GPU, whatever links the whole GPU has
+    loopback                a single GPU that all ranks share, if PyTorch is told to let them: to try out kernels
+    host                    CPU tensors in shared memory
+
+Databases hold these words, so a class is never renamed.
 """
 
 from __future__ import annotations
@@ -12,34 +25,115 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.fabric import Fabric, describe
-from tunedcomm.nvml import links_of, ranks_may_share_a_gpu
 from tunedcomm.version import VERSION
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "HARD_FIELDS",
-    "SOFT_FIELDS",
-    "Environment",
-    "advice",
-    "detect",
-    "gpu_of",
-    "multicast_disabled",
-    "nearest",
-    "num_gpu_ranks",
-    "ranks_share_a_gpu",
-]
-
 HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "nodes")
-_SHARERS = 8  # symm.layout.MAX_WORLD_SIZE
 SOFT_FIELDS = ("driver", "cuda", "torch", "triton", "nccl", "tunedcomm")
+
+_CLASS = re.compile(r"(host|loopback|pcie|nvlink|nvswitch)(?:-(\d{1,3}))?(-partial)?(-nop2p)?(-mig)?")
+# First compute capability with each generation of NVLink.
+_GENERATIONS = ((100, 5), (90, 4), (80, 3), (70, 2), (60, 1))
+_LAST_KNOWN = 109
+# More links than any GPU has straight to others: where NVML does not say what they lead to, it is a switch.
+_MOST_DIRECT_LINKS = 4
+_MOST_RANKS_OF_A_GPU = 8  # symm.layout.MAX_WORLD_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """A fabric class, parsed.
+
+    Attributes:
+        kind: `nvswitch`, `nvlink`, `pcie`, `loopback`, `host`, or the whole text of an unknown class.
+        num_links: NVLinks a GPU; 0 without NVLink.
+        is_partial: some GPUs of the machine have no link to each other.
+        has_p2p: False if GPUs without NVLink cannot reach each other's memory over PCIe either.
+        is_mig: the device is a MIG slice.
+    """
+
+    kind: str
+    num_links: int = 0
+    is_partial: bool = False
+    has_p2p: bool = True
+    is_mig: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Fabric:
+        """Inverse of `str`."""
+        found = _CLASS.fullmatch(text)
+        if found is None:
+            return cls(kind=text)
+        kind, links, partial, no_p2p, mig = found.groups()
+        return cls(kind=kind, num_links=int(links or 0), is_partial=bool(partial), has_p2p=not no_p2p, is_mig=bool(mig))
+
+    def __str__(self) -> str:
+        return (
+            self.kind
+            + (f"-{self.num_links}" if self.num_links else "")
+            + ("-partial" if self.is_partial else "")
+            + ("" if self.has_p2p else "-nop2p")
+            + ("-mig" if self.is_mig else "")
+        )
+
+    @property
+    def can_share_memory(self) -> bool:
+        """True if kernels may address the memory of peers; over PCIe their protocols are not known to hold."""
+        return self.kind != "pcie" and not self.is_mig
+
+    @property
+    def kind_in_words(self) -> str:
+        """The class without its number of links."""
+        kinds = {
+            "nvswitch": "NVLink through NVSwitch",
+            "nvlink": "NVLink from some GPUs to some others" if self.is_partial else "NVLink from GPU to GPU",
+            "pcie": "PCIe" if self.has_p2p else "PCIe without peer access",
+            "loopback": "one GPU that all ranks share",
+            "host": "shared memory of the host",
+        }
+        return kinds.get(self.kind, self.kind) + (", of a MIG slice" if self.is_mig else "")
+
+
+def describe_fabric(text: str, compute_capability: int) -> str:
+    """A fabric class in words, e.g. `NVLink 4, 18 links through NVSwitch`.
+
+    Args:
+        text: the class.
+        compute_capability: major × 10 + minor, which gives the generation of NVLink.
+    """
+    fabric = Fabric.parse(text)
+    if fabric.kind == "host":
+        return "CPU tensors in the host's shared memory"
+    if fabric.kind == "loopback":
+        return "one GPU that all ranks share: results count, times do not"
+    if fabric.kind == "pcie":
+        words = "PCIe without NVLink"
+        words += "" if fabric.has_p2p else ", where GPUs cannot reach each other's memory"
+    elif fabric.kind in ("nvswitch", "nvlink"):
+        generation = _generation(compute_capability)
+        links = f"{fabric.num_links} link{'s' if fabric.num_links != 1 else ''}"
+        words = f"NVLink{'' if generation is None else f' {generation}'}, {links} "
+        if fabric.kind == "nvswitch":
+            words += "through NVSwitch"
+        else:
+            words += "to some of the other GPUs" if fabric.is_partial else "straight to the other GPUs"
+    else:
+        words = f"{text} (a class that this version does not know)"
+    return words + ("; a MIG slice, which reaches no other GPU" if fabric.is_mig else "")
+
+
+def _generation(compute_capability: int) -> int | None:
+    if compute_capability > _LAST_KNOWN:
+        return None
+    return next((generation for first, generation in _GENERATIONS if compute_capability >= first), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +145,7 @@ class Environment:
         num_sms: streaming multiprocessors; 1 on the host backend.
         compute_capability: major × 10 + minor, e.g. 90; 0 on the host backend.
         memory_gib: device memory in GiB, rounded.
-        fabric: link class, e.g. `nvswitch-18`, `nvlink-4`, `pcie`, `host`; see `tunedcomm.fabric`.
+        fabric: link class, e.g. `nvswitch-18`, `nvlink-4`, `pcie`, `host`; see the top of this module.
         num_links: active NVLinks a GPU; 0 without NVLink.
         multicast: NVLink multicast (NVLS) is there and not switched off.
         nodes: number of hosts the group spans.
@@ -106,7 +200,7 @@ class Environment:
         return [f"{text}: {advice(name, self, found)}" for name, text in found.items()]
 
     def differences(self, other: Environment) -> dict[str, str]:
-        """Each hard field in which `other` differs, to the difference in words."""
+        """Hard fields in which `other` differs, each with the difference in words."""
         found = {}
         for name in HARD_FIELDS:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -118,7 +212,7 @@ class Environment:
     @property
     def fabric_in_words(self) -> str:
         """The fabric class, as e.g. `NVLink 4, 18 links through NVSwitch`."""
-        return describe(self.fabric, self.compute_capability)
+        return describe_fabric(self.fabric, self.compute_capability)
 
     def drift(self, other: Environment) -> list[str]:
         """Soft fields in which `other` differs, in words."""
@@ -135,7 +229,7 @@ class Environment:
 
 
 def advice(name: str, here: Environment, different: Collection[str]) -> str:
-    """What to do about the field `name` where all that is stored differs in the fields `different`."""
+    """Advice on a difference in the field `name`, if what is stored differs in the fields `different`."""
     if here.is_host:
         return "tune here; times of GPUs say nothing about the host backend"
     if name == "gpu":
@@ -176,20 +270,144 @@ def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | N
     return min(stored, key=distance, default=None)
 
 
-def _version(package: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How one GPU is connected.
+
+    Attributes:
+        fabric: its class.
+        num_links: active NVLinks.
+        driver: the driver's version, "" where unknown.
+    """
+
+    fabric: Fabric
+    num_links: int = 0
+    driver: str = ""
+
+
+_NOTHING_KNOWN = Links(Fabric(kind="pcie"))
+
+
+def links_of(index: int, *, uuid: str = "") -> Links:
+    """The links of a GPU; `pcie` where NVML cannot tell.
+
+    Args:
+        index: NVML's index of the GPU.
+        uuid: the CUDA device's UUID without prefix, which is certain where the index is a guess; "" if unknown.
+    """
+    import pynvml
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return _NOTHING_KNOWN
+    try:
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        handle, is_mig = _device(pynvml, index, uuid)
+        links = _active_links(pynvml, handle)
+        is_switched = _is_switched(pynvml, handle, links)
+        return Links(_class_of(pynvml, len(links), is_switched=is_switched, is_mig=is_mig), len(links), driver)
+    except pynvml.NVMLError:
+        return _NOTHING_KNOWN
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def _truthy(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+def _device(pynvml: Any, index: int, uuid: str) -> tuple[Any, bool]:
+    """The handle of the whole GPU, and True if the device is a MIG slice of it."""
+    handle = None
+    for prefix in ("GPU-", "MIG-") if uuid else ():
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(prefix + uuid)
+        except pynvml.NVMLError:
+            continue
+        if prefix == "MIG-":
+            return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle), True
+        break
+    if handle is None:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    try:
+        # CUDA sees nothing but slices of a GPU in MIG mode.
+        return handle, pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    except pynvml.NVMLError:  # it cannot be sliced
+        return handle, False
 
 
-def multicast_disabled() -> bool:
-    """True if the user switched NVLink multicast off for PyTorch or NCCL."""
-    return _truthy("TORCH_SYMM_MEM_DISABLE_MULTICAST") or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
+def _active_links(pynvml: Any, gpu: Any) -> list[int]:
+    active = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(gpu, link) == pynvml.NVML_FEATURE_ENABLED:
+                active.append(link)
+        except pynvml.NVMLError:  # the GPU has no such link
+            continue
+    return active
+
+
+def _is_switched(pynvml: Any, gpu: Any, links: list[int]) -> bool:
+    """True if the active links go through a switch."""
+    for number, link in enumerate(links, start=1):
+        try:
+            remote = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link)
+            if remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+                return True
+        except (pynvml.NVMLError, AttributeError):
+            if number > _MOST_DIRECT_LINKS:
+                return True
+    return False
+
+
+def _class_of(pynvml: Any, num_links: int, *, is_switched: bool, is_mig: bool) -> Fabric:
+    if is_switched:
+        return Fabric(kind="nvswitch", num_links=num_links, is_mig=is_mig)
+    # From here on the whole machine counts, because every rank of a group has to find the same.
+    if num_links:
+        return Fabric(kind="nvlink", num_links=num_links, is_partial=not is_mig and _is_partial(pynvml), is_mig=is_mig)
+    if not is_mig and ranks_may_share_a_gpu() and pynvml.nvmlDeviceGetCount() == 1:
+        return Fabric(kind="loopback")
+    return Fabric(kind="pcie", has_p2p=is_mig or _has_p2p(pynvml), is_mig=is_mig)
+
+
+def _all_gpus(pynvml: Any) -> list[Any]:
+    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+
+def _is_partial(pynvml: Any) -> bool:
+    """True if two GPUs are known to have no link to each other; what NVML does not say counts as linked."""
+    try:
+        gpus = _all_gpus(pynvml)
+        places = [_place(pynvml.nvmlDeviceGetPciInfo(gpu)) for gpu in gpus]
+        for gpu, place in zip(gpus, places, strict=True):
+            links = _active_links(pynvml, gpu)
+            reached = {_place(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link)) for link in links}
+            if not {place, *reached}.issuperset(places):
+                return True
+    except (pynvml.NVMLError, AttributeError):
+        return False
+    return False
+
+
+def _place(info: Any) -> tuple[int, int, int]:
+    return (info.domain, info.bus, info.device)
+
+
+def _has_p2p(pynvml: Any) -> bool:
+    """False if two GPUs are known not to reach each other's memory."""
+    try:
+        gpus = _all_gpus(pynvml)
+        return all(
+            pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_READ) == pynvml.NVML_P2P_STATUS_OK
+            for one in gpus
+            for other in gpus
+            if one is not other
+        )
+    except (pynvml.NVMLError, AttributeError):
+        return True
+
+
+def ranks_may_share_a_gpu() -> bool:
+    """True if PyTorch is told to let symmetric memory of several ranks lie on one GPU."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def ranks_share_a_gpu() -> bool:
@@ -204,7 +422,7 @@ def num_gpu_ranks() -> int:
     """
     import torch
 
-    return _SHARERS if ranks_share_a_gpu() else torch.cuda.device_count()
+    return _MOST_RANKS_OF_A_GPU if ranks_share_a_gpu() else torch.cuda.device_count()
 
 
 def gpu_of(local_rank: int) -> torch.device:
@@ -217,6 +435,22 @@ def gpu_of(local_rank: int) -> torch.device:
     for name, value in {"NCCL_HOSTID": str(local_rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}.items():
         os.environ.setdefault(name, value)
     return torch.device("cuda", 0)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _truthy(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def multicast_disabled() -> bool:
+    """True if the user switched NVLink multicast off for PyTorch or NCCL."""
+    return _truthy("TORCH_SYMM_MEM_DISABLE_MULTICAST") or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
 
 
 def _physical_index(device: int) -> int:

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from db_samples import H200
 
-from tunedcomm import hardware, nvml
+from tunedcomm import hardware
 from tunedcomm.dispatch.communicator import limits_for
-from tunedcomm.fabric import Fabric, describe
-from tunedcomm.hardware import HARD_FIELDS, nearest
-from tunedcomm.nvml import links_of
+from tunedcomm.hardware import HARD_FIELDS, Fabric, describe_fabric, links_of, nearest
 
 SWITCH, GPU, CPU = "switch", "gpu", "cpu"
 
@@ -119,7 +117,7 @@ CUBE_MESH = [[1, 1, 2, 3, 3, 4], [0, 0, 2, 2, 3, 5], [0, 1, 1, 3, 3, 6], [0, 0, 
              [5, 5, 6, 7, 7, 0], [4, 4, 6, 6, 7, 1], [4, 5, 5, 7, 7, 2], [4, 4, 5, 6, 6, 3]]  # fmt: skip
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, index: int = 0, uuid: str = "") -> nvml.Links:
+def ask(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, index: int = 0, uuid: str = "") -> hardware.Links:
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
     found = links_of(index, uuid=uuid)
     assert fake.is_open == 0
@@ -172,15 +170,17 @@ def test_every_rank_finds_the_same_class(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_uuid_is_certain_and_the_index_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml([[SWITCH] * 18, []], uuids={"GPU-b": 1, "MIG-s": 0})
     assert ask(monkeypatch, fake, 0, "b").num_links == 0
-    assert ask(monkeypatch, fake, 1, "s") == nvml.Links(Fabric(kind="nvswitch", num_links=18, is_mig=True), 18, "580.1")
+    assert ask(monkeypatch, fake, 1, "s") == hardware.Links(
+        Fabric(kind="nvswitch", num_links=18, is_mig=True), 18, "580.1"
+    )
     assert ask(monkeypatch, fake, 0, "unknown").num_links == 18
 
 
 def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml([[SWITCH] * 18])
-    assert ask(monkeypatch, fake, index=7) == nvml.Links(Fabric(kind="pcie"), 0, "")
+    assert ask(monkeypatch, fake, index=7) == hardware.Links(Fabric(kind="pcie"), 0, "")
     monkeypatch.setattr(fake, "nvmlInit", fake._refuse)
-    assert ask(monkeypatch, fake) == nvml.Links(Fabric(kind="pcie"), 0, "")
+    assert ask(monkeypatch, fake) == hardware.Links(Fabric(kind="pcie"), 0, "")
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
@@ -219,7 +219,7 @@ CLASSES = {
 def test_a_class_in_words_and_back(text: str) -> None:
     words, shares = CLASSES[text]
     assert str(Fabric.parse(text)) == text
-    assert describe(text, 90) == words
+    assert describe_fabric(text, 90) == words
     assert Fabric.parse(text).can_share_memory is shares
     assert limits_for(replace(H200, fabric=text), 4).symmetric is shares
 
@@ -240,7 +240,7 @@ def test_a_class_in_words_and_back(text: str) -> None:
     ],
 )
 def test_generation_of_nvlink(capability: int, generation: str) -> None:
-    assert describe("nvswitch-18", capability) == f"NVLink{generation}, 18 links through NVSwitch"
+    assert describe_fabric("nvswitch-18", capability) == f"NVLink{generation}, 18 links through NVSwitch"
 
 
 # Environments that differ

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from tunedcomm import hardware
-from tunedcomm.fabric import Fabric
-from tunedcomm.hardware import HARD_FIELDS, SOFT_FIELDS, Environment
+from tunedcomm.hardware import HARD_FIELDS, SOFT_FIELDS, Environment, Fabric
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 H200 = Environment(

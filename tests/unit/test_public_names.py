@@ -13,8 +13,8 @@ IMPORT_BUDGET_S = 0.3
 REPEATS = 3
 
 
-def test_public_names_are_sorted_and_resolve() -> None:
-    assert list(tunedcomm.__all__) == sorted(set(tunedcomm.__all__))
+def test_public_names_are_listed_once_and_resolve() -> None:
+    assert len(tunedcomm.__all__) == len(set(tunedcomm.__all__))
     assert "all_reduce" in tunedcomm.__all__
     for name in tunedcomm.__all__:
         assert getattr(tunedcomm, name) is not None, name

@@ -85,8 +85,7 @@ def check_gpus() -> Iterator[Check]:
                 "gpus", "warn", "none found", "nothing, if this is meant: the host backend runs all, slowly, on CPUs"
             )
         return
-    from tunedcomm.fabric import Fabric
-    from tunedcomm.hardware import detect, multicast_disabled
+    from tunedcomm.hardware import Fabric, detect, multicast_disabled
 
     count = torch.cuda.device_count()
     found = [detect(index) for index in range(count)]

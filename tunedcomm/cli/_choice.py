@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm import garbage
 from tunedcomm.cli._options import ProblemOptions, check_in_place
 from tunedcomm.cli._output import note
 from tunedcomm.errors import ConfigError, DatabaseError, UnknownNameError
+from tunedcomm.selection.snapshot import gc_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -86,7 +86,7 @@ def choose(
         UnknownNameError: no such op, or no stored environment matches `hardware`.
         DatabaseError: `database` cannot be read.
     """
-    with garbage.kept():
+    with gc_paused():
         return _choose(options, hardware, database, borrow, with_left_out=with_left_out)
 
 

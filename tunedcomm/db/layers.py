@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunedcomm import garbage, settings
+from tunedcomm import settings
 from tunedcomm.db import query, snapshot_query
 from tunedcomm.db.engine import parse_target
 from tunedcomm.db.gather import Gathered, Names, snapshot_of
@@ -25,7 +25,7 @@ from tunedcomm.db.schema import PinRow
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.snapshot import Loan, Snapshot, loans, matches
+from tunedcomm.selection.snapshot import Loan, Snapshot, gc_paused, loans, matches
 from tunedcomm.spec import Problem
 
 __all__ = [
@@ -333,7 +333,7 @@ def load_snapshot(
     own, lent = Gathered(environment, names), Gathered(environment, names, borrowed=True)
     into = _Reading(own, lent, borrow, {})
     rank = -1
-    with garbage.kept():
+    with gc_paused():
         for layer in _all_layers() if layers is None else layers:
             rank += rank < 0 or not layer.is_beside
             try:

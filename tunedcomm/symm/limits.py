@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tunedcomm import settings
-from tunedcomm.fabric import Fabric
-from tunedcomm.hardware import Environment
+from tunedcomm.hardware import Environment, Fabric
 from tunedcomm.spec import Limits
 from tunedcomm.symm.layout import MAX_BLOCKS, MAX_WORLD_SIZE, LaneLayout
 
