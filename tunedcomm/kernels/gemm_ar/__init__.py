@@ -1,1 +1,0 @@
-"""The op gemm_ar and its variants."""

@@ -1,1 +1,0 @@
-"""The op gemm_rs and its variants."""
