@@ -11,12 +11,12 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.kernels.ag_gemm import _products
 from tunedcomm.kernels.all_gather import progress
 from tunedcomm.kernels.common import copies
 from tunedcomm.kernels.common.launch import ManyLaunch
-from tunedcomm.kernels.common.matmul import operands_of
-from tunedcomm.kernels.gemm_ar import one_shot
+from tunedcomm.kernels.gemm import ag_products as _products
+from tunedcomm.kernels.gemm import ar_one_shot as one_shot
+from tunedcomm.kernels.gemm.problem import operands_of
 from tunedcomm.ops import ag_gemm as ag_module
 from tunedcomm.ops import gemm_ar as ar_module
 from tunedcomm.ops import gemm_rs as rs_module

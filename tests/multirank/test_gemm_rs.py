@@ -16,7 +16,7 @@ from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.kernels.common.tiles import TILE_AXES
+from tunedcomm.kernels.gemm.variant import TILE_AXES
 from tunedcomm.spec import Limits, Problem, get_variant, variants
 
 kernels.discover()

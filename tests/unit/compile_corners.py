@@ -51,7 +51,7 @@ LIMITS = Limits(
 GEMM_PLACES = (((16, 8192, 2048), 90), ((4096, 8192, 3584), 90), ((4096, 8192, 3584), 100))
 GEMM_EXTRAS = (("bfloat16", "nk", ""), ("float16", "kn", ""), ("float8_e4m3fn", "nk", "rowwise"))
 GEMM_WORLD_SIZE = 4
-# One variant for each function of kernels/_gemm.py that multiplies.
+# One variant for each function of kernels/gemm/tiles.py that multiplies.
 SUMS: tuple[tuple[str, str, dict[str, bool]], ...] = (
     ("gemm_rs", "push_reduce", {}),
     ("gemm_ar", "lamport", {"pointers": False}),

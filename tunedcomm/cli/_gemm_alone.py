@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tunedcomm.kernels.common.matmul import operands_of, product, product_reference, wanted_of
+from tunedcomm.kernels.gemm.problem import operands_of, product, product_reference, wanted_of
 from tunedcomm.spec import Problem
 
 __all__ = ["NAME", "inputs_of", "output_of", "reference", "run", "suits"]

@@ -1,1 +1,1 @@
-"""The op ag_gemm and its variants."""
+"""The fused GEMMs: ag_gemm, gemm_rs and gemm_ar."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.gemm import (
+from tunedcomm.kernels.gemm.panels import await_chunk
+from tunedcomm.kernels.gemm.tiles import (
     matrix,
     operand_b,
     scaled,
@@ -22,7 +23,6 @@ from tunedcomm.kernels.common.gemm import (
     tile_of,
     tile_product,
 )
-from tunedcomm.kernels.common.panels import await_chunk
 from tunedcomm.symm import layout
 
 __all__ = ["DATA"]

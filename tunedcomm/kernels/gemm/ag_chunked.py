@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 
-from tunedcomm.kernels.ag_gemm._common import (
+from tunedcomm.kernels.common.copies import Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.gemm.ag_common import (
     panel_bytes,
     refuse,
     refuse_chunks,
@@ -30,13 +33,10 @@ from tunedcomm.kernels.ag_gemm._common import (
     rows_of_chunk,
     scales_offset,
 )
-from tunedcomm.kernels.ag_gemm._products import Piece, bind_products, refuse_products
-from tunedcomm.kernels.ag_gemm._push import Pushes, make_pushes
-from tunedcomm.kernels.ag_gemm._send import send_kernel
-from tunedcomm.kernels.common.copies import Copies, copies_of
-from tunedcomm.kernels.common.feasibility import Launch, closest
-from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.panels import await_chunk, begin_panels_kernel, begin_request, call_number
+from tunedcomm.kernels.gemm.ag_products import Piece, bind_products, refuse_products
+from tunedcomm.kernels.gemm.ag_push import Pushes, make_pushes
+from tunedcomm.kernels.gemm.ag_send import send_kernel
+from tunedcomm.kernels.gemm.panels import await_chunk, begin_panels_kernel, begin_request, call_number
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import closest
-from tunedcomm.kernels.common.matmul import out_itemsize, refuse_gemm
-from tunedcomm.kernels.common.tiles import num_tiles, refuse_tiles, tile_space, tile_wish
+from tunedcomm.kernels.gemm.problem import out_itemsize, refuse_gemm
+from tunedcomm.kernels.gemm.variant import num_tiles, refuse_tiles, tile_space, tile_wish
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.ag_gemm._common import (
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.gemm.ag import num_queued, operands, queued_tile
+from tunedcomm.kernels.gemm.ag_common import (
     closest_tiles,
     grid_of,
     is_packed,
@@ -31,13 +34,10 @@ from tunedcomm.kernels.ag_gemm._common import (
     rows_of_chunk,
     scales_offset,
 )
-from tunedcomm.kernels.ag_gemm._push import make_gathered, make_pushes
-from tunedcomm.kernels.ag_gemm._queue import num_queued, operands, queued_tile
-from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.matmul import wanted_of
-from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request, bind_begin, call_number
-from tunedcomm.kernels.common.tiles import tile_request, tile_space, two_fit
+from tunedcomm.kernels.gemm.ag_push import make_gathered, make_pushes
+from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request, bind_begin, call_number
+from tunedcomm.kernels.gemm.problem import wanted_of
+from tunedcomm.kernels.gemm.variant import tile_request, tile_space, two_fit
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.ag_gemm._common import panel_bytes, refuse, rows_of
-from tunedcomm.kernels.ag_gemm._products import Piece, bind_products, refuse_products
-from tunedcomm.kernels.ag_gemm._push import make_pushes
 from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.panels import await_chunk, begin_panels_kernel, begin_request, call_number
+from tunedcomm.kernels.gemm.ag_common import panel_bytes, refuse, rows_of
+from tunedcomm.kernels.gemm.ag_products import Piece, bind_products, refuse_products
+from tunedcomm.kernels.gemm.ag_push import make_pushes
+from tunedcomm.kernels.gemm.panels import await_chunk, begin_panels_kernel, begin_request, call_number
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.ag_gemm._common import gathered_in, panel_bytes, refuse, rows_of, scales_in
 from tunedcomm.kernels.all_gather._ring import ring_kernel
 from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE, flags_kernel
 from tunedcomm.kernels.all_gather.lamport import LAMPORT, lamport_kernel
 from tunedcomm.kernels.all_gather.push import PUSH
 from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.kernels.common.matmul import operands_of, product, wanted_of
 from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.kernels.gemm.ag_common import gathered_in, panel_bytes, refuse, rows_of, scales_in
+from tunedcomm.kernels.gemm.problem import operands_of, product, wanted_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of

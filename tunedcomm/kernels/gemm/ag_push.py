@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tunedcomm.kernels.ag_gemm._common import rows_of, scales_offset
 from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.gemm.ag_common import rows_of, scales_offset
 from tunedcomm.spec import ITEMSIZE, Problem
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
 

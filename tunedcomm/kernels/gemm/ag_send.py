@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.ag_gemm._queue import DATA
-from tunedcomm.kernels.common.gemm import element_type
-from tunedcomm.kernels.common.panels import announce_to, call_number, is_last
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.gemm.ag import DATA
+from tunedcomm.kernels.gemm.panels import announce_to, call_number, is_last
+from tunedcomm.kernels.gemm.tiles import element_type
 
 __all__ = ["SENT", "send_kernel"]
 

@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.ag_gemm._common import (
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.gemm.ag import num_queued, operands, put_back, queued_tile, take
+from tunedcomm.kernels.gemm.ag_common import (
     closest_tiles,
     grid_of,
     is_packed,
@@ -30,14 +33,11 @@ from tunedcomm.kernels.ag_gemm._common import (
     rows_of_chunk,
     scales_offset,
 )
-from tunedcomm.kernels.ag_gemm._push import make_gathered
-from tunedcomm.kernels.ag_gemm._queue import num_queued, operands, put_back, queued_tile, take
-from tunedcomm.kernels.ag_gemm._send import send_shard
-from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.matmul import wanted_of
-from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request, bind_begin, call_number, is_last
-from tunedcomm.kernels.common.tiles import tile_request, tile_space
+from tunedcomm.kernels.gemm.ag_push import make_gathered
+from tunedcomm.kernels.gemm.ag_send import send_shard
+from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request, bind_begin, call_number, is_last
+from tunedcomm.kernels.gemm.problem import wanted_of
+from tunedcomm.kernels.gemm.variant import tile_request, tile_space
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.matmul import Operands, operands_of, usual_dtype, wanted_of
+from tunedcomm.kernels.gemm.problem import Operands, operands_of, usual_dtype, wanted_of
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.gemm import element_type, rounded
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.matmul import out_itemsize, wanted_of
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.tiles import (
+from tunedcomm.kernels.gemm.ar_launches import bind_addresses
+from tunedcomm.kernels.gemm.ar_sums import refuse_packets
+from tunedcomm.kernels.gemm.problem import out_itemsize, wanted_of
+from tunedcomm.kernels.gemm.tiles import element_type, rounded
+from tunedcomm.kernels.gemm.variant import (
     num_tiles,
     refuse_tiles,
     tile_request,
@@ -29,8 +31,6 @@ from tunedcomm.kernels.common.tiles import (
     tile_wish,
     two_fit,
 )
-from tunedcomm.kernels.gemm_ar._launches import bind_addresses
-from tunedcomm.kernels.gemm_ar._sums import refuse_packets
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.copies import Copies, copies_of
 from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
-from tunedcomm.kernels.common.matmul import bind_product, operands_of, out_itemsize, refuse_gemm, wanted_of
 from tunedcomm.kernels.common.packets import PACKET_BYTES
-from tunedcomm.kernels.gemm_ar._parts import TILE, inputs_of_rows, parts_of
-from tunedcomm.kernels.gemm_ar._reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of
+from tunedcomm.kernels.gemm.ar_parts import TILE, inputs_of_rows, parts_of
+from tunedcomm.kernels.gemm.ar_reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of
+from tunedcomm.kernels.gemm.problem import bind_product, operands_of, out_itemsize, refuse_gemm, wanted_of
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

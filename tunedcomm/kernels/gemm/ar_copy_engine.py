@@ -35,7 +35,12 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.kernels.common.copies import Copies, copies_of
 from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.matmul import (
+from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.gemm.ar_parts import TILE, inputs_of_rows, parts_of
+from tunedcomm.kernels.gemm.ar_reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of, usual_reduce
+from tunedcomm.kernels.gemm.ar_shares import await_all_kernel, sum_share_kernel
+from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request, bind_begin
+from tunedcomm.kernels.gemm.problem import (
     bind_product,
     operands_of,
     out_itemsize,
@@ -43,11 +48,6 @@ from tunedcomm.kernels.common.matmul import (
     refuse_gemm,
     wanted_of,
 )
-from tunedcomm.kernels.common.packets import PACKET_BYTES
-from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request, bind_begin
-from tunedcomm.kernels.gemm_ar._parts import TILE, inputs_of_rows, parts_of
-from tunedcomm.kernels.gemm_ar._reduce import KERNELS, adds_bias, bind_reduce, refuse_reduce, requests_of, usual_reduce
-from tunedcomm.kernels.gemm_ar._shares import await_all_kernel, sum_share_kernel
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET

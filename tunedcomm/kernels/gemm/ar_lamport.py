@@ -29,7 +29,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.common.feasibility import Launch, closest
-from tunedcomm.kernels.common.gemm import (
+from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.packets import PACKET_BYTES, arm
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
+from tunedcomm.kernels.gemm.ar_launches import bind_addresses
+from tunedcomm.kernels.gemm.ar_sums import refuse_packets, sum_and_bias
+from tunedcomm.kernels.gemm.problem import out_itemsize
+from tunedcomm.kernels.gemm.tiles import (
     element_type,
     matrix,
     operand_b,
@@ -38,14 +45,7 @@ from tunedcomm.kernels.common.gemm import (
     scaled,
     tile_words,
 )
-from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.matmul import out_itemsize
-from tunedcomm.kernels.common.packets import PACKET_BYTES, arm
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.common.tiles import num_tiles, refuse_tiles, tile_constants, tile_wish
-from tunedcomm.kernels.gemm_ar._launches import bind_addresses
-from tunedcomm.kernels.gemm_ar._sums import refuse_packets, sum_and_bias
+from tunedcomm.kernels.gemm.variant import num_tiles, refuse_tiles, tile_constants, tile_wish
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.scratch import scratch_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.matmul import operands_of, product
+from tunedcomm.kernels.gemm.problem import operands_of, product
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

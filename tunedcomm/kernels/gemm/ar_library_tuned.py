@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
-from tunedcomm.kernels.common.matmul import bind_product, operands_of, refuse_gemm, wanted_of
-from tunedcomm.kernels.gemm_ar._reduce import (
+from tunedcomm.kernels.gemm.ar_reduce import (
     KERNELS,
     adds_bias,
     bind_reduce,
@@ -23,6 +22,7 @@ from tunedcomm.kernels.gemm_ar._reduce import (
     rounds_of,
     wish_of,
 )
+from tunedcomm.kernels.gemm.problem import bind_product, operands_of, refuse_gemm, wanted_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -26,20 +26,12 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_multicast
-from tunedcomm.kernels.common.gemm import (
-    element_type,
-    matrix,
-    operand_b,
-    scaled,
-    tile_of,
-    tile_product,
-)
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers_together, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.common.multimem import load_reduce, store_all
 from tunedcomm.kernels.common.rows import add_extras
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.gemm_ar._slots import (
+from tunedcomm.kernels.gemm.ar import (
     bind_slots,
     copy_slot,
     packets_in,
@@ -50,6 +42,14 @@ from tunedcomm.kernels.gemm_ar._slots import (
     slot_space,
     slot_wish,
     store_slot,
+)
+from tunedcomm.kernels.gemm.tiles import (
+    element_type,
+    matrix,
+    operand_b,
+    scaled,
+    tile_of,
+    tile_product,
 )
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

@@ -22,14 +22,6 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
-from tunedcomm.kernels.common.gemm import (
-    element_type,
-    matrix,
-    operand_b,
-    scaled,
-    tile_of,
-    tile_product,
-)
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -40,7 +32,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.gemm_ar._slots import (
+from tunedcomm.kernels.gemm.ar import (
     bind_slots,
     packets_in,
     refuse_slots,
@@ -51,7 +43,15 @@ from tunedcomm.kernels.gemm_ar._slots import (
     slot_wish,
     store_slot,
 )
-from tunedcomm.kernels.gemm_ar._sums import sum_and_bias
+from tunedcomm.kernels.gemm.ar_sums import sum_and_bias
+from tunedcomm.kernels.gemm.tiles import (
+    element_type,
+    matrix,
+    operand_b,
+    scaled,
+    tile_of,
+    tile_product,
+)
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

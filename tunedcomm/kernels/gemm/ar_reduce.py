@@ -20,8 +20,8 @@ from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT, one_shot_kernel
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
 from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
 from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
-from tunedcomm.kernels.common.matmul import out_itemsize, wanted_of
 from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.gemm.problem import out_itemsize, wanted_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant
 

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.bias import with_bias
 from tunedcomm.kernels.common.packets import sum_packets
-from tunedcomm.kernels.common.panels import announce, await_chunk_of_all, call_number, is_last
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.gemm.panels import announce, await_chunk_of_all, call_number, is_last
 
 __all__ = ["await_all_kernel", "sum_share_kernel"]
 

@@ -32,14 +32,6 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.gemm import (
-    element_type,
-    matrix,
-    operand_b,
-    scaled,
-    tile_of,
-    tile_product,
-)
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -49,8 +41,16 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.gemm_ar._slots import bind_slots, copy_slot, rounds_of, scattered_bytes, slot_request, store_slot
-from tunedcomm.kernels.gemm_ar.two_shot import TWO_SHOT, _sum_tile
+from tunedcomm.kernels.gemm.ar import bind_slots, copy_slot, rounds_of, scattered_bytes, slot_request, store_slot
+from tunedcomm.kernels.gemm.ar_two_shot import TWO_SHOT, _sum_tile
+from tunedcomm.kernels.gemm.tiles import (
+    element_type,
+    matrix,
+    operand_b,
+    scaled,
+    tile_of,
+    tile_product,
+)
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem, register_variant
 

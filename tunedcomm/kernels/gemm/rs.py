@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.gemm import (
+from tunedcomm.kernels.common.packets import _mean
+from tunedcomm.kernels.common.sync import INTERPRET
+from tunedcomm.kernels.gemm.panels import await_chunk_of_all
+from tunedcomm.kernels.gemm.tiles import (
     element_type,
     matrix,
     rounded,
@@ -13,9 +16,6 @@ from tunedcomm.kernels.common.gemm import (
     tile_of,
     tile_product,
 )
-from tunedcomm.kernels.common.packets import _mean
-from tunedcomm.kernels.common.panels import await_chunk_of_all
-from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.symm import layout
 
 __all__: list[str] = []

@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.kernels.common.copies import Copies, copies_of
 from tunedcomm.kernels.common.feasibility import Launch, closest, grid_rounds
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.matmul import (
+from tunedcomm.kernels.common.packets import PACKET_BYTES
+from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request, bind_begin
+from tunedcomm.kernels.gemm.problem import (
     Operands,
     operands_of,
     out_itemsize,
@@ -35,10 +37,8 @@ from tunedcomm.kernels.common.matmul import (
     ready_to_cut,
     wanted_of,
 )
-from tunedcomm.kernels.common.packets import PACKET_BYTES
-from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request, bind_begin
-from tunedcomm.kernels.gemm_rs._common import refuse, rows_of, slot_bytes, whole_packets
-from tunedcomm.kernels.gemm_rs._staged import push_chunk_kernel, sum_slots_kernel
+from tunedcomm.kernels.gemm.rs_common import refuse, rows_of, slot_bytes, whole_packets
+from tunedcomm.kernels.gemm.rs_staged import push_chunk_kernel, sum_slots_kernel
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET

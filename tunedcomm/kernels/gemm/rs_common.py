@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
-from tunedcomm.kernels.common.matmul import operands_of, out_itemsize, refuse_gemm
 from tunedcomm.kernels.common.packets import PACKET_BYTES
-from tunedcomm.kernels.common.panels import begin_request, bind_begin
-from tunedcomm.kernels.common.tiles import num_tiles, refuse_tiles, tile_request, tile_wish, two_fit
+from tunedcomm.kernels.gemm.panels import begin_request, bind_begin
+from tunedcomm.kernels.gemm.problem import operands_of, out_itemsize, refuse_gemm
+from tunedcomm.kernels.gemm.variant import num_tiles, refuse_tiles, tile_request, tile_wish, two_fit
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.panels import Panels, panels_of

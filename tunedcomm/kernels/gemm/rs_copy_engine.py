@@ -27,12 +27,19 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.copies import Copies, copies_of
 from tunedcomm.kernels.common.feasibility import Launch, closest
-from tunedcomm.kernels.common.gemm import matrix, operand_b
 from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch
-from tunedcomm.kernels.common.matmul import out_itemsize
-from tunedcomm.kernels.common.panels import begin_panels_kernel, bind_begin, call_number
-from tunedcomm.kernels.common.tiles import tile_space
-from tunedcomm.kernels.gemm_rs._common import (
+from tunedcomm.kernels.gemm.panels import begin_panels_kernel, bind_begin, call_number
+from tunedcomm.kernels.gemm.problem import out_itemsize
+from tunedcomm.kernels.gemm.rs import (
+    DATA,
+    count_tile,
+    finish_tile,
+    partial_tile,
+    place_of,
+    staged_matrix,
+    store_rounded,
+)
+from tunedcomm.kernels.gemm.rs_common import (
     EPILOGUE_AXES,
     addresses,
     bind_gemm,
@@ -47,15 +54,8 @@ from tunedcomm.kernels.gemm_rs._common import (
     slot_bytes,
     usual_wish,
 )
-from tunedcomm.kernels.gemm_rs._shards import (
-    DATA,
-    count_tile,
-    finish_tile,
-    partial_tile,
-    place_of,
-    staged_matrix,
-    store_rounded,
-)
+from tunedcomm.kernels.gemm.tiles import matrix, operand_b
+from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_COUNTERS_OFFSET, PANEL_DATA, PANEL_NUMBER_OFFSET

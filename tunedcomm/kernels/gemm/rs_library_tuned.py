@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch, closest
-from tunedcomm.kernels.common.matmul import DTYPES, operands_of, out_itemsize, product, wanted_of
-from tunedcomm.kernels.gemm_rs._common import rows_of
+from tunedcomm.kernels.gemm.problem import DTYPES, operands_of, out_itemsize, product, wanted_of
+from tunedcomm.kernels.gemm.rs_common import rows_of
 from tunedcomm.kernels.reduce_scatter.lamport import LAMPORT, lamport_kernel
 from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT, one_shot_kernel
 from tunedcomm.kernels.reduce_scatter.push import PUSH, push_kernel

@@ -23,13 +23,11 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.feasibility import Launch, closest, refuse_multicast
-from tunedcomm.kernels.common.gemm import matrix, operand_b
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch
-from tunedcomm.kernels.common.matmul import out_itemsize
 from tunedcomm.kernels.common.multimem import load_reduce
 from tunedcomm.kernels.common.packets import mean_packets, num_packets, write_elements
-from tunedcomm.kernels.common.panels import (
+from tunedcomm.kernels.gemm.panels import (
     announce,
     announce_to,
     await_chunk_of_all,
@@ -38,8 +36,9 @@ from tunedcomm.kernels.common.panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels.common.tiles import tile_space
-from tunedcomm.kernels.gemm_rs._common import (
+from tunedcomm.kernels.gemm.problem import out_itemsize
+from tunedcomm.kernels.gemm.rs import DATA, partial_tile, place_of, store_rounded
+from tunedcomm.kernels.gemm.rs_common import (
     GRID_AXES,
     addresses,
     bind_gemm,
@@ -52,7 +51,8 @@ from tunedcomm.kernels.gemm_rs._common import (
     usual_wish,
     whole_packets,
 )
-from tunedcomm.kernels.gemm_rs._shards import DATA, partial_tile, place_of, store_rounded
+from tunedcomm.kernels.gemm.tiles import matrix, operand_b
+from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of

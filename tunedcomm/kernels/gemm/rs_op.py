@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.matmul import (
+from tunedcomm.kernels.gemm.problem import (
     SCALINGS,
     TOLERANCE,
     layouts,

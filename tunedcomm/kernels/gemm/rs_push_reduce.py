@@ -27,12 +27,11 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.feasibility import Launch, closest
-from tunedcomm.kernels.common.gemm import matrix, operand_b
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.panels import announce_to, begin_panels_kernel, call_number, is_last
-from tunedcomm.kernels.common.tiles import tile_space
-from tunedcomm.kernels.gemm_rs._common import (
+from tunedcomm.kernels.gemm.panels import announce_to, begin_panels_kernel, call_number, is_last
+from tunedcomm.kernels.gemm.rs import DATA, finish_tile, partial_tile, place_of, staged_matrix, store_rounded
+from tunedcomm.kernels.gemm.rs_common import (
     EPILOGUE_AXES,
     bind_one_kernel,
     epilogue_constants,
@@ -45,7 +44,8 @@ from tunedcomm.kernels.gemm_rs._common import (
     slot_bytes,
     usual_wish,
 )
-from tunedcomm.kernels.gemm_rs._shards import DATA, finish_tile, partial_tile, place_of, staged_matrix, store_rounded
+from tunedcomm.kernels.gemm.tiles import matrix, operand_b
+from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

@@ -21,10 +21,9 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.copies import copies_of
 from tunedcomm.kernels.common.feasibility import Launch, closest
-from tunedcomm.kernels.common.gemm import matrix, operand_b
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch
-from tunedcomm.kernels.common.panels import (
+from tunedcomm.kernels.gemm.panels import (
     announce_to,
     await_chunk_of_all,
     begin_panels_kernel,
@@ -32,8 +31,8 @@ from tunedcomm.kernels.common.panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels.common.tiles import tile_space
-from tunedcomm.kernels.gemm_rs._common import (
+from tunedcomm.kernels.gemm.rs import DATA, add_tile, finish_added, partial_tile, place_of
+from tunedcomm.kernels.gemm.rs_common import (
     GRID_AXES,
     addresses,
     bind_gemm,
@@ -46,7 +45,8 @@ from tunedcomm.kernels.gemm_rs._common import (
     rows_of,
     usual_wish,
 )
-from tunedcomm.kernels.gemm_rs._shards import DATA, add_tile, finish_added, partial_tile, place_of
+from tunedcomm.kernels.gemm.tiles import matrix, operand_b
+from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.panels import panels_of

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.packets import sum_packets, write_elements
-from tunedcomm.kernels.common.panels import announce_to, await_chunk_of_all, call_number, is_last
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.gemm.panels import announce_to, await_chunk_of_all, call_number, is_last
 from tunedcomm.symm import layout
 
 __all__ = ["push_chunk_kernel", "sum_slots_kernel"]

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.matmul import operands_of, out_itemsize, usual_dtype, wanted_of
+from tunedcomm.kernels.gemm.problem import operands_of, out_itemsize, usual_dtype, wanted_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

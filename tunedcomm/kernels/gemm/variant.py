@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.matmul import wanted_of
+from tunedcomm.kernels.gemm.problem import wanted_of
 from tunedcomm.space import Axis, Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
