@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
-from tunedcomm.cli import _gemm_alone as gemm_alone
+from tunedcomm.bench.contenders import gemm_inputs, gemm_output, run_gemm
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, parse_shape
 from tunedcomm.tuner.measure import calls_for, contend, further_turns, summarise, take_rounds
@@ -84,9 +84,9 @@ def entries(problem: Problem, asked: list[tuple[str, list[dict[str, Any]]]], see
     comm, op = get_communicator(), get_op(problem.op)
     everyone = [op.make_inputs(problem, rank, seed, "random", "cuda") for rank in range(comm.world_size)]
     inputs, reference = everyone[comm.rank], op.reference(problem, everyone, comm.rank)
-    whole = gemm_alone.inputs_of(problem, inputs)
-    product = gemm_alone.output_of(problem, whole)
-    alone = Entry("cublas", lambda i, o, s: gemm_alone.run(problem, i, o[0]), whole, (product,), float("nan"))
+    whole = gemm_inputs(problem, inputs)
+    product = gemm_output(problem, whole)
+    alone = Entry("cublas", lambda i, o, s: run_gemm(problem, i, o[0]), whole, (product,), float("nan"))
     alone.launch(whole, (product,), 0)
     found = [alone]
     for candidate in candidates(problem, asked):

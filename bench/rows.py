@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from tunedcomm.cli._bench_rank import COLUMNS
+from tunedcomm.bench.csv import COLUMNS
 from tunedcomm.hardware import Environment
 
 __all__ = ["Line", "append"]

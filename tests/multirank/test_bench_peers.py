@@ -34,14 +34,13 @@ def measure(rank: int, world_size: int, mode: str) -> dict[tuple[str, str], Foun
     import torch
 
     from tunedcomm import kernels
-    from tunedcomm.cli._bench_rank import Bencher, problems_of
-    from tunedcomm.cli._peer_files import adapter_files
+    from tunedcomm.bench.runner import Bencher, problems_of
     from tunedcomm.dispatch.communicator import get_communicator
     from tunedcomm.spec import get_op
 
     kernels.discover()
     communicator = get_communicator(None, torch.device("cpu"))
-    paths = [str(path) for path in adapter_files([str(ROOT / "bench" / "peers")])]
+    paths = [str(path) for path in (ROOT / "bench" / "peers").glob("[!_]*.py")]
     found = {}
     for op, shape in CASES:
         job = {
@@ -155,7 +154,7 @@ def test_a_peer_that_fails_or_is_wrong_is_left_out_and_the_others_go_on(tmp_path
 def test_what_may_make_multicast_objects_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from tunedcomm.cli._peer_files import load_adapter
+    from tunedcomm.bench.contenders import load_adapter
     from tunedcomm.peers import LeftOut
     from tunedcomm.spec import Problem
 

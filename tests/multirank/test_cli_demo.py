@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tunedcomm.cli._gang import run_module
+from tunedcomm.bench.runner import run_module
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tunedcomm import kernels
-from tunedcomm.cli._bench_rank import COLUMNS
+from tunedcomm.bench.csv import COLUMNS
 from tunedcomm.spec import get_op, ops, variants
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

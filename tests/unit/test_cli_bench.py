@@ -9,6 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tunedcomm.bench import csv as bench_csv
+from tunedcomm.bench import runner
 from tunedcomm.cli import _gang, bench, main
 
 
@@ -52,7 +54,7 @@ class Gang:
     def __call__(
         self, module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
     ) -> int:
-        assert module == "tunedcomm.cli._bench_rank"
+        assert module == "tunedcomm.bench.runner"
         self.job, self.world_size = json.loads(Path(arguments[0]).read_text()), world_size
         if self.rows is not None:
             Path(arguments[1]).write_text(json.dumps({"rows": self.rows, "left_out": self.left_out}))
@@ -60,7 +62,7 @@ class Gang:
 
 
 def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Any:
-    monkeypatch.setattr(bench, "run_module", gang)
+    monkeypatch.setattr(runner, "run_module", gang)
     monkeypatch.setattr(bench, "num_gpus", lambda: gpus)
     monkeypatch.setattr(_gang, "num_gpus", lambda: gpus)
     return CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", *arguments])
@@ -134,14 +136,19 @@ def test_shapes_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_share_of_the_ceiling() -> None:
-    from tunedcomm.cli._ceiling import add_ceiling_shares
     from tunedcomm.spec import Problem
 
     h200 = {"gpu": "NVIDIA H200", "fabric": "nvswitch-18"}
 
+    def place_of(problem: Problem) -> dict[str, Any]:
+        return {"op": problem.op, "world_size": problem.world_size}
+
     def shares(problem: Problem, size: int, given: float | None = None, **times: float) -> dict[str, float | None]:
-        rows = [{"contender": n, "message_bytes": size, "latency_p50_us": us, **h200} for n, us in times.items()]
-        add_ceiling_shares(problem, rows, given)
+        rows = [
+            {"contender": n, "message_bytes": size, "latency_p50_us": us, **place_of(problem), **h200}
+            for n, us in times.items()
+        ]
+        bench_csv.add_ceiling_shares(rows, given)
         return {row["contender"]: row["ceiling_share"] for row in rows}  # type: ignore[misc]
 
     large = Problem("all_reduce", (64 << 20,), "bfloat16", 4)
@@ -153,8 +160,18 @@ def test_share_of_the_ceiling() -> None:
     assert shares(gemm, 48 << 20, cublas=325.0, tuned=400.0) == {"cublas": 1.0, "tuned": 0.8125}
     assert shares(gemm, 353_900_000, cublas=325.0, tuned=2000.0)["tuned"] == 0.5
     assert shares(gemm, 48 << 20, tuned=400.0) == {"tuned": None}
-    elsewhere = [{"contender": "tuned", "message_bytes": 4096, "latency_p50_us": 2.0, "gpu": "x", "fabric": "pcie"}]
-    add_ceiling_shares(large, elsewhere, None)
+    elsewhere = [
+        {
+            "op": "all_reduce",
+            "world_size": 4,
+            "contender": "tuned",
+            "message_bytes": 4096,
+            "latency_p50_us": 2.0,
+            "gpu": "x",
+            "fabric": "pcie",
+        }
+    ]
+    bench_csv.add_ceiling_shares(elsewhere, None)
     assert elsewhere[0]["ceiling_share"] is None  # type: ignore[comparison-overlap]
 
 
@@ -221,9 +238,9 @@ def test_run_module_starts_every_rank(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     out = tmp_path / "out"
     out.mkdir()
-    assert _gang.run_module("rank_that_signs", [str(out)], world_size=2) == 0
+    assert runner.run_module("rank_that_signs", [str(out)], world_size=2) == 0
     assert {path.name: path.read_text() for path in out.iterdir()} == {"0": "2", "1": "2"}
-    assert _gang.run_module("rank_that_signs", [str(out)], world_size=2, environment={"FAIL": "3"}) != 0
+    assert runner.run_module("rank_that_signs", [str(out)], world_size=2, environment={"FAIL": "3"}) != 0
 
 
 def test_fp8_has_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,15 +273,13 @@ def test_a_contender_of_no_known_name_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_append_to_files_of_fewer_columns(tmp_path: Path) -> None:
-    from tunedcomm.cli._bench_rank import COLUMNS, _append_csv
-
     old, new = tmp_path / "old.csv", tmp_path / "new.csv"
     old.write_text("op,shape\nall_reduce,5\n")
     for path in (old, new):
         for _ in range(2):
-            _append_csv(path, [dict.fromkeys(COLUMNS, "x")])
+            bench_csv.append_rows(path, [dict.fromkeys(bench_csv.COLUMNS, "x")])
     assert old.read_text().split() == ["op,shape", "all_reduce,5", "x,x", "x,x"]
-    assert new.read_text().splitlines()[0].split(",") == list(COLUMNS)
+    assert new.read_text().splitlines()[0].split(",") == list(bench_csv.COLUMNS)
     assert len(new.read_text().split()) == 3
 
 

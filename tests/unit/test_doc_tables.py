@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tunedcomm.cli._bench_rank import COLUMNS
-from tunedcomm.report import ceiling
+from tunedcomm.bench.csv import COLUMNS, known_link_gb_s
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -73,10 +72,10 @@ def test_a_changed_result_changes_its_table(elsewhere: Path) -> None:
 
 
 def test_the_ceiling_of_bench_and_reports_is_the_largest_bandwidth_of_the_results() -> None:
-    link = ceiling.known_link_gb_s("NVIDIA H200", "nvswitch-18")
+    link = known_link_gb_s("NVIDIA H200", "nvswitch-18")
     both = [row for name in (measured.ALL_REDUCE, measured.COLLECTIVES) for row in measured.rows(name)]
     largest = max(float(row["busbw_gb_s"]) for row in both if row["busbw_gb_s"])
-    assert link == pytest.approx(largest, rel=2e-3), "correct tunedcomm/report/ceiling.py"
+    assert link == pytest.approx(largest, rel=2e-3), "correct tunedcomm/bench/csv.py"
 
 
 def test_columns_that_pages_read_are_those_of_bench() -> None:

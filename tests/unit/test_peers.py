@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tunedcomm.cli import _peers
-from tunedcomm.cli._peers import TORCH_PEERS
+from tunedcomm.bench import contenders
+from tunedcomm.bench.contenders import TORCH_PEERS
 from tunedcomm.peers import LeftOut, Peer, need_signals, plain_gemm, symmetric
 from tunedcomm.spec import Problem
 
@@ -61,11 +61,11 @@ def test_low_contention_operators_are_called_on_symmetric_inputs_and_waited_for(
         return "pending"
 
     operators = SimpleNamespace(**{f"_low_contention_{op}": operator})
-    monkeypatch.setattr(_peers, "torch", SimpleNamespace(
+    monkeypatch.setattr(contenders, "torch", SimpleNamespace(
         ops=SimpleNamespace(symm_mem=operators, _c10d_functional=SimpleNamespace(wait_tensor=lambda x: f"{x}, done"))
     ))  # fmt: skip
-    monkeypatch.setattr(_peers, "default_group", lambda: SimpleNamespace(group_name="0"))
-    monkeypatch.setattr(_peers, "symmetric", lambda shape, dtype, device: (tuple(shape), dtype))
+    monkeypatch.setattr(contenders, "default_group", lambda: SimpleNamespace(group_name="0"))
+    monkeypatch.setattr(contenders, "symmetric", lambda shape, dtype, device: (tuple(shape), dtype))
     reduction = "sum" if op == "reduce_scatter" else ""
     (peer,) = made("torch_low_contention", replace(GATHERED, op=op, reduction=reduction))
     inputs = peer.allocate()

@@ -14,7 +14,8 @@ from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, t
 from typer.testing import CliRunner
 
 from tunedcomm import kernels
-from tunedcomm.cli import bench, main
+from tunedcomm.bench import runner
+from tunedcomm.cli import main
 from tunedcomm.cli._db_checks import check_borrowing, check_this_machine
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
@@ -353,7 +354,7 @@ def test_bench_hands_the_names_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(environment["TUNEDCOMM_BORROW"])
         return 1
 
-    monkeypatch.setattr(bench, "run_module", gang)
+    monkeypatch.setattr(runner, "run_module", gang)
     for options in ([], ["--borrow", "H100,A100", "--borrow", "x*"]):
         CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", "--shape", "64", "--world-size", "2", *options])
     monkeypatch.setenv("TUNEDCOMM_BORROW", "H20")

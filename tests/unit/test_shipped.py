@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tunedcomm import kernels
-from tunedcomm.cli import _ceiling
+from tunedcomm.bench.csv import floor_us
 from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.records import TrialRecord
@@ -143,7 +143,7 @@ def possible_us(trial: TrialRecord) -> float:
     assert (trial.environment.gpu, trial.environment.num_links) == ("NVIDIA H200", 18)
     assert not trial.environment.multicast
     assert problem.scaling != "fp8"
-    links = _ceiling._links_us(problem, op.message_bytes(problem), LINK_GB_S)
+    links = floor_us(problem.op, op.message_bytes(problem), problem.world_size, LINK_GB_S)
     assert links is not None, f"what {problem.op} sends is not known"
     if "gemm" not in problem.op:
         return max(links, LAUNCH_US)

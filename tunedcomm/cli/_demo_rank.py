@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
 import torch.distributed as dist
 
 import tunedcomm
+from tunedcomm.bench.runner import start_group
 from tunedcomm.dispatch.communicator import release_communicators
-from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import parse_shape
 
 __all__ = ["main"]
@@ -18,13 +17,7 @@ __all__ = ["main"]
 
 def main(shapes: list[str]) -> int:
     """Reduce small whole numbers, whose sums are exact in bf16; 0 if every rank has every sum right."""
-    on_gpu = torch.cuda.is_available()
-    device = gpu_of(int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    device = start_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     wrong = 0
     for text in shapes:

@@ -1,17 +1,12 @@
-"""Start a module on several ranks of this machine through torch's elastic launcher."""
+"""How many ranks a command starts on this machine."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 
 import typer
 
 from tunedcomm.hardware import num_gpu_ranks, ranks_share_a_gpu
 
-__all__ = ["host_ranks", "local_ranks", "num_gpus", "run_module", "swept_ranks"]
+__all__ = ["host_ranks", "local_ranks", "num_gpus", "swept_ranks"]
 
 
 def num_gpus() -> int:
@@ -73,23 +68,3 @@ def swept_ranks(world_size: int | None, backend: str | None) -> int:
             param_hint="--backend",
         )
     return local_ranks(world_size)
-
-
-def run_module(
-    module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
-) -> int:
-    """Run `python -m module arguments` on `world_size` ranks; their output goes to stderr.
-
-    Returns:
-        The launcher's exit code: 0 if every rank ended with 0.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += [f"--nproc-per-node={world_size}", "--module", module, *arguments]
-    variables = {**os.environ, **(environment or {})}
-    # Unset, the launcher sets the first to 1 with a warning that is no use to anybody here; the second keeps ranks of
-    # one host from meeting under a name that resolves to an address nobody answers.
-    if num_gpus() < 2:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    variables.setdefault("OMP_NUM_THREADS", "1")
-    variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return subprocess.run(command, env=variables, stdout=sys.stderr, check=False).returncode

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from csv import Error as CsvError
-from csv import reader
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tunedcomm.cli._bench_table import print_left_out, print_table
-from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
+from tunedcomm.cli._gang import local_ranks, num_gpus
 from tunedcomm.cli._models import ModelOptions, TokensOption
 from tunedcomm.cli._options import (
     BorrowOption,
@@ -35,11 +31,28 @@ from tunedcomm.cli._options import (
     known_op,
     split,
 )
-from tunedcomm.cli._output import emit_json, note
-from tunedcomm.cli._peer_files import adapter_files
+from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note
 from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, format_shape, variants
 
-__all__ = ["bench"]
+# Column to its unit, as nccl-tests has them in two lines.
+_COLUMNS = {
+    "size": "(B)",
+    "shape": "(elements)",
+    "type": "",
+    "redop": "",
+    "mode": "",
+    "p10": "(us)",
+    "p50": "(us)",
+    "p90": "(us)",
+    "algbw": "(GB/s)",
+    "busbw": "(GB/s)",
+    "ceiling": "(share)",
+    "library": "(ratio)",
+    "SMs": "",
+    "error": "",
+    "contender": "",
+}
+_SAME = ("shape", "dtype", "mode", "world_size", "input_kind")
 
 
 def bench(
@@ -103,7 +116,7 @@ def bench(
         shapes = spec.default_shapes("cuda" if on_gpu else "host", ITEMSIZE[dtypes[0]])
     for extents in shapes:
         check_problem(Problem(spec.name, extents, dtypes[0], ranks))
-    files = adapter_files(peers or [])
+    files = _adapter_files(peers or [])
     if csv is not None:
         _check_csv(csv)
     job = {
@@ -122,30 +135,49 @@ def bench(
         "run_id": secrets.token_hex(6),
         "command": shlex.join(["tunedcomm", *sys.argv[1:]]),
     }
+    from tunedcomm.bench.runner import run_job
+
     note(f"comparing {len(shapes)} shapes of {spec.name} on {ranks} ranks")
-    found = _run(job, ranks, borrowed(borrow))
-    print_left_out(found["left_out"], note)
+    found = run_job(job, ranks, borrowed(borrow))
+    _print_left_out(found["left_out"])
     if as_json:
         emit_json(found["rows"])
     else:
-        print_table(found["rows"])
+        _print_table(found["rows"])
+
+
+def _adapter_files(targets: Sequence[str]) -> list[Path]:
+    """The files that `--peers` means: each target one, or all of a directory but those that begin with `_`.
+
+    Raises:
+        BadParameter: a target is not there or holds none, or two have one name.
+    """
+    found: list[Path] = []
+    for target in targets:
+        path = Path(target)
+        files = sorted(path.glob("[!_]*.py")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() and file.suffix == ".py" for file in files):
+            raise typer.BadParameter(
+                f"{target!r} is no Python file and no directory of some; bench/peers of the repository is one",
+                param_hint="--peers",
+            )
+        found += [file.absolute() for file in files]
+    names = [file.stem for file in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise typer.BadParameter(f"two adapters are named {name}; contenders go by name", param_hint="--peers")
+    return found
 
 
 def _check_csv(path: Path) -> None:
     """Refuse, before anything is measured, a file that cannot take the rows: of another program, or not writable."""
-    from tunedcomm.report.bench_rows import NEEDED
+    from tunedcomm.bench.csv import missing_columns
 
-    is_new = not path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+", newline="", encoding="utf-8") as file:
-            file.seek(0)
-            columns = next(reader(file), [])
-        if is_new:
-            path.unlink()
+        missing = missing_columns(path)
     except (OSError, UnicodeDecodeError, CsvError) as error:
         raise typer.BadParameter(f"{path} cannot be appended to: {error}", param_hint="--csv") from None
-    if columns and (missing := [name for name in NEEDED if name not in columns]):
+    if missing:
         raise typer.BadParameter(
             f"{path} is another program's table: it lacks the columns {', '.join(missing)}; name another file",
             param_hint="--csv",
@@ -153,12 +185,12 @@ def _check_csv(path: Path) -> None:
 
 
 def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[str]:
-    """Refuse as bad usage a contender that nothing is called; a few of an op that do not run here are left out."""
-    from tunedcomm.cli import _gemm_alone
-    from tunedcomm.cli._peers import TORCH_PEERS
+    """Refuse as bad usage an unknown contender; known ones that cannot run here are left out later."""
+    from tunedcomm.bench.contenders import TORCH_PEERS
+    from tunedcomm.bench.csv import CUBLAS
 
     peers = [adapter.name for adapter in TORCH_PEERS] + [file.stem for file in files]
-    known = ["tuned", *variants(op), _gemm_alone.NAME, *peers]
+    known = ["tuned", *variants(op), CUBLAS, *peers]
     for name in names:
         if name not in known:
             raise typer.BadParameter(
@@ -169,17 +201,74 @@ def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[
     return names
 
 
-def _run(job: Mapping[str, Any], world_size: int, borrow: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 writes, the rows and who was left out; leaves with code 1 if the gang failed."""
-    with tempfile.TemporaryDirectory(prefix="tunedcomm-bench-") as folder:
-        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        arguments = [str(job_file), str(result_file)]
-        # What a benchmark calls is not what anybody misses.
-        variables = {"TUNEDCOMM_MISS_LOG": "0", "TUNEDCOMM_BORROW": ",".join(borrow)}
-        code = run_module("tunedcomm.cli._bench_rank", arguments, world_size=world_size, environment=variables)
-        if code or not result_file.exists():
-            note(f"the benchmark's ranks ended with code {code}; what they printed above says why")
-            raise typer.Exit(1)
-        found: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-        return found
+def _library_us(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The library's median on the problem of `row`."""
+    for other in rows:
+        if other["contender"] == "library" and all(other.get(name) == row.get(name) for name in _SAME):
+            return float(other["latency_p50_us"])
+    return None
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    config = row["config"]
+    name = f"tuned = {config}" if row["contender"] == "tuned" else row["contender"]
+    if config.startswith(f"{name}("):  # a variant of ours
+        name = config
+    elif config and row["contender"] not in ("tuned", "library"):
+        name += f" ({config})"
+    sms = row.get("num_sms")
+    return [
+        str(row["message_bytes"]),
+        str(row["shape"]),
+        row["dtype"],
+        row.get("reduction") or "none",
+        row["mode"],
+        *(format_us(row[f"latency_{quantile}_us"]) for quantile in ("p10", "p50", "p90")),
+        *(_optional(row[column], ".2f") for column in ("algbw_gb_s", "busbw_gb_s")),
+        _optional(row.get("ceiling_share"), ".1%"),
+        format_ratio(_library_us(row, rows), row["latency_p50_us"]),
+        "-" if sms is None else str(sms),
+        _optional(row["error"], ".1e"),
+        name,
+    ]
+
+
+def _heads(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    row = rows[0]
+    versions = ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "nccl") if row.get(name))
+    return [
+        f"# {row['op']} on {row['world_size']} x {row['gpu']} ({row['fabric']}), {versions}",
+        "# times of the slowest rank; bandwidths in 1e9 bytes/s; ceiling: share of what the links can carry, or a GEMM",
+        "# alone; library: its time over this one; SMs: blocks that it occupies at most",
+        "#",
+    ]
+
+
+def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows on stdout."""
+    if not rows:
+        emit("# nothing ran")
+        return
+    lines = [list(_COLUMNS), list(_COLUMNS.values()), *(_cells(row, rows) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    for head in _heads(rows):
+        emit(head)
+    for number, line in enumerate(lines):
+        # nccl-tests' way: figures to the right, and the names of the columns are a comment.
+        cells = [text.rjust(width) for text, width in zip(line[:-1], widths, strict=False)]
+        emit(f"{'#' if number < 2 else ' '} {'  '.join([*cells, line[-1]])}".rstrip())
+
+
+def _print_left_out(left_out: Sequence[Mapping[str, str]]) -> None:
+    """Note the peers that were left out, where, and why; a line for each reason."""
+    where: dict[tuple[str, str], dict[str, None]] = {}
+    for one in left_out:
+        where.setdefault((one["peer"], one["why"]), {})[f"{one['shape']} {one['dtype']} {one['mode']}"] = None
+    for (peer, why), problems in where.items():
+        first, *others = problems
+        more = f" and {len(others)} more" if others else ""
+        note(f"left out: {peer} at {first}{more}: {why}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunedcomm.cli._choice import choose
-from tunedcomm.cli._gang import local_ranks, num_gpus, run_module
+from tunedcomm.cli._gang import local_ranks, num_gpus
 from tunedcomm.cli._options import CallMode, JsonOption, ProblemOptions, known_op
 from tunedcomm.cli._output import emit, emit_json, note
 from tunedcomm.cli.explain import explanation
@@ -35,6 +35,7 @@ def demo(
 
     Example: tunedcomm demo --db demo.db
     """
+    from tunedcomm.bench.runner import run_module
     from tunedcomm.tuner.sweep import SweepSpec
 
     op = known_op("all_reduce")

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tunedcomm.bench.csv import NEEDED
 from tunedcomm.report.measured import LIBRARY, TUNED, Group, Measured
 
-__all__ = ["NEEDED", "BenchFile", "RegretRule", "read_csv"]
+__all__ = ["BenchFile", "RegretRule", "read_csv"]
 
-NEEDED = ("op", "shape", "message_bytes", "dtype", "world_size", "mode", "contender", "latency_p50_us")
 _RULES = ("world_size", "rule", "regret_mean", "regret_worst")
 _HOST_COST = "host_cost:"
 # What `bench/regret.py` writes: several configs of any variant, one of them the library.

@@ -1,0 +1,378 @@
+"""Contenders of a benchmark: dispatch, the library, every variant, the GEMM alone, PyTorch's operators and adapters.
+
+Adapters are files that run other projects' kernels; tunedcomm/peers.py says what is in one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm import kernels
+from tunedcomm.bench.csv import CUBLAS, FUSED_GEMMS
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.errors import InfeasibleError
+from tunedcomm.kernels.all_reduce_rms_norm._common import Given, given_of
+from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
+from tunedcomm.kernels.gemm.problem import operands_of, product, product_reference, wanted_of
+from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
+from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
+from tunedcomm.tuner.measure import further_turns, num_turns
+
+_ONE_SHOT_BYTES = 32 << 20  # beyond this it is behind NCCL and only takes time
+_GRANULE = 16  # bytes a rank that PyTorch's kernels move at once
+_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contender:
+    """A contender at one problem.
+
+    Attributes:
+        name, config: columns of the row.
+        num_sms: blocks that it occupies, None where that is not known.
+        turns: inputs that launches take in turn.
+        run: one launch with one of them on the current stream.
+        result: returns the outputs of the last launch.
+        inputs_of: its inputs made of the op's, if they differ.
+        reference: computes what its results should be, if that differs from the op's reference.
+        is_peer: somebody else's code: left out where it fails.
+    """
+
+    name: str
+    config: str
+    num_sms: int | None
+    turns: tuple[Tensors, ...]
+    run: Callable[[Tensors], None]
+    result: Callable[[], Tensors]
+    inputs_of: Callable[[Tensors], Tensors] | None = None
+    reference: Callable[[], Tensors] | None = None
+    is_peer: bool = False
+
+    def load(self, values: Tensors) -> None:
+        """Copy the op's inputs into all turns."""
+        values = values if self.inputs_of is None else self.inputs_of(values)
+        for targets in self.turns:
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+
+
+@dataclass(slots=True, eq=False)
+class Contenders:
+    """The contenders of one problem, and (name, reason) of the peers that were left out."""
+
+    present: list[Contender] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+
+def first_reason(reason: str | None) -> str | None:
+    """The first rank's reason to leave a peer out, the same on every rank; None if no rank has one. Collective."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((found for found in reasons if found is not None), None)
+
+
+def contenders_of(
+    communicator: Communicator,
+    problem: Problem,
+    inputs: Tensors,
+    names: Sequence[str] | None,
+    adapters: Sequence[Adapter] = (),
+) -> Contenders:
+    """All contenders that can run `problem`, the library first; several of one name are its settings. Collective.
+
+    Args:
+        communicator: of the group that runs them.
+        problem: what they run.
+        inputs: this rank's inputs.
+        names: only these, besides the library.
+        adapters: other projects' kernels, besides PyTorch's operators.
+    """
+    spec = get_op(problem.op)
+    turns = (inputs, *further_turns(inputs, cold=spec.cold and problem.input_kind == "plain"))
+    found = Contenders([_library(communicator, problem, turns)])
+
+    def is_wanted(name: str) -> bool:
+        return names is None or name in names
+
+    if is_wanted("tuned"):
+        found.present.append(_tuned(communicator, problem, turns))
+    for name in variants(problem.op):
+        if name != "library" and is_wanted(name):
+            variant = _variant(communicator, problem, name, turns)
+            found.present += [] if variant is None else [variant]
+    if problem.op in FUSED_GEMMS and is_wanted(CUBLAS):
+        found.present.append(_gemm_alone(problem, turns))
+    count = num_turns(inputs, cold=spec.cold)
+    for adapter in (*TORCH_PEERS, *adapters):
+        if is_wanted(adapter.name):
+            _add_peers(found, adapter, problem, communicator.device, count)
+    return found
+
+
+def _outputs(problem: Problem, inputs: Tensors) -> Tensors:
+    return inputs if problem.in_place else get_op(problem.op).make_outputs(problem, inputs[0].device)
+
+
+def _num_sms(problem: Problem, candidate: Candidate) -> int | None:
+    blocks = get_variant(problem.op, candidate.variant).num_blocks(problem, candidate.config_dict)
+    return blocks if blocks >= 0 else None
+
+
+def _on_current_stream(launch: Any, outputs: Tensors) -> Callable[[Tensors], None]:
+    def run(inputs: Tensors) -> None:
+        launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if inputs[0].is_cuda else 0)
+
+    return run
+
+
+def _tuned(communicator: Communicator, problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
+    """What a user's call runs, through the public function."""
+    candidate = decide(problem, communicator.snapshot, communicator.limits).candidate
+    outputs = _outputs(problem, turns[0])
+    public = importlib.import_module(f"tunedcomm.ops.{problem.op}").run_problem
+
+    def run(inputs: Tensors) -> None:
+        public(problem, inputs, outputs)
+
+    return Contender("tuned", str(candidate), _num_sms(problem, candidate), turns, run, lambda: outputs)
+
+
+def _library(communicator: Communicator, problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
+    """NCCL (gloo) on memory of its own; in place where the op may be, the form that needs no copy."""
+    spec = get_op(problem.op)
+    asked = replace(problem, in_place=spec.in_place, input_kind="plain")
+    own = turns if spec.cold else (tuple(torch.empty_like(x) for x in turns[0]),)
+    outputs = _outputs(asked, own[0])
+    launch = communicator.bind(asked, Candidate.of(problem.op, "library", {}))
+    config = "in place" if spec.in_place else ""
+    return Contender("library", config, None, own, _on_current_stream(launch, outputs), lambda: outputs)
+
+
+def _variant(communicator: Communicator, problem: Problem, name: str, turns: tuple[Tensors, ...]) -> Contender | None:
+    """A variant with its best stored config for the problem that can run, else its default; None if neither can."""
+    variant = get_variant(problem.op, name)
+    rows = [
+        row
+        for row in communicator.snapshot.family_rows(problem)
+        if row.problem == problem and row.candidate.variant == name and row.source_hash == kernels.source_hash(variant)
+    ]
+    candidates = [row.candidate for row in sorted(rows, key=lambda row: row.latency_p50_us)]
+    candidates.append(Candidate.of(problem.op, name, variant.default_config(problem, communicator.limits)))
+    for candidate in candidates:
+        if check_candidate(problem, candidate, communicator.limits) is not None:
+            continue
+        try:
+            launch = communicator.bind(problem, candidate)
+            break
+        except InfeasibleError:  # its binary takes more of an SM than its variant thought
+            continue
+    else:
+        return None
+    outputs = _outputs(problem, turns[0])
+    run = _on_current_stream(launch, outputs)
+    return Contender(name, str(candidate), _num_sms(problem, candidate), turns, run, lambda: outputs)
+
+
+def gemm_inputs(problem: Problem, inputs: Tensors) -> Tensors:
+    """Operands of the whole GEMM; where A is gathered, this rank's rows stand for everyone's."""
+    if problem.op != "ag_gemm":
+        return inputs
+    repeated = (problem.world_size, 1)
+    a, *rest = inputs
+    if problem.scaling == "rowwise":
+        rest[-2] = rest[-2].repeat(repeated)
+    return a.repeat(repeated), *rest
+
+
+def gemm_output(problem: Problem, inputs: Tensors) -> torch.Tensor:
+    """An empty product."""
+    dtype = getattr(torch, wanted_of(problem).dtype)
+    return torch.empty(problem.shape[:2], dtype=dtype, device=inputs[0].device)
+
+
+def run_gemm(problem: Problem, inputs: Tensors, out: torch.Tensor) -> None:
+    """One product, without a bias, on the current stream."""
+    product(problem, operands_of(problem, inputs), out)
+
+
+def _gemm_alone(problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
+    """The library's GEMM of a fused problem: what a fused kernel would take if communication cost nothing."""
+    held = tuple(gemm_inputs(problem, inputs) for inputs in turns)
+    out = gemm_output(problem, held[0])
+    return Contender(
+        CUBLAS,
+        "",
+        None,
+        held,
+        lambda inputs: run_gemm(problem, inputs, out),
+        lambda: (out,),
+        inputs_of=lambda values: gemm_inputs(problem, values),
+        reference=lambda: (product_reference(problem, held[0]),),
+    )
+
+
+Makes: TypeAlias = Callable[[Problem, torch.device], Iterable[Peer]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """A contender's name, and what makes its settings for a problem."""
+
+    name: str
+    peers: Makes
+
+
+def load_adapter(path: Path) -> Adapter:
+    """The adapter in a file; one that cannot be loaded refuses every problem and says why."""
+    spec = importlib.util.spec_from_file_location(f"tunedcomm_peer_{path.stem}", path)
+    assert spec is not None, "a file that ends in .py has a loader"
+    assert spec.loader is not None, "see above"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return Adapter(path.stem, module.peers)
+    except Exception as error:  # noqa: BLE001 - somebody else's file; what it raises is the reason
+        why = f"{path} cannot be loaded: {type(error).__name__}: {error}"
+
+    def refuse(problem: Problem, device: torch.device) -> Iterable[Peer]:
+        raise LeftOut(why)
+
+    return Adapter(path.stem, refuse)
+
+
+def _of_peer(name: str, peer: Peer, count: int) -> Contender:
+    turns = tuple(peer.allocate() for _ in range(count))
+    results: list[Tensors] = [()]
+
+    def run(inputs: Tensors) -> None:
+        results[0] = peer.run(inputs)
+
+    return Contender(name, peer.config, peer.num_sms, turns, run, lambda: results[0], is_peer=True)
+
+
+def _add_peers(found: Contenders, adapter: Adapter, problem: Problem, device: torch.device, count: int) -> None:
+    """Add an adapter's settings for the problem if all ranks have the same, else the reason to leave it out."""
+    made: list[Contender] = []
+    reason: str | None = None
+    try:
+        made = [_of_peer(adapter.name, peer, count) for peer in adapter.peers(problem, device)]
+    except LeftOut as why:
+        reason = str(why)
+    except ModuleNotFoundError as error:
+        reason = f"{error.name} cannot be imported here"
+    except Exception as error:  # noqa: BLE001 - other people's code; what it raises is the reason
+        reason = f"it raised {type(error).__name__}: {error}"
+    reason = first_reason(reason)
+    if reason is None:
+        settings: list[Any] = [None] * problem.world_size
+        dist.all_gather_object(settings, [peer.config for peer in made])
+        if any(other != settings[0] for other in settings):
+            reason = f"its settings differ from rank to rank: {settings}"
+    if reason is None:
+        found.present += made
+    else:
+        found.left_out.append((adapter.name, reason))
+
+
+# PyTorch's own operators, each in the form that suits it most: on inputs in symmetric memory.
+
+
+def _suits(problem: Problem, device: torch.device, op: str) -> bool:
+    if problem.op != op or device.type != "cuda" or problem.reduction not in ("sum", ""):
+        return False
+    if problem.world_size not in (2, 4, 8):
+        raise LeftOut(f"PyTorch's operators were made for 2, 4 or 8 ranks, not {problem.world_size}")
+    if problem.dtype not in _DTYPES:
+        raise LeftOut(f"PyTorch's operators take {' and '.join(_DTYPES)}, not {problem.dtype}")
+    if problem.numel == 0 or problem.nbytes % (_GRANULE * problem.world_size):
+        raise LeftOut(f"{problem.nbytes} bytes are no multiple of {_GRANULE} for each of {problem.world_size} ranks")
+    return True
+
+
+def _one_shot(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    if not _suits(problem, device, "all_reduce"):
+        return
+    if problem.nbytes > _ONE_SHOT_BYTES:
+        raise LeftOut(f"a one-shot of more than {_ONE_SHOT_BYTES >> 20} MiB only takes time")
+    name = default_group().group_name
+    out = torch.empty(problem.shape, dtype=getattr(torch, problem.dtype), device=device)
+
+    def run(inputs: Tensors) -> Tensors:
+        torch.ops.symm_mem.one_shot_all_reduce_out(inputs[0], "sum", name, out)
+        return (out,)
+
+    yield Peer("", lambda: (symmetric(problem.shape, problem.dtype, device),), run)
+
+
+def _two_shot(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    if not _suits(problem, device, "all_reduce"):
+        return
+    name = default_group().group_name
+
+    def run(inputs: Tensors) -> Tensors:
+        torch.ops.symm_mem.two_shot_all_reduce_(inputs[0], "sum", name)
+        return inputs
+
+    yield Peer("in place", lambda: (symmetric(problem.shape, problem.dtype, device),), run)
+
+
+def _low_contention(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """The copy engines' gather, and the exchange with a sum behind it, that PyTorch's compiler may choose."""
+    if problem.op not in ("all_gather", "reduce_scatter") or not _suits(problem, device, problem.op):
+        return
+    name, gathers = default_group().group_name, problem.op == "all_gather"
+    rows = problem.numel if gathers else problem.numel * problem.world_size
+    operators = torch.ops.symm_mem
+
+    def run(inputs: Tensors) -> Tensors:
+        if gathers:
+            found = operators._low_contention_all_gather(inputs[0], name)
+        else:
+            found = operators._low_contention_reduce_scatter(inputs[0], "sum", name)
+        return (torch.ops._c10d_functional.wait_tensor(found),)
+
+    # The operators' stream joins the caller's by a record of pending work, which waiting looks up.
+    yield Peer("", lambda: (symmetric((rows,), problem.dtype, device),), run)
+
+
+def _compiled_norm(problem: Problem, device: torch.device) -> Iterator[Peer]:
+    """NCCL in place, which needs no copy, then one kernel of PyTorch's compiler: a model without fused kernels."""
+    if problem.op != "all_reduce_rms_norm" or device.type != "cuda":
+        return
+    spec = get_op(problem.op)
+    compiled = torch.compile(add_and_norm, dynamic=False, fullgraph=True)
+
+    def make() -> Tensors:
+        return spec.make_inputs(problem, 0, 0, "random", device)
+
+    def norm(given: Given) -> Any:
+        return compiled(given.x, given.weight, given.bias, given.residual, given.scale, given.eps)
+
+    try:
+        norm(given_of(problem, make()))
+    except Exception as error:  # whatever the compiler raises; the plain library is there all the same
+        raise LeftOut(f"torch.compile raised {type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+    def run(inputs: Tensors) -> Tensors:
+        given = given_of(problem, inputs)
+        dist.all_reduce(given.x)
+        return tuple(norm(given))
+
+    yield Peer("in place", make, run)
+
+
+TORCH_PEERS = (
+    Adapter("torch_one_shot_symmetric", _one_shot),
+    Adapter("torch_two_shot_symmetric", _two_shot),
+    Adapter("torch_low_contention", _low_contention),
+    Adapter("nccl_compiled_norm", _compiled_norm),
+)

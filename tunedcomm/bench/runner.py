@@ -1,0 +1,348 @@
+"""Benchmark runs: a job of problems and contenders on several ranks of this machine.
+
+`run_job` starts the ranks, each `python -m tunedcomm.bench.runner JOB RESULT`, and returns what rank 0 writes. All
+contenders of a problem run in one process and interleaved, a replay (or an eager loop) each in turn, in an order that
+changes from round to round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from tunedcomm import kernels
+from tunedcomm.bench.contenders import Contender, Contenders, contenders_of, first_reason, load_adapter
+from tunedcomm.bench.csv import add_ceiling_shares, append_rows
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.errors import TuningError
+from tunedcomm.hardware import gpu_of, num_gpu_ranks
+from tunedcomm.metrics import algbw_gb_s, payload_bytes
+from tunedcomm.ops.symmetric import symmetric_empty
+from tunedcomm.peers import Tensors
+from tunedcomm.spec import Problem, format_shape, get_op, parse_shape
+from tunedcomm.tuner import measure
+
+_ROUNDS, _HOST_ROUNDS = 25, 3
+# Fused GEMMs of other projects signal for every tile.
+_PEERS_SIGNAL_BYTES = 1 << 20
+
+
+def run_module(
+    module: str, arguments: Sequence[str], *, world_size: int, environment: Mapping[str, str] | None = None
+) -> int:
+    """Run `python -m module arguments` on `world_size` ranks through torch's elastic launcher; output goes to stderr.
+
+    Returns:
+        The launcher's exit code: 0 if every rank ended with 0.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += [f"--nproc-per-node={world_size}", "--module", module, *arguments]
+    variables = {**os.environ, **(environment or {})}
+    if not torch.cuda.is_available() or num_gpu_ranks() < 2:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    # Unset, the launcher sets the first to 1 with a warning that is no use to anybody here; the second keeps ranks of
+    # one host from meeting under a name that resolves to an address nobody answers.
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return subprocess.run(command, env=variables, stdout=sys.stderr, check=False).returncode
+
+
+def run_job(job: Mapping[str, Any], world_size: int, borrow: Sequence[str] = ()) -> dict[str, list[dict[str, Any]]]:
+    """Run a job on new ranks; returns `rows`, and the peers that were `left_out`, each with shape, dtype, mode and why.
+
+    Raises:
+        TuningError: the ranks failed; what they printed on stderr says why.
+    """
+    with tempfile.TemporaryDirectory(prefix="tunedcomm-bench-") as folder:
+        job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(json.dumps(job), encoding="utf-8")
+        arguments = [str(job_file), str(result_file)]
+        # A benchmark's calls are nothing that a user misses.
+        variables = {"TUNEDCOMM_MISS_LOG": "0", "TUNEDCOMM_BORROW": ",".join(borrow)}
+        code = run_module("tunedcomm.bench.runner", arguments, world_size=world_size, environment=variables)
+        if code or not result_file.exists():
+            raise TuningError(f"the benchmark's ranks ended with code {code}; what they printed above says why")
+        found: dict[str, list[dict[str, Any]]] = json.loads(result_file.read_text(encoding="utf-8"))
+        return found
+
+
+class _Ranks:
+    """The part of a gang that `take_rounds` needs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._token = torch.zeros(1, device=device)
+        self.on_gpu = device.type == "cuda"
+
+    def device_barrier(self) -> None:
+        dist.all_reduce(self._token)
+
+
+def _error(results: Tensors, references: Tensors) -> torch.Tensor:
+    """‖out − ref‖ / ‖ref‖ of the worst output on this rank; a NaN counts as infinite."""
+    worst = torch.zeros(1, dtype=torch.float64, device=references[0].device)
+    for result, reference in zip(results, references, strict=True):
+        difference = (result.reshape(-1).double() - reference.reshape(-1)).norm()
+        worst = torch.maximum(worst, difference / reference.norm().clamp_min(1e-30))
+    return worst.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _of_worst_rank(error: torch.Tensor) -> float:
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    return float(error.item())
+
+
+class Bencher:
+    """Runs the problems of a job on one rank."""
+
+    def __init__(self, communicator: Communicator, job: Mapping[str, Any]) -> None:
+        self._communicator = communicator
+        self._job = job
+        self.left_out: list[dict[str, str]] = []
+        self._adapters = [load_adapter(Path(path)) for path in job["peers"]]
+        self._ranks = _Ranks(communicator.device)
+        on_gpu = communicator.device.type == "cuda"
+        self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def rows(self, problem: Problem) -> list[dict[str, Any]]:
+        """Rows of every contender that can run `problem`, the fastest setting of each name."""
+        if self._stream is None:
+            return self._measure(problem)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            rows = self._measure(problem)
+        torch.cuda.synchronize()
+        return rows
+
+    def _measure(self, problem: Problem) -> list[dict[str, Any]]:
+        spec, device = get_op(problem.op), self._communicator.device
+        ranks = range(problem.world_size)
+        everyone = [spec.make_inputs(problem, rank, self._job["seed"], "random", device) for rank in ranks]
+        values = everyone[self._communicator.rank]
+        reference = spec.reference(problem, everyone, self._communicator.rank)
+        del everyone
+        inputs: Tensors = tuple(torch.empty_like(value) for value in values)
+        if problem.input_kind == "symmetric":  # the first is what peers read
+            inputs = (symmetric_empty(values[0].shape, dtype=values[0].dtype, device=device), *inputs[1:])
+        found = contenders_of(self._communicator, problem, inputs, self._job["contenders"], self._adapters)
+        errors = self._check(problem, found, values, reference)
+        del reference
+        rows = [
+            self._row(problem, contender, latency, error)
+            for contender, latency, error in zip(
+                found.present, self._time(problem, found.present, values), errors, strict=True
+            )
+        ]
+        place = {"shape": format_shape(problem.shape), "dtype": problem.dtype, "mode": problem.mode}
+        self.left_out += [{**place, "peer": name, "why": why} for name, why in found.left_out]
+        best: dict[str, dict[str, Any]] = {}
+        for row in sorted(rows, key=lambda row: row["latency_p50_us"]):
+            best.setdefault(row["contender"], row)
+        add_ceiling_shares(list(best.values()), self._job["link_gb_s"])
+        return list(best.values())
+
+    def _check(self, problem: Problem, found: Contenders, values: Tensors, reference: Tensors) -> list[float]:
+        """The errors of all contenders; peers that fail or are wrong are left out from here on."""
+        kept: list[Contender] = []
+        errors: list[float] = []
+        for contender in found.present:
+            contender.load(values)
+            due = reference if contender.reference is None else contender.reference()
+            error: float | None
+            if contender.is_peer:
+                error, reason = self._try(problem, contender, values, due)
+            else:
+                contender.run(contender.turns[0])  # binds plans of both modes, compiles what compiles late
+                error, reason = self._worst_error(problem, contender, values, due), ""
+            if reason:
+                setting = f" ({contender.config})" if contender.config else ""
+                found.left_out.append((contender.name, f"{reason}{setting}"))
+            else:
+                kept.append(contender)
+                errors.append(error)
+        found.present = kept
+        return errors
+
+    def _ways(self, problem: Problem) -> tuple[bool, ...]:
+        """How calls are checked, by whether they are replayed: what a graph holds may be another kernel than a call."""
+        return (False, True) if problem.mode == "graph" and self._stream is not None else (False,)
+
+    def _worst_error(self, problem: Problem, contender: Contender, values: Tensors, due: Tensors) -> float:
+        errors = [self._launched(problem, contender, values, due, graph=graph) for graph in self._ways(problem)]
+        return max(_of_worst_rank(error) for error in errors)
+
+    def _launched(
+        self, problem: Problem, contender: Contender, values: Tensors, due: Tensors, *, graph: bool
+    ) -> torch.Tensor:
+        """This rank's error of one call, made or replayed."""
+        one = self._timed(problem, contender, 1, graph=graph)
+        contender.load(values)
+        one.run()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return _error(contender.result(), due)
+
+    def _try(self, problem: Problem, peer: Contender, values: Tensors, due: Tensors) -> tuple[float, str]:
+        """The error of a peer's launches, eager and replayed, and the reason to leave it out or ""."""
+        most = get_op(problem.op).tolerance.get(problem.scaling or problem.dtype, 0.0)
+        worst = 0.0
+        for graph in self._ways(problem):
+            reason: str | None = None
+            error = torch.zeros(1, dtype=torch.float64, device=self._communicator.device)
+            try:
+                error = self._launched(problem, peer, values, due, graph=graph)
+            except Exception as raised:  # noqa: BLE001 - other people's code; what it raises is the reason
+                told = (str(raised).splitlines() or [""])[0]
+                reason = f"{'captured in a graph' if graph else 'run'}, it raised {type(raised).__name__}: {told}"
+            reason = first_reason(reason)
+            if reason is None and (worst := max(worst, _of_worst_rank(error))) > most:
+                how = "replayed from a graph" if graph else "launched"
+                reason = f"wrong when {how}: its error is {worst:.1e}, at most {most:.1e} is right"
+            if reason is not None:
+                return worst, reason
+        return worst, ""
+
+    def _timed(self, problem: Problem, contender: Contender, calls: int, *, graph: bool = True) -> measure.Contender:
+        """Something to time: so many calls of the contender, captured where the problem's mode says so."""
+
+        def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+            contender.run(inputs)
+
+        first, *further = contender.turns
+        graph = graph and problem.mode == "graph"
+        return measure.contend(launch, first, (), calls=calls, graph=graph, stream=self._stream, further=further)
+
+    def _calls(self, problem: Problem, contender: Contender) -> int:
+        """Launches of a round."""
+        if self._stream is None:
+            return 1
+        probe = [self._timed(problem, contender, 10)]
+        measure.take_rounds(self._ranks, probe, 1, self._stream)
+        mine = measure.take_rounds(self._ranks, probe, 2, self._stream)[0]
+        slowest = torch.tensor([max(mine)], device=self._communicator.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return measure.calls_for(float(slowest.item()))
+
+    def _time(self, problem: Problem, contenders: Sequence[Contender], values: Tensors) -> list[Any]:
+        """Latencies, of rounds of all; inputs are restored in between, since in place they grow with every launch."""
+        calls = self._calls(problem, contenders[0])
+        timed = [self._timed(problem, contender, calls) for contender in contenders]
+        times: list[list[float]] = [[] for _ in timed]
+        for number in range(_HOST_ROUNDS if self._stream is None else _ROUNDS):
+            for contender in contenders:
+                contender.load(values)
+            for index, new in enumerate(measure.take_rounds(self._ranks, timed, 1, self._stream, first=number)):
+                times[index] += new
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, times)
+        return [measure.summarise([by_rank[index] for by_rank in everyone]) for index in range(len(timed))]
+
+    def _row(self, problem: Problem, contender: Contender, latency: Any, error: float) -> dict[str, Any]:
+        spec, environment = get_op(problem.op), self._communicator.environment
+        size = spec.message_bytes(problem)
+        algbw = algbw_gb_s(payload_bytes(problem.op, size, problem.world_size), latency.p50_us)
+        factor = spec.busbw_factor(problem.world_size) if spec.busbw_factor else None
+        return {
+            "op": problem.op,
+            "shape": format_shape(problem.shape),
+            "message_bytes": size,
+            "dtype": problem.dtype,
+            "world_size": problem.world_size,
+            "mode": problem.mode,
+            "contender": contender.name,
+            "config": contender.config,
+            "latency_p10_us": round(latency.p10_us, 3),
+            "latency_p50_us": round(latency.p50_us, 3),
+            "latency_p90_us": round(latency.p90_us, 3),
+            "algbw_gb_s": round(algbw, 3),
+            "busbw_gb_s": round(algbw * factor, 3) if factor is not None else None,
+            "num_sms": None if contender.num_sms is None else min(contender.num_sms, environment.num_sms),
+            "error": float(f"{error:.3e}"),
+            **{
+                name: getattr(environment, name)
+                for name in ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")
+            },
+            "command": self._job["command"],
+            "run_id": self._job["run_id"],
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "input_kind": problem.input_kind,
+            "in_place": problem.in_place,
+            "reduction": problem.reduction,
+            "layout": problem.layout,
+            "scaling": problem.scaling,
+            "ceiling_share": None,
+        }
+
+
+def problems_of(job: Mapping[str, Any], world_size: int) -> list[Problem]:
+    """The problems of a job, in the order in which they are measured."""
+    return [
+        Problem(
+            op=job["op"],
+            shape=parse_shape(shape),
+            dtype=dtype,
+            world_size=world_size,
+            input_kind=kind,
+            reduction=next(iter(get_op(job["op"]).reductions), ""),
+            in_place=kind == "symmetric" and get_op(job["op"]).in_place,
+            layout=job["layout"],
+            scaling=job["scalings"][dtype],
+            mode=mode,
+        )
+        for mode in job["modes"]
+        for kind in job["input_kinds"]
+        for dtype in job["dtypes"]
+        for shape in job["shapes"]
+    ]
+
+
+def start_group() -> torch.device:
+    """Join the default group of an elastic launcher's ranks; returns this rank's device."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = gpu_of(int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def main(job_file: str, result_file: str) -> int:
+    """Body of one rank; rank 0 writes the rows."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    job.setdefault("command", shlex.join(["tunedcomm", "bench", "--op", job["op"]]))
+    device = start_group()
+    kernels.discover()
+    if job["peers"] and device.type == "cuda" and hasattr(symm_mem, "set_signal_pad_size"):  # torch 2.9 lacks it
+        symm_mem.set_signal_pad_size(max(_PEERS_SIGNAL_BYTES, symm_mem.get_signal_pad_size()))
+    communicator = get_communicator(None, device)
+    bencher = Bencher(communicator, job)
+    rows: list[dict[str, Any]] = []
+    for problem in problems_of(job, communicator.world_size):
+        rows += bencher.rows(problem)
+        communicator.check_peers()
+        if communicator.rank == 0:
+            sys.stderr.write(f"  {problem}\n")
+            sys.stderr.flush()
+    if communicator.rank == 0:
+        Path(result_file).write_text(json.dumps({"rows": rows, "left_out": bencher.left_out}), encoding="utf-8")
+        if job["csv"]:
+            append_rows(Path(job["csv"]), rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
