@@ -24,7 +24,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
 from tunedcomm.spec import InputKind, Mode, Problem, variants
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import limits_for
 
 __all__ = ["environments", "make_database", "problems", "trials_of"]
 

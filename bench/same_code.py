@@ -303,6 +303,7 @@ def made_workspace(recorder: Recorder, problem: Any, layout: Any) -> Any:
 
     class StandIn(Workspace):
         def status_argument(self, problem: Any) -> int:
+            problem = self._reported or problem
             return status + 1 + order.index((problem.op, problem.mode))
 
         def peers_of(self, tensor: Any) -> tuple[int, ...]:
@@ -328,6 +329,9 @@ def made_workspace(recorder: Recorder, problem: Any, layout: Any) -> Any:
         _names=tuple(range(problem.world_size)),
         _callers=order,
         _first_input=inputs,
+        _reported=None,
+        _panels={},
+        _scratch={},
     )
     return made
 

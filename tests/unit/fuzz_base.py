@@ -16,7 +16,7 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import limits_for
 
 __all__ = ["HERE", "WORLD_SIZE", "Base", "bases", "problems", "record"]
 

@@ -47,7 +47,7 @@ from tunedcomm.errors import DatabaseError
 from tunedcomm.selection.select import Decision
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, check_candidate
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import limits_for
 
 __all__ = ["Case", "Result", "cases", "probe", "run_case"]
 

@@ -12,7 +12,7 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.spec import Mode, get_variant
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.recording import read_recording
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"

@@ -16,8 +16,7 @@ import torch
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem, Variant, get_op, ops
 from tunedcomm.symm.layout import MAX_WORLD_SIZE, LaneLayout
-from tunedcomm.symm.panels import Panels
-from tunedcomm.symm.workspace import Lane
+from tunedcomm.symm.workspace import Lane, Panels
 
 NUM_CONFIGS = 6
 
@@ -25,7 +24,7 @@ NUM_CONFIGS = 6
 def workspace(problem: Problem) -> Any:
     """What `bind` reads of a workspace."""
     lane = Lane(local=0, peers=(0,) * (MAX_WORLD_SIZE - 1), multicast=0)
-    return SimpleNamespace(
+    found = SimpleNamespace(
         lanes={problem.mode: lane},
         layout=LaneLayout.for_messages(64 << 20),
         device=torch.device("cpu"),
@@ -34,7 +33,11 @@ def workspace(problem: Problem) -> Any:
         timeout_ns=1,
         status_argument=lambda problem: 1,
         peers_of=lambda x: (0,) * (MAX_WORLD_SIZE - 1),
+        panels=panels_without_memory,
+        scratch=scratch_without_memory,
+        reporting_as=lambda problem: found,
     )
+    return found
 
 
 def spanning(problem: Problem) -> Any:
@@ -81,14 +84,14 @@ def messages_of(variant: Variant) -> Iterator[tuple[Problem, Config]]:
                 yield problem, config
 
 
-def panels_without_memory(workspace: Any, mode: str, nbytes: int) -> Panels:
+def panels_without_memory(mode: str, nbytes: int) -> Panels:
     """Panels that no kernel may touch."""
     room = torch.empty(compile_corners.LIMITS.panel_bytes, dtype=torch.uint8, device="meta")
     buffer: Any = SimpleNamespace(local=room, nbytes=nbytes)
     return Panels(0, (0,) * (MAX_WORLD_SIZE - 1), 16, buffer)
 
 
-def scratch_without_memory(workspace: Any, mode: str, nbytes: int) -> torch.Tensor:
+def scratch_without_memory(mode: str, nbytes: int) -> torch.Tensor:
     """Scratch that no kernel may touch."""
     return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
@@ -107,11 +110,9 @@ def test_bind_uses_the_binaries_that_were_compiled_ahead(
         bound.append(request)
         return BoundKernel(lambda *arguments: lambda *varying: None, 0, 0)
 
-    replaced = {"bind_kernel": spy, "panels_of": panels_without_memory, "scratch_of": scratch_without_memory}
     for name, module in list(sys.modules.items()):
-        for attribute, stand_in in replaced.items():
-            if name.startswith("tunedcomm.kernels.") and hasattr(module, attribute):
-                monkeypatch.setattr(module, attribute, stand_in)
+        if name.startswith("tunedcomm.kernels.") and hasattr(module, "bind_kernel"):
+            monkeypatch.setattr(module, "bind_kernel", spy)
     compared: dict[str, int] = {}
     for variant in every:
         if (get_op(variant.op).rank_of_shape == 3) != (rank == 3):

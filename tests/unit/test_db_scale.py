@@ -27,7 +27,7 @@ from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Problem
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import limits_for
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"

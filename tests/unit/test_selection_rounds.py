@@ -14,7 +14,7 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.selection.interpolate import MAX_GAP
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import limits_for
 
 # A grid of n blocks does n times as much in a round.
 PER_BLOCK = 2048

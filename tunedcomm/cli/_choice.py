@@ -103,7 +103,7 @@ def _choose(
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.dispatch import dispatcher
     from tunedcomm.spec import Candidate
-    from tunedcomm.symm.limits import limits_for
+    from tunedcomm.symm.layout import limits_for
 
     layers = read_layers(database)
     environment = _environment(hardware, layers, problem)

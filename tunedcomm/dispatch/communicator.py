@@ -30,8 +30,7 @@ from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch, within
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
-from tunedcomm.symm.layout import LaneLayout
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
 from tunedcomm.symm.workspace import Workspace
 

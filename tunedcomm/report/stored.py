@@ -18,7 +18,7 @@ from tunedcomm.selection.score import Scored
 from tunedcomm.selection.select import Registered, measured_pool
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, Problem, format_shape, get_op
-from tunedcomm.symm.limits import limits_for
+from tunedcomm.symm.layout import limits_for
 
 __all__ = ["Answer", "Chooser", "StoredFile", "group_of", "measurements", "read_layer"]
 

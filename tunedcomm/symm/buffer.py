@@ -14,8 +14,6 @@ import torch
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["SymmetricBuffer", "allocate"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SymmetricBuffer:

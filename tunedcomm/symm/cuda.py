@@ -1,7 +1,7 @@
 """Symmetric memory of GPUs, through `torch.distributed._symmetric_memory`.
 
 PyTorch numbers the steps of its rendezvous by a counter of the process and not of the group, and puts that number into
-the keys under which the ranks meet. Ranks that have met in different numbers of groups before would look for each other
+the keys under which the ranks meet. Ranks that have met in different numbers of groups before would wait for each other
 under different keys, for ever. So every group gets a store here that numbers the steps anew.
 """
 
@@ -21,9 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 
 from tunedcomm.errors import WorkspaceError
 from tunedcomm.symm.buffer import SymmetricBuffer
-
-__all__ = ["allocate", "map_tensor"]
-
 
 _STEP = re.compile(r"(.*)/(\d+)/(\d+)")
 
@@ -66,7 +63,7 @@ class GroupStore(Store):
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """Under which name a group meets, and what PyTorch does not keep alive itself."""
+    """The name under which a group meets, and the objects that PyTorch does not keep alive itself."""
 
     name: str
     store: GroupStore
@@ -74,7 +71,7 @@ class _Meeting:
 
 
 def _meeting(group: dist.ProcessGroup) -> _Meeting:
-    """Where a group meets for tunedcomm's buffers, the same name on every rank; PyTorch knows it then."""
+    """Meeting point of a group for tunedcomm's buffers, the same on every rank; registered with PyTorch."""
     found = _meetings.get(group)
     if found is None:
         # Names of groups come again when everything was destroyed and made anew.

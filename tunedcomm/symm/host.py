@@ -14,8 +14,6 @@ import torch.distributed as dist
 from tunedcomm.errors import WorkspaceError
 from tunedcomm.symm.buffer import SymmetricBuffer
 
-__all__ = ["allocate"]
-
 _SHM = Path("/dev/shm")
 
 

@@ -1,4 +1,4 @@
-"""Where things lie in one lane of a group's workspace; read by the host code and, as constants, by the kernels.
+"""Layout of one lane of a group's workspace, as host code and kernels read it, and the limits that follow from it.
 
 A lane, from its base address on:
 
@@ -42,24 +42,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunedcomm.spec import Mode
-
-__all__ = [
-    "DATA_OFFSET",
-    "EPOCH_OFFSET",
-    "LANES",
-    "MAX_BLOCKS",
-    "MAX_WORLD_SIZE",
-    "PANEL_CHUNKS",
-    "PANEL_COUNTERS",
-    "PANEL_COUNTERS_OFFSET",
-    "PANEL_DATA",
-    "PANEL_NUMBER_OFFSET",
-    "STATE_OFFSET",
-    "STATUS_BYTES",
-    "LaneLayout",
-    "rotate",
-]
+from tunedcomm import settings
+from tunedcomm.hardware import Environment, Fabric
+from tunedcomm.spec import Limits, Mode
 
 LANES: tuple[Mode, ...] = ("eager", "graph")
 MAX_BLOCKS = 512
@@ -135,3 +120,24 @@ def rotate(addresses: tuple[int, ...], rank: int) -> tuple[int, ...]:
     count = len(addresses)
     others = [addresses[(rank + step) % count] for step in range(1, count)]
     return tuple(others + [0] * (MAX_WORLD_SIZE - 1 - len(others)))
+
+
+def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout | None = None) -> Limits:
+    """Limits of a machine and a workspace layout, by default the configured one; stored environments work, too."""
+    layout = layout or LaneLayout.for_messages(settings.workspace_bytes())
+    fabric = Fabric.parse(environment.fabric)
+    apart, left_over = divmod(world_size, environment.nodes)
+    spans = environment.nodes > 1 and left_over == 0 and 2 <= apart <= MAX_WORLD_SIZE and fabric.can_share_memory
+    return Limits(
+        backend="host" if environment.is_host else "cuda",
+        num_sms=environment.num_sms,
+        multicast=environment.multicast,
+        max_blocks=MAX_BLOCKS,
+        staging_bytes=layout.staging_bytes,
+        one_shot_bytes=layout.one_shot_bytes,
+        stage_bytes=layout.stage_bytes,
+        panel_bytes=layout.panel_bytes,
+        symmetric=environment.nodes == 1 and 2 <= world_size <= MAX_WORLD_SIZE and fabric.can_share_memory,
+        ranks_per_node=apart if spans else 0,
+        launch_pdl=environment.compute_capability >= 90,
+    )

@@ -26,14 +26,12 @@ from tunedcomm.errors import SettingError
 from tunedcomm.symm.layout import LaneLayout
 from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["NoWorkspace", "NodeGroups", "make_node_groups", "node_name", "nodes_of", "ranks_per_node"]
-
 _TIMEOUT = timedelta(minutes=10)  # of the meeting and of gloo's calls; NCCL's watchdog keeps its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeGroups:
-    """What variants need that work within nodes and across them.
+    """Memory and group of variants that work within nodes and across them.
 
     Attributes:
         workspace: symmetric memory of the ranks of this node, ordered as in the parent group.
@@ -45,7 +43,7 @@ class NodeGroups:
 
 
 class NoWorkspace(NamedTuple):
-    """What variants can have where a group as a whole has no workspace."""
+    """Stands in for the workspace where a group as a whole has no symmetric memory."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -53,7 +51,7 @@ class NoWorkspace(NamedTuple):
 
 
 def node_name(told: Sequence[int]) -> str:
-    """What is equal on ranks of one node only: the host's name, or what TUNEDCOMM_NODE_OF_RANK told.
+    """The name of this rank's node: the host's name, or what TUNEDCOMM_NODE_OF_RANK gives as `told`.
 
     Raises:
         SettingError: it is told for another number of ranks.
@@ -73,13 +71,13 @@ def nodes_of(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int:
-    """How many ranks every node has; 0 where they differ or there is only one node."""
+    """Number of ranks on every node; 0 where they differ or there is only one node."""
     counts = {nodes.count(node) for node in nodes}
     return counts.pop() if len(counts) == 1 and len(set(nodes)) > 1 else 0
 
 
 def _backend(kind: str, store: Any, rank: int, ranks: Sequence[int], name: str) -> tuple[Any, Any]:
-    """(PyTorch's name of the backend for tensors of that kind, the backend); `ranks` are those in the default group."""
+    """PyTorch's name of the backend for tensors of that kind, and the backend; `ranks` count in the default group."""
     size = len(ranks)
     if kind == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -123,7 +121,7 @@ def make_node_groups(
         nodes: the node of every rank, each with the same number of ranks.
 
     Raises:
-        WorkspaceError: no symmetric memory on this node; the others may have had more luck.
+        WorkspaceError: no symmetric memory on this node; other nodes may have it.
     """
     rank = dist.get_rank(group)
     tokens: list[str] = [""] * dist.get_world_size(group)

@@ -2,11 +2,13 @@
 
 Kernels of one lane follow each other in one order, the same on every rank. Eager calls use one lane and captured calls
 another, so that a graph may be replayed while eager calls run on another stream. The caller keeps the calls within a
-lane in order (see `tunedcomm.dispatch.communicator`).
+lane in order (see `tunedcomm.dispatch.communicator`). A lane also has panels and scratch, which are made when a plan
+first needs them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +18,12 @@ import torch.distributed as dist
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.spec import Mode, Problem, ops
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate
-from tunedcomm.symm.layout import LANES, STATUS_BYTES, LaneLayout, rotate
-
-__all__ = ["Lane", "Workspace"]
+from tunedcomm.symm.layout import LANES, PANEL_DATA, STATUS_BYTES, LaneLayout, rotate
 
 _SENTINEL_WORD = -0x80000000
+_LEAST_PANEL_BYTES = 16 << 20
+_LEAST_SCRATCH_BYTES = 1 << 20
+_WHERE: dict[Mode, str] = {"eager": "called eagerly", "graph": "captured in a graph"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,22 @@ class Lane:
     multicast: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Panels(Lane):
+    """Addresses of one lane's panels, memory for the matrices of fused GEMMs; their layout is in `symm.layout`.
+
+    Attributes:
+        buffer: the memory itself.
+    """
+
+    buffer: SymmetricBuffer
+
+    @property
+    def data(self) -> int:
+        """Address of the data on this rank."""
+        return self.local + PANEL_DATA
+
+
 class Workspace:
     """Symmetric memory of one group, allocated once; collective over the group.
 
@@ -47,7 +66,7 @@ class Workspace:
         device: where the tensors live.
         layout: sizes of a lane, the same on every rank.
         timeout_ns: bound of every wait in a kernel.
-        names: what errors call the ranks, where they have other numbers in the group that the caller knows.
+        names: numbers of the ranks in error messages; None: as in the group.
 
     Raises:
         WorkspaceError: no symmetric memory.
@@ -75,18 +94,55 @@ class Workspace:
         self._status = _status_block(pinned=device.type == "cuda")
         self.status_view = memoryview(self._status.numpy())  # type: ignore[arg-type]
         self._callers = [(op, mode) for op in sorted(ops()) for mode in LANES]
-        self.lanes: dict[Mode, Lane] = {}
-        for mode, buffer in self.buffers.items():
-            local = buffer.addresses[self.rank]
-            self.lanes[mode] = Lane(local, rotate(buffer.addresses, self.rank), buffer.multicast_address)
+        self._reported: Problem | None = None
+        # All that a lane ever had, the largest last: captured graphs may still use the smaller ones.
+        self._panels: dict[Mode, list[Panels]] = {}
+        self._scratch: dict[Mode, list[torch.Tensor]] = {}
+        self.lanes = {mode: Lane(*self._addresses(buffer)) for mode, buffer in self.buffers.items()}
+        for buffer in self.buffers.values():
             buffer.local[layout.arena : layout.one_shot].view(torch.int32).fill_(_SENTINEL_WORD)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.barrier(group)  # no rank may send before every rank has armed its arena
 
     def status_argument(self, problem: Problem) -> int:
-        """What kernels take as `status`: the block's address plus the number of the problem's op and mode."""
+        """The kernels' argument `status`: the block's address plus the number of the problem's op and mode."""
+        problem = self._reported or problem
         return self._status.data_ptr() + 1 + self._callers.index((problem.op, problem.mode))
+
+    def reporting_as(self, problem: Problem) -> Workspace:
+        """The same workspace for a variant that runs within another op's: errors name the op of `problem`."""
+        view = copy.copy(self)
+        view._reported = problem
+        return view
+
+    def panels(self, mode: Mode, nbytes: int) -> Panels:
+        """A lane's panels with room for `nbytes` of data; collective over the group, never while a graph is captured.
+
+        Raises:
+            WorkspaceError: no symmetric memory.
+        """
+        made = self._panels.setdefault(mode, [])
+        if not made or made[-1].buffer.nbytes < nbytes + PANEL_DATA:
+            size = max(_LEAST_PANEL_BYTES, 1 << (nbytes + PANEL_DATA - 1).bit_length())
+            buffer = allocate(self.group, self.device, size)
+            made.append(Panels(*self._addresses(buffer), buffer))
+        return made[-1]
+
+    def scratch(self, mode: Mode, nbytes: int) -> torch.Tensor:
+        """At least `nbytes` bytes of this rank's memory, uint8; the lane's next call may overwrite them.
+
+        All plans of a lane share it, for their calls follow each other. Never called while a graph is captured.
+        """
+        made = self._scratch.setdefault(mode, [])
+        if not made or made[-1].nbytes < nbytes:
+            size = max(_LEAST_SCRATCH_BYTES, 1 << (nbytes - 1).bit_length())
+            made.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+        return made[-1]
+
+    def _addresses(self, buffer: SymmetricBuffer) -> tuple[int, tuple[int, ...], int]:
+        """Fields of `Lane` for a buffer."""
+        return buffer.addresses[self.rank], rotate(buffer.addresses, self.rank), buffer.multicast_address
 
     def staging(self, mode: Mode, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first `numel` elements of a lane's gather area, for library operators on peers' memory.
@@ -98,9 +154,9 @@ class Workspace:
         return self.buffers[mode].local[start : start + numel * dtype.itemsize].view(dtype)
 
     def rearm(self, mode: Mode) -> int:
-        """Put the sentinel wherever a lane's arena has something else; returns how many words those were.
+        """Restore the sentinel in a lane's arena; returns the number of words that differed, 0 after correct calls.
 
-        Between calls there are none. To be asked while no rank has a call under way; waits for the device.
+        Called while no rank has a call under way; waits for the device.
         """
         arena = self.buffers[mode].local[self.layout.arena : self.layout.one_shot].view(torch.int32)
         count = int((arena != _SENTINEL_WORD).sum())
@@ -148,9 +204,6 @@ class Workspace:
             "not make the same call. The group cannot be used any more; make a new process group, or raise "
             "TUNEDCOMM_PEER_TIMEOUT_S if the peer was only slow"
         )
-
-
-_WHERE: dict[Mode, str] = {"eager": "called eagerly", "graph": "captured in a graph"}
 
 
 def _status_block(*, pinned: bool) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
@@ -64,15 +63,6 @@ def sum_default(problem: Problem, limits: Limits) -> dict[str, Value]:
 def bind_sum(problem: Problem, config: Config, workspace: Workspace) -> Callable[[int, int, int], None]:
     """The all_reduce, called with a stream and the addresses of input and output."""
     variant, asked, inner = sum_asked(problem, config)
-    # A lost peer is to be named with the op that was called.
-    named = SimpleNamespace(
-        lanes=workspace.lanes,
-        layout=workspace.layout,
-        rank=workspace.rank,
-        device=workspace.device,
-        timeout_ns=workspace.timeout_ns,
-        status_argument=lambda _: workspace.status_argument(problem),
-    )
-    reducer = variant.bind(asked, inner, named)
+    reducer = variant.bind(asked, inner, workspace.reporting_as(problem))
     assert isinstance(reducer, AddressLaunch), "plain inputs are launched by their addresses"
     return reducer.by_address

@@ -37,7 +37,6 @@ from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.scratch import scratch_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -119,7 +118,7 @@ def _room(problem: Problem, workspace: Workspace) -> Any:
     """A tensor for the sum, where neither output can be relied on to have room for it."""
     if not (problem.scaling and "residual" in problem.layout):
         return None
-    return scratch_of(workspace, problem.mode, problem.nbytes)
+    return workspace.scratch(problem.mode, problem.nbytes)
 
 
 UNFUSED = register_variant(

@@ -39,11 +39,9 @@ from tunedcomm.kernels.gemm.ag_send import send_kernel
 from tunedcomm.kernels.gemm.panels import await_chunk, begin_panels_kernel, begin_request, call_number
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
-    from tunedcomm.symm.panels import Panels
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = ["CHUNKED", "await_kernel"]
 
@@ -161,7 +159,7 @@ def _pushes(
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    panels = panels_of(workspace, problem.mode, panel_bytes(problem))
+    panels = workspace.panels(problem.mode, panel_bytes(problem))
     chunk_rows = rows_of_chunk(problem, int(config["chunks"]), _MULTIPLE)
     pieces = _pieces(problem, workspace, panels, chunk_rows)
     pushes = _pushes(problem, config, workspace, panels, chunk_rows)

@@ -18,7 +18,7 @@ from tunedcomm.symm.layout import PANEL_DATA
 if TYPE_CHECKING:
     import torch
 
-    from tunedcomm.symm.panels import Panels
+    from tunedcomm.symm.workspace import Panels
 
 __all__ = [
     "closest_tiles",

@@ -40,7 +40,6 @@ from tunedcomm.kernels.gemm.problem import wanted_of
 from tunedcomm.kernels.gemm.variant import tile_request, tile_space, two_fit
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -101,7 +100,7 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    panels = panels_of(workspace, problem.mode, panel_bytes(problem))
+    panels = workspace.panels(problem.mode, panel_bytes(problem))
     rows, (_, n, k) = rows_of(problem), problem.shape
     chunk_rows = rows_of_chunk(problem, int(config["chunks"]), int(config["block_m"]))
     begin = bind_begin(problem, workspace, panels)

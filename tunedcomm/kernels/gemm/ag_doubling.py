@@ -30,11 +30,9 @@ from tunedcomm.kernels.gemm.ag_push import make_pushes
 from tunedcomm.kernels.gemm.panels import await_chunk, begin_panels_kernel, begin_request, call_number
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
-    from tunedcomm.symm.panels import Panels
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = ["DOUBLING", "await_ranks_kernel"]
 
@@ -88,7 +86,7 @@ def _pieces(problem: Problem, workspace: Workspace, panels: Panels) -> list[Piec
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    panels, count, rank = panels_of(workspace, problem.mode, panel_bytes(problem)), problem.world_size, workspace.rank
+    panels, count, rank = workspace.panels(problem.mode, panel_bytes(problem)), problem.world_size, workspace.rank
     order = [((rank ^ turn) - rank) % count for turn in range(1, count)]
     streams = int(config["streams"])
     pushes = make_pushes(

@@ -22,7 +22,6 @@ from tunedcomm.kernels.gemm.ag_common import gathered_in, panel_bytes, refuse, r
 from tunedcomm.kernels.gemm.problem import operands_of, product, wanted_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -106,7 +105,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
         launch = variant.bind(asked, inner, workspace)
         assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
         gathers.append(launch.by_address)
-    panels = panels_of(workspace, problem.mode, panel_bytes(problem))
+    panels = workspace.panels(problem.mode, panel_bytes(problem))
     room = None if wanted_of(problem).gathered else gathered_in(panels, problem)
     scales = scales_in(panels, problem) if problem.scaling == "rowwise" else None
 

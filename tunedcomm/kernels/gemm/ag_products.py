@@ -16,8 +16,7 @@ from tunedcomm.kernels.gemm.problem import Operands, operands_of, product, ready
 from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
-    from tunedcomm.symm.panels import Panels
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = ["Piece", "Sending", "bind_products", "refuse_products"]
 

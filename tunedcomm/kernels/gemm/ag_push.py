@@ -21,8 +21,7 @@ from tunedcomm.spec import ITEMSIZE, Problem
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
 
 if TYPE_CHECKING:
-    from tunedcomm.symm.panels import Panels
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = ["Gathered", "Pushes", "make_gathered", "make_pushes"]
 

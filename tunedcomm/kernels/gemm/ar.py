@@ -34,7 +34,6 @@ from tunedcomm.kernels.gemm.variant import (
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -157,7 +156,7 @@ def bind_slots(
     Its arguments are `(a, b, bias, scale_a, scale_b, out, m, n, k, local, q0 … q6, rank, timeout_ns, status, panels,
     p0 … p6, *extra, constants)`, with the addresses of the panels' data, and of its multicast before `extra` if asked.
     """
-    lane, panels = workspace.lanes[problem.mode], panels_of(workspace, problem.mode, panel_bytes)
+    lane, panels = workspace.lanes[problem.mode], workspace.panels(problem.mode, panel_bytes)
     kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
     everywhere = ((panels.multicast + PANEL_DATA if panels.multicast else 0),) if multicast else ()
     tail = (

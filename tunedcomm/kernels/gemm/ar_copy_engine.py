@@ -51,13 +51,11 @@ from tunedcomm.kernels.gemm.problem import (
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
     import torch
 
-    from tunedcomm.symm.panels import Panels
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = ["COPY_ENGINE"]
 
@@ -360,7 +358,7 @@ def _bind_tail(problem: Problem, config: Config, workspace: Workspace) -> _Tail:
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    panels, copies = panels_of(workspace, problem.mode, _room(problem, config)), copies_of(workspace, problem.mode)
+    panels, copies = workspace.panels(problem.mode, _room(problem, config)), copies_of(workspace, problem.mode)
     streams = int(config["num_streams"])
     return _Job(
         problem=problem,

@@ -48,7 +48,6 @@ from tunedcomm.kernels.gemm.tiles import (
 from tunedcomm.kernels.gemm.variant import num_tiles, refuse_tiles, tile_constants, tile_wish
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
-from tunedcomm.symm.scratch import scratch_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -260,7 +259,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     kernel = bind_kernel(_request(problem, config), max(_blocks(problem, config, sms), 1), device)
     tiles, split = num_tiles(problem.shape[0], problem, config), int(config["split_k"])
     room = tiles * split * int(config["block_m"]) * int(config["block_n"]) if split > 1 else 4
-    parts = scratch_of(workspace, problem.mode, room * 4)
+    parts = workspace.scratch(problem.mode, room * 4)
     counters = torch.zeros(tiles, dtype=torch.int32, device=device)
     if on_gpu:
         torch.cuda.synchronize(device)  # a launch may be on any stream

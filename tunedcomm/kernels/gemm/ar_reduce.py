@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.all_reduce.bias import (
@@ -130,16 +129,7 @@ def requests_of(problem: Problem, config: Config, rows: int) -> Iterable[Any]:
 def bind_reduce(problem: Problem, config: Config, workspace: Workspace, rows: int) -> Callable[[int, int, int], None]:
     """`(stream, address of the rows, address of the bias or 0)` to that all_reduce, in place."""
     variant, asked, inner = _asked(problem, config, rows)
-    # A lost peer is to be named with the op that was called.
-    named = SimpleNamespace(
-        lanes=workspace.lanes,
-        layout=workspace.layout,
-        rank=workspace.rank,
-        device=workspace.device,
-        timeout_ns=workspace.timeout_ns,
-        status_argument=lambda _: workspace.status_argument(problem),
-    )
-    launch = variant.bind(asked, inner, named)
+    launch = variant.bind(asked, inner, workspace.reporting_as(problem))
     if isinstance(launch, ManyLaunch):
         with_bias = launch.by_address
         return lambda stream, address, bias: with_bias(stream, address, bias, address)

@@ -26,8 +26,7 @@ from tunedcomm.spec import Problem
 from tunedcomm.symm import layout
 
 if TYPE_CHECKING:
-    from tunedcomm.symm.panels import Panels
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = ["begin_panels_kernel", "begin_request", "bind_begin"]
 

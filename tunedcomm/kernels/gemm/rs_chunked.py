@@ -42,7 +42,6 @@ from tunedcomm.kernels.gemm.rs_staged import push_chunk_kernel, sum_slots_kernel
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
     import torch
@@ -242,7 +241,7 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     world_size, n, slot = problem.world_size, problem.shape[1], slot_bytes(problem)
     rank, rows, span, chunks = workspace.rank, rows_of(problem), _span(problem, config), int(config["chunks"])
     streams, row_bytes = int(config["num_streams"]), n * out_itemsize(problem)
-    panels = panels_of(workspace, problem.mode, 2 * world_size * slot)
+    panels = workspace.panels(problem.mode, 2 * world_size * slot)
     copies, dtype = copies_of(workspace, problem.mode), getattr(torch, wanted_of(problem).dtype)
     push, parts = _pushes(problem, config, workspace, panels, copies), []
     for step in range(world_size):

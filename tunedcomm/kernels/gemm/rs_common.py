@@ -18,11 +18,10 @@ from tunedcomm.kernels.gemm.problem import operands_of, out_itemsize, refuse_gem
 from tunedcomm.kernels.gemm.variant import num_tiles, refuse_tiles, tile_request, tile_wish, two_fit
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Problem
-from tunedcomm.symm.panels import Panels, panels_of
 
 if TYPE_CHECKING:
     from tunedcomm.kernels.common.launch import CompileRequest
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = [
     "EPILOGUE_AXES",
@@ -197,7 +196,7 @@ def bind_one_kernel(
     problem: Problem, workspace: Workspace, request: CompileRequest, grid: int, room: int
 ) -> ManyLaunch:
     """A launch of the call's begin and one such kernel, with `room` bytes of panels."""
-    panels = panels_of(workspace, problem.mode, room)
+    panels = workspace.panels(problem.mode, room)
     begin = bind_begin(problem, workspace, panels)
     gemm = bind_gemm(problem, workspace, panels, request, grid)
 

@@ -59,10 +59,9 @@ from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_COUNTERS_OFFSET, PANEL_DATA, PANEL_NUMBER_OFFSET
-from tunedcomm.symm.panels import Panels, panels_of
 
 if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 __all__ = ["COPY_ENGINE", "counted_gemm_kernel"]
 
@@ -211,7 +210,7 @@ def _pushes(problem: Problem, config: Config, panels: Panels, rank: int) -> Iter
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    panels = panels_of(workspace, problem.mode, (2 * problem.world_size - 1) * slot_bytes(problem))
+    panels = workspace.panels(problem.mode, (2 * problem.world_size - 1) * slot_bytes(problem))
     request, grid = _request(problem, config), grid_of(problem, config)
     shard = -(-rows_of(problem) // int(config["block_m"])) * -(-problem.shape[1] // int(config["block_n"]))
     job = _Job(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch, closest
@@ -21,7 +20,6 @@ from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT, one_shot_kernel
 from tunedcomm.kernels.reduce_scatter.push import PUSH, push_kernel
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.scratch import scratch_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -94,19 +92,10 @@ def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
     import torch
 
     variant, asked, inner = _scattering(problem, config)
-    # A lost peer is to be named with the op that was called.
-    named = SimpleNamespace(
-        lanes=workspace.lanes,
-        layout=workspace.layout,
-        rank=workspace.rank,
-        device=workspace.device,
-        timeout_ns=workspace.timeout_ns,
-        status_argument=lambda _: workspace.status_argument(problem),
-    )
-    scatter = variant.bind(asked, inner, named)
+    scatter = variant.bind(asked, inner, workspace.reporting_as(problem))
     rows, columns = problem.shape[:2]
     nbytes = rows * columns * out_itemsize(problem)
-    room = scratch_of(workspace, problem.mode, nbytes)[:nbytes]
+    room = workspace.scratch(problem.mode, nbytes)[:nbytes]
     partial = room.view(getattr(torch, wanted_of(problem).dtype)).view(rows, columns)
 
     def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:

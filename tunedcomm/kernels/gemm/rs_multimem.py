@@ -55,7 +55,6 @@ from tunedcomm.kernels.gemm.tiles import matrix, operand_b
 from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -150,7 +149,7 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    panels = panels_of(workspace, problem.mode, problem.world_size * slot_bytes(problem))
+    panels = workspace.panels(problem.mode, problem.world_size * slot_bytes(problem))
     begin, request = bind_begin(problem, workspace, panels), _request(problem, config)
     gemm = bind_gemm(problem, workspace, panels, request, grid_of(problem, config), panels.multicast)
 

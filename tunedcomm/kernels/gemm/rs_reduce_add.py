@@ -49,7 +49,6 @@ from tunedcomm.kernels.gemm.tiles import matrix, operand_b
 from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
-from tunedcomm.symm.panels import panels_of
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -120,7 +119,7 @@ def _requests(problem: Problem, config: Config) -> Iterable[Any]:
 
 
 def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    panels = panels_of(workspace, problem.mode, _sum_bytes(problem))
+    panels = workspace.panels(problem.mode, _sum_bytes(problem))
     begin, copies = bind_begin(problem, workspace, panels), copies_of(workspace, problem.mode)
     gemm = bind_gemm(problem, workspace, panels, _request(problem, config), grid_of(problem, config))
     words = _sum_bytes(problem) // 4
