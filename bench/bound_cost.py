@@ -22,7 +22,7 @@ from rows import Line, append
 from tunedcomm import spec
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.kernels.common import launch, sync
-from tunedcomm.tuner import measure
+from tunedcomm.tuner.measure import timing as measure
 
 VARIANTS = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
 CALLS = 100

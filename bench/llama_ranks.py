@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.tuner.commands import Latency
-from tunedcomm.tuner.measure import summarise
+from tunedcomm.tuner.measure.timing import summarise
 
 __all__ = ["GAVE_UP", "Contender", "Ranks", "take_turns"]
 

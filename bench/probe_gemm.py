@@ -27,7 +27,7 @@ from tunedcomm import kernels
 from tunedcomm.bench.contenders import gemm_inputs, gemm_output, run_gemm
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, parse_shape
-from tunedcomm.tuner.measure import calls_for, contend, further_turns, summarise, take_rounds
+from tunedcomm.tuner.measure.timing import calls_for, contend, further_turns, summarise, take_rounds
 
 
 class _Append(argparse.Action):

@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> None:
     from bound_cost import Fence
 
     from tunedcomm.dispatch.communicator import get_communicator
-    from tunedcomm.tuner import measure as timing
+    from tunedcomm.tuner.measure import timing
 
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)

@@ -34,7 +34,7 @@ from tunedcomm.spec import Candidate, Problem, format_shape, get_op
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.replay import Replay, run_search
-from tunedcomm.tuner.study import families, search_space
+from tunedcomm.tuner.search.study import families, search_space
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"

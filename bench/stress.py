@@ -44,7 +44,7 @@ from tunedcomm.hardware import gpu_of
 from tunedcomm.kernels.common.move import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
-from tunedcomm.tuner.compile_pool import CompilePool
+from tunedcomm.tuner.measure.compile_pool import CompilePool
 
 COLUMNS = (
     "op", "variant", "numerics", "world_size", "gpus", "launches", "wrong", "configs", "problems", "not_run", "seconds",

@@ -19,7 +19,7 @@ from tunedcomm.hardware import ranks_share_a_gpu
 SWEEP = """
 import json, sys, time
 from tunedcomm.db.store import Database
-from tunedcomm.tuner.sweep import SweepSpec, sweep
+from tunedcomm.tuner.search.sweep import SweepSpec, sweep
 path, names, plugins, sizes = sys.argv[1], *(json.loads(text) for text in sys.argv[2:])
 spec = SweepSpec(
     op="all_reduce", shapes=tuple((size,) for size in sizes), world_size=2, backend="cuda", gangs=1,
@@ -86,5 +86,5 @@ def test_a_sweep_survives_every_kind_of_bad_candidate(tmp_path: Path) -> None:
     assert SHARED or faulty["seconds"] <= 2 * clean["seconds"] + sum(WAITED_FOR.values())
     time.sleep(2)
     assert all(now <= then + 64 for now, then in zip(memory_used(), before, strict=True)), "GPU memory is left"
-    left = subprocess.run(["pgrep", "-f", "tunedcomm.tuner.worker"], capture_output=True, text=True, check=False)
+    left = subprocess.run(["pgrep", "-f", "tunedcomm.tuner.gang.worker"], capture_output=True, text=True, check=False)
     assert not left.stdout.split()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tunedcomm.tuner.gang_process import GangProcess
+from tunedcomm.tuner.gang.process import GangProcess
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.processes import is_alive
 

@@ -20,7 +20,7 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.tuner.processes import is_alive
-from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec, sweep
+from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -233,7 +233,7 @@ SWEEP_SCRIPT = """
 import sys
 import test_tuner_faults as t
 from tunedcomm.db.store import Database
-from tunedcomm.tuner.sweep import sweep
+from tunedcomm.tuner.search.sweep import sweep
 with Database.open(sys.argv[1], create=True) as database:
     sweep(t.spec_of("good", "deadlocks", shapes=((64,),), trial_timeout_s=300.0), database)
 """

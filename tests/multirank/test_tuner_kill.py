@@ -23,7 +23,7 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.processes import is_alive
-from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec, sweep
+from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
 ROOT = Path(__file__).parents[2]
 RECORDING = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
@@ -78,7 +78,7 @@ SCRIPT = """
 import sys
 import test_tuner_kill as t
 from tunedcomm.db.store import Database
-from tunedcomm.tuner.sweep import sweep
+from tunedcomm.tuner.search.sweep import sweep
 with Database.open(sys.argv[1]) as database:
     sweep(t.killed_spec(float(sys.argv[2])), database)
 """

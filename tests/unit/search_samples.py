@@ -13,7 +13,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Candidate, Limits, OpSpec, Problem, Variant, register_op, register_variant
 from tunedcomm.tuner.job import Settings, StoredTrial
-from tunedcomm.tuner.knowledge import Knowledge
+from tunedcomm.tuner.search.knowledge import Knowledge
 
 OP = "search_op"
 LIMITS = Limits("host", 1, False, 64, 1 << 20, 1 << 20, 1 << 20)

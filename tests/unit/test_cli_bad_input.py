@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tunedcomm.cli import _gang, main, tune
 from tunedcomm.db import engine, store
 from tunedcomm.db.store import Database
-from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec
+from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_tune_says_what_is_wrong(
     arguments: str,
     parts: list[str],
 ) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", refuse)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", refuse)
     said = refused(f"tune {arguments}".format(path=tmp_path / "user.db"), capsys)
     for part in parts:
         assert part in said
@@ -99,7 +99,7 @@ def test_tune_says_what_is_wrong(
 @pytest.mark.parametrize("verb", ["tune", "bench", "demo"])
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str) -> None:
     monkeypatch.setattr(_gang, "num_gpus", lambda: 4)
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", refuse)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", refuse)
     op = "" if verb == "demo" else "--op all_reduce"
     assert "8 ranks need 8 GPUs, this machine has 4" in refused(f"{verb} {op} --world-size 8", capsys)
 
@@ -127,7 +127,7 @@ def test_other_verbs_say_it_too(capsys: pytest.CaptureFixture[str], arguments: s
 def test_a_database_that_is_locked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", begin_and_store)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin_and_store)
     monkeypatch.setenv("TUNEDCOMM_DB_PATIENCE_S", "1")  # a sweep waits for it, but not for ever
     path = tmp_path / "user.db"
     Database.open(path, create=True).close()
@@ -144,7 +144,7 @@ def test_a_database_that_is_locked(
 def test_a_disk_that_is_full(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", begin_and_store)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin_and_store)
     Database.open(tmp_path / "user.db", create=True).close()
     real = engine._set_pragmas
 
@@ -170,7 +170,7 @@ def _drop_privileges() -> None:
 def test_a_database_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, ordinary_user: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", begin_and_store)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin_and_store)
     path = ordinary_user / "tuned.db"
     Database.open(path, create=True).close()
     path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
@@ -211,7 +211,7 @@ def test_one_copy_a_host_tunes(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", refuse)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", refuse)
     assert tune.is_spare_copy() == spare
     shown = CliRunner().invoke(main.app, ["tune", "--op", "all_reduce"])
     if spare:

@@ -21,7 +21,7 @@ from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.fates import VariantFate, num_failed, variant_fates
-from tunedcomm.tuner.sweep import GangProgress, ProblemResult, Progress, SweepOutcome, SweepSpec
+from tunedcomm.tuner.search.sweep import GangProgress, ProblemResult, Progress, SweepOutcome, SweepSpec
 
 PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 2, mode="eager")
 OTHER = Problem("all_reduce", (512,), "bfloat16", 2, mode="eager")
@@ -83,7 +83,7 @@ class Sweep:
 
 
 def start(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Any:
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", sweep)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", sweep)
     monkeypatch.setattr(_gang, "num_gpus", lambda: gpus)
     monkeypatch.setattr(tune, "num_gpus", lambda: gpus)
     return CliRunner().invoke(main.app, ["tune", "--op", "all_reduce", *arguments])
@@ -160,7 +160,7 @@ def test_interrupted_sweep_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_failed_sweep_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", Sweep(TuningError("gangs die")))
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", Sweep(TuningError("gangs die")))
     with pytest.raises(SystemExit) as caught:
         main.run(["tune", "--op", "all_reduce", "--backend", "host"])
     assert caught.value.code == 1

@@ -21,7 +21,7 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.tuner.sweep import ProblemResult, Progress, SweepOutcome, SweepSpec
+from tunedcomm.tuner.search.sweep import ProblemResult, Progress, SweepOutcome, SweepSpec
 
 OFTEN = Problem("all_reduce", (98304,), "bfloat16", 2, mode="eager")
 RARE = Problem("all_reduce", (512,), "float16", 2, mode="eager", in_place=True)
@@ -91,7 +91,7 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def sweeps(monkeypatch: pytest.MonkeyPatch) -> Sweeps:
     found = Sweeps()
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", found)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", found)
     for module in (_gang, tune, _misses):
         monkeypatch.setattr(module, "num_gpus", lambda: 0)
     return found

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from tunedcomm.cli import _gang, main, tune
 from tunedcomm.db.store import Database
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
-from tunedcomm.tuner.catalog import catalog
-from tunedcomm.tuner.sweep import Progress, SweepOutcome, SweepSpec
+from tunedcomm.tuner.models import catalog
+from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
 
 
 class Sweep:
@@ -44,7 +44,7 @@ class Sweep:
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
     stand_in = Sweep()
-    monkeypatch.setattr("tunedcomm.tuner.sweep.sweep", stand_in)
+    monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", stand_in)
     for module in (_gang, tune):
         monkeypatch.setattr(module, "num_gpus", lambda: 4)
     return stand_in

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tunedcomm.tuner.gang_process import _FOLDER, remove_stale_folders
+from tunedcomm.tuner.gang.process import _FOLDER, remove_stale_folders
 
 
 def test_only_folders_of_dead_supervisors_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

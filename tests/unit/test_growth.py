@@ -78,7 +78,7 @@ from tunedcomm.dispatch import dispatcher
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import detect
-from tunedcomm.tuner.study import default_candidates
+from tunedcomm.tuner.search.study import default_candidates
 
 kernels.discover()
 problem = spec.Problem("all_reduce", (4096,), "float32", 2, mode="eager")

@@ -16,7 +16,7 @@ from tunedcomm.errors import ConfigError
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Limits, Problem, Variant, candidates, get_variant, register_variant, why_no_kernel
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.study import default_candidates, infeasible_variants, stray_defaults
+from tunedcomm.tuner.search.study import default_candidates, infeasible_variants, stray_defaults
 
 PROBLEM = Problem("all_gather", (4096,), "float32", 2, reduction="", mode="eager")
 

@@ -10,8 +10,8 @@ import pytest
 from tunedcomm import kernels
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
 from tunedcomm.spec import ITEMSIZE, Problem, ops
-from tunedcomm.tuner import catalog as module
-from tunedcomm.tuner.catalog import (
+from tunedcomm.tuner import models as module
+from tunedcomm.tuner.models import (
     DEFAULT_TOKENS,
     SHAPES,
     Model,
@@ -227,7 +227,7 @@ def test_wrong_data_is_named(changes: dict[str, Any], text: str) -> None:
 
 
 def test_the_catalogue_needs_no_torch() -> None:
-    code = "import sys; from tunedcomm.tuner.catalog import catalog; print(len(catalog()), 'torch' in sys.modules)"
+    code = "import sys; from tunedcomm.tuner.models import catalog; print(len(catalog()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1] == "False"
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tunedcomm.spec import OpSpec, Problem
-from tunedcomm.tuner import check, measure
-from tunedcomm.tuner.check import Case, fill_sentinel, judge, make_case, odd_problems, plan_cases
-from tunedcomm.tuner.gang import Trouble, combine
-from tunedcomm.tuner.trial import _bind_reason, _place
+from tunedcomm.tuner.gang.group import Trouble, combine
+from tunedcomm.tuner.measure import correctness as check
+from tunedcomm.tuner.measure import timing as measure
+from tunedcomm.tuner.measure.correctness import Case, fill_sentinel, judge, make_case, odd_problems, plan_cases
+from tunedcomm.tuner.measure.trial import _bind_reason, _place
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")

@@ -16,13 +16,13 @@ import pytest
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.claims import Claim
 from tunedcomm.tuner.commands import Command, Outcome, Row
-from tunedcomm.tuner.coordinator import Coordinator
 from tunedcomm.tuner.job import Settings, StoredTrial
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.replay import Replay
-from tunedcomm.tuner.study import search_space
+from tunedcomm.tuner.search.claims import Claim
+from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.study import search_space
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 SETTINGS = Settings(backend="cuda", world_size=4, trials=200)

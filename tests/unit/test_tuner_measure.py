@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tunedcomm.tuner import measure
+from tunedcomm.tuner.measure import timing as measure
 
 ROUNDS = 5
 CALLS = (2, 5, 3)

@@ -22,8 +22,8 @@ from search_samples import (
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
-from tunedcomm.tuner.coordinator import Coordinator
 from tunedcomm.tuner.job import StoredTrial
+from tunedcomm.tuner.search.coordinator import Coordinator
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,12 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.channel import GangEnd, SupervisorEnd, read_failures, write_failure
 from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
-from tunedcomm.tuner.compile_pool import decode, encode
 from tunedcomm.tuner.death import Death, read_death, write_exits
-from tunedcomm.tuner.gang_process import gang_environment
+from tunedcomm.tuner.gang.process import gang_environment
+from tunedcomm.tuner.gang.protocol import GangEnd, SupervisorEnd, read_failures, write_failure
 from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.measure.compile_pool import decode, encode
 from tunedcomm.tuner.outcome import summarise_problem
 from tunedcomm.tuner.processes import is_alive, kill_processes
 from tunedcomm.tuner.tally import Tally

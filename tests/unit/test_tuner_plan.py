@@ -14,11 +14,11 @@ from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.spec import Problem
 from tunedcomm.tuner import plan
-from tunedcomm.tuner.gang_process import gang_environment
+from tunedcomm.tuner.gang.process import gang_environment
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
 from tunedcomm.tuner.recording import read_recording
-from tunedcomm.tuner.sweep import sweep
+from tunedcomm.tuner.search.sweep import sweep
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")

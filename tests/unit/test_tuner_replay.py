@@ -24,7 +24,7 @@ from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.recording import read_recording, write_recording
 from tunedcomm.tuner.replay import Replay, SearchRun, run_search
-from tunedcomm.tuner.study import search_space
+from tunedcomm.tuner.search.study import search_space
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"

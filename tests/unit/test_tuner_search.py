@@ -24,7 +24,7 @@ from search_samples import (
 from tunedcomm import spec
 from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.tuner.problem_search import ProblemSearch
-from tunedcomm.tuner.study import Search, default_candidates, families, interleave, search_space
+from tunedcomm.tuner.search.study import Search, default_candidates, families, interleave, search_space
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tunedcomm.tuner.channel import write_failure
-from tunedcomm.tuner.gang_process import GangProcess
+from tunedcomm.tuner.gang.process import GangProcess
+from tunedcomm.tuner.gang.protocol import write_failure
 from tunedcomm.tuner.job import Settings
 
 

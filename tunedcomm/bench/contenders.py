@@ -25,7 +25,7 @@ from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
 from tunedcomm.kernels.gemm.problem import operands_of, product, product_reference, wanted_of
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
-from tunedcomm.tuner.measure import further_turns, num_turns
+from tunedcomm.tuner.measure.timing import further_turns, num_turns
 
 _ONE_SHOT_BYTES = 32 << 20  # beyond this it is behind NCCL and only takes time
 _GRANULE = 16  # bytes a rank that PyTorch's kernels move at once

@@ -32,7 +32,7 @@ from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.peers import Tensors
 from tunedcomm.spec import Problem, format_shape, get_op, parse_shape
-from tunedcomm.tuner import measure
+from tunedcomm.tuner.measure import timing as measure
 
 _ROUNDS, _HOST_ROUNDS = 25, 3
 # Fused GEMMs of other projects signal for every tile.

@@ -10,7 +10,7 @@ from tunedcomm.spec import Problem, admits, format_shape, get_op, variants
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.fates import VariantFate
-    from tunedcomm.tuner.sweep import SweepOutcome
+    from tunedcomm.tuner.search.sweep import SweepOutcome
 
 __all__ = ["broken", "fate_lines", "fate_to_dict"]
 

@@ -9,7 +9,7 @@ import typer
 
 from tunedcomm.cli._options import split
 from tunedcomm.cli._output import emit_json, table
-from tunedcomm.tuner.catalog import DEFAULT_TOKENS, Model, catalog, find_model, shapes_for
+from tunedcomm.tuner.models import DEFAULT_TOKENS, Model, catalog, find_model, shapes_for
 
 __all__ = ["ModelOptions", "TokensOption", "list_models"]
 

@@ -13,7 +13,7 @@ from tunedcomm.cli._output import format_ratio, format_us, note
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tunedcomm.tuner.sweep import GangProgress, Progress
+    from tunedcomm.tuner.search.sweep import GangProgress, Progress
 
 __all__ = ["JsonLines", "LiveView", "PlainLines", "describe", "shown"]
 

@@ -36,7 +36,7 @@ def demo(
     Example: tunedcomm demo --db demo.db
     """
     from tunedcomm.bench.runner import run_module
-    from tunedcomm.tuner.sweep import SweepSpec
+    from tunedcomm.tuner.search.sweep import SweepSpec
 
     op = known_op("all_reduce")
     ranks = local_ranks(world_size)

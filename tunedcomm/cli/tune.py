@@ -40,7 +40,7 @@ from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.spec import Problem
-    from tunedcomm.tuner.sweep import ProblemResult, SweepOutcome, SweepSpec
+    from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec
 
 __all__ = ["is_spare_copy", "run_sweep", "tune"]
 
@@ -147,7 +147,7 @@ def tune(
     if op is None:
         raise typer.BadParameter("it is missing; pass e.g. --op all_reduce", param_hint="--op")
     spec = known_op(op)
-    from tunedcomm.tuner.sweep import SweepSpec
+    from tunedcomm.tuner.search.sweep import SweepSpec
 
     wanted = SweepSpec(
         op=spec.name,
@@ -227,7 +227,7 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
     from tunedcomm.db.store import Database
     from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.plan import resolve
-    from tunedcomm.tuner.sweep import sweep
+    from tunedcomm.tuner.search.sweep import sweep
 
     if spec.backend is None and num_gpus() < 2:
         say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs", as_json=as_json)

@@ -7,10 +7,11 @@ from typing import TypeAlias
 import torch
 
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op
-from tunedcomm.tuner import check, measure
-from tunedcomm.tuner.check import Case, Judgement, Launch, Tensors
-from tunedcomm.tuner.gang import Gang
-from tunedcomm.tuner.measure import Contender
+from tunedcomm.tuner.gang.group import Gang
+from tunedcomm.tuner.measure import correctness as check
+from tunedcomm.tuner.measure import timing as measure
+from tunedcomm.tuner.measure.correctness import Case, Judgement, Launch, Tensors
+from tunedcomm.tuner.measure.timing import Contender
 
 __all__ = ["Bench", "is_out_of_memory"]
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.tuner.claims import Claim
 from tunedcomm.tuner.job import StoredTrial, candidate_from_dict, candidate_to_dict
+from tunedcomm.tuner.search.claims import Claim
 
 __all__ = ["LOST", "TOO_LARGE", "Assignment", "Command", "Latency", "Outcome", "Row"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant
-from tunedcomm.tuner.check import odd_problems
-from tunedcomm.tuner.compile_pool import CompilePool
 from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.study import default_candidates, interleave, search_space
+from tunedcomm.tuner.measure.compile_pool import CompilePool
+from tunedcomm.tuner.measure.correctness import odd_problems
+from tunedcomm.tuner.search.study import default_candidates, interleave, search_space
 
 __all__ = ["compile_ahead"]
 

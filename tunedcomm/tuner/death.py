@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunedcomm.tuner.channel import read_failures
+from tunedcomm.tuner.gang.protocol import read_failures
 
 __all__ = ["Death", "read_death", "write_exits"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.knowledge import Knowledge
-from tunedcomm.tuner.study import default_candidates
+from tunedcomm.tuner.search.knowledge import Knowledge
+from tunedcomm.tuner.search.study import default_candidates
 
 __all__ = ["BEST_OF_SHAPE", "Finals"]
 

@@ -40,7 +40,7 @@ def _spawn(settings: str, rank: int, world_size: int, store: socket.socket) -> s
     if rank == 0:
         inherited.append(store.fileno())
         environment[STORE_FD] = str(store.fileno())
-    command = [sys.executable, "-m", "tunedcomm.tuner.worker", settings, str(os.getpid())]
+    command = [sys.executable, "-m", "tunedcomm.tuner.gang.worker", settings, str(os.getpid())]
     return subprocess.Popen(command, env=environment, pass_fds=inherited)
 
 

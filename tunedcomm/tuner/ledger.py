@@ -23,9 +23,9 @@ from tunedcomm.db.records import canonical_json
 from tunedcomm.errors import DatabaseError
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.board import Entry, Note
-from tunedcomm.tuner.claims import Claim
 from tunedcomm.tuner.life_lock import LifeLock
 from tunedcomm.tuner.owners import Local, Owner, Presence, Seats
+from tunedcomm.tuner.search.claims import Claim
 from tunedcomm.tuner.studies import Studies, journal_path, open_studies
 
 __all__ = ["GRACE_S", "HEARTBEAT_S", "OptunaLedger", "open_ledger"]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from tunedcomm.db.once import warn_once
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.knowledge import Knowledge
-from tunedcomm.tuner.study import Search, default_candidates, search_space, stray_defaults
+from tunedcomm.tuner.search.knowledge import Knowledge
+from tunedcomm.tuner.search.study import Search, default_candidates, search_space, stray_defaults
 
 __all__ = ["ProblemSearch"]
 

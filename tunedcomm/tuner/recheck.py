@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.commands import Command, Row
-from tunedcomm.tuner.coordinator import Coordinator
 from tunedcomm.tuner.finals import Finals
 from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.study import families
+from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.study import families
 
 __all__ = ["Recheck", "Work"]
 

@@ -18,8 +18,8 @@ from tunedcomm.db.records import TrialRecord, canonical_json
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, get_variant
 from tunedcomm.tuner.commands import LOST, Command, Latency, Outcome, Row
-from tunedcomm.tuner.coordinator import Coordinator
 from tunedcomm.tuner.job import Settings, StoredTrial
+from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.stages import pruned, rounds_after_look
 
 __all__ = ["Replay", "SearchRun", "Step", "run_search"]

@@ -12,8 +12,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tunedcomm.tuner.channel import GangEnd
 from tunedcomm.tuner.commands import LOST, Command
+from tunedcomm.tuner.gang.protocol import GangEnd
 from tunedcomm.tuner.job import EXIT_UNUSABLE, Settings, candidate_to_dict
 from tunedcomm.tuner.processes import die_with_parent
 from tunedcomm.tuner.recording import read_recording

@@ -19,12 +19,12 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Limits, Mode, Problem, get_variant, variants
 from tunedcomm.tuner.commands import Outcome, Row
 from tunedcomm.tuner.compile_ahead import compile_ahead
-from tunedcomm.tuner.compile_pool import CompilePool, num_workers
+from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
 from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.outcome import GangProgress, Progress
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve_machine
 from tunedcomm.tuner.recheck import Recheck, Work
-from tunedcomm.tuner.supervisor import GangState, Supervisor
 from tunedcomm.tuner.tally import Tally
 from tunedcomm.tuner.verdict import Verified, judge
 from tunedcomm.tuner.winners import Stored, candidates_to_measure, stored_winners

@@ -23,8 +23,8 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate
-from tunedcomm.tuner.channel import GangEnd
 from tunedcomm.tuner.commands import Command
+from tunedcomm.tuner.gang.protocol import GangEnd
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.launch import STORE_FD, STORE_PORT
 

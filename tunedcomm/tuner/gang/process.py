@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tunedcomm.spec import Candidate
-from tunedcomm.tuner.channel import SupervisorEnd, failure_age_s, read_failures
 from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.death import Death, read_death
+from tunedcomm.tuner.gang.protocol import SupervisorEnd, failure_age_s, read_failures
 from tunedcomm.tuner.job import Settings, candidate_from_dict
 from tunedcomm.tuner.launch import GO_FD
 from tunedcomm.tuner.processes import is_alive, kernel_identity, kill_group, send_kill

@@ -18,9 +18,9 @@ from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Limits
 from tunedcomm.tuner.commands import LOST, Command, Outcome
-from tunedcomm.tuner.coordinator import Coordinator
-from tunedcomm.tuner.gang_process import GangProcess, remove_stale_folders
+from tunedcomm.tuner.gang.process import GangProcess, remove_stale_folders
 from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.search.coordinator import Coordinator
 
 __all__ = ["GangState", "Supervisor"]
 

@@ -1,4 +1,4 @@
-"""One rank of a gang: `python -m tunedcomm.tuner.worker SETTINGS LAUNCHER_PID`, started by `tuner.launch`.
+"""One rank of a gang: `python -m tunedcomm.tuner.gang.worker SETTINGS LAUNCHER_PID`, started by `tuner.launch`.
 
 Rank 0 hears the supervisor's commands and broadcasts each; every rank runs it. The process ends with code 0 when it is
 told to end, and with `EXIT_UNUSABLE` when a candidate left the ranks out of step.
@@ -20,7 +20,7 @@ from tunedcomm.tuner.launch import GO_FD
 from tunedcomm.tuner.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from tunedcomm.tuner.gang import Gang
+    from tunedcomm.tuner.gang.group import Gang
 
 __all__ = ["main"]
 
@@ -45,7 +45,7 @@ def _wait_until_wanted() -> None:
 
 def _work(settings: Settings, gang: Gang) -> str:
     """Run commands until the end; returns why it ended, the same on every rank."""
-    from tunedcomm.tuner.trial import TrialRunner
+    from tunedcomm.tuner.measure.trial import TrialRunner
 
     runner = TrialRunner(gang, settings)
     while True:
@@ -69,8 +69,8 @@ def main(path: Path, launcher: int) -> int:
     (path.parent / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()), encoding="ascii")
     _load_kernels(settings)
     # Whatever can be done before the device is the gang's own.
-    import tunedcomm.tuner.trial  # noqa: F401
-    from tunedcomm.tuner.gang import assemble
+    import tunedcomm.tuner.measure.trial  # noqa: F401
+    from tunedcomm.tuner.gang.group import assemble
 
     _wait_until_wanted()
     gang = assemble(settings, path.parent)

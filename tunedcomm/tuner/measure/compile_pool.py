@@ -1,8 +1,8 @@
 """Compiles coming candidates on CPUs into Triton's cache, so that a gang finds its binaries there.
 
-The pool is a process of its own (`python -m tunedcomm.tuner.compile_pool SUPERVISOR_PID WORKERS`) that sees no GPU,
-reads requests as JSON lines from its standard input and spreads them over worker processes. What fails to compile here
-fails again in the gang, which records it; so it is ignored here.
+`python -m tunedcomm.tuner.measure.compile_pool SUPERVISOR_PID WORKERS` is a process that sees no GPU. It reads
+requests as JSON lines from its standard input and spreads them over worker processes. It ignores what fails to compile:
+that fails again in the gang, which records it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CompilePool:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tunedcomm.tuner.compile_pool", str(os.getpid()), str(workers)],
+            [sys.executable, "-m", "tunedcomm.tuner.measure.compile_pool", str(os.getpid()), str(workers)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import torch
 
-from tunedcomm.tuner.check import Launch, Tensors
 from tunedcomm.tuner.commands import Latency
+from tunedcomm.tuner.measure.correctness import Launch, Tensors
 
 __all__ = [
     "Contender",

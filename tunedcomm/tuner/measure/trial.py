@@ -15,15 +15,16 @@ import torch
 
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.tuner import check, measure
 from tunedcomm.tuner.bench import Bench, is_out_of_memory
-from tunedcomm.tuner.channel import write_failure
-from tunedcomm.tuner.check import Judgement, Launch
 from tunedcomm.tuner.commands import LOST, Command, Latency, Outcome
 from tunedcomm.tuner.compile_count import CompileCount
-from tunedcomm.tuner.gang import Gang, Trouble, Verdict
+from tunedcomm.tuner.gang.group import Gang, Trouble, Verdict
+from tunedcomm.tuner.gang.protocol import write_failure
 from tunedcomm.tuner.job import Settings, candidate_to_dict
-from tunedcomm.tuner.measure import Contender
+from tunedcomm.tuner.measure import correctness as check
+from tunedcomm.tuner.measure import timing as measure
+from tunedcomm.tuner.measure.correctness import Judgement, Launch
+from tunedcomm.tuner.measure.timing import Contender
 from tunedcomm.tuner.stages import pruned, rounds_after_look
 
 __all__ = ["TrialRunner"]

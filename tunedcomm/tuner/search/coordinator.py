@@ -15,14 +15,14 @@ from tunedcomm.db.once import warn_once
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.budget import Budget
-from tunedcomm.tuner.claims import Claim, Ledger
 from tunedcomm.tuner.commands import LOST, TOO_LARGE, Assignment, Command, Outcome, Row
 from tunedcomm.tuner.finals import Finals
 from tunedcomm.tuner.job import FAILED, Settings, StoredTrial
-from tunedcomm.tuner.knowledge import Knowledge
 from tunedcomm.tuner.one_environment import other_environment
 from tunedcomm.tuner.problem_search import ProblemSearch
-from tunedcomm.tuner.study import default_candidates, families, infeasible_variants
+from tunedcomm.tuner.search.claims import Claim, Ledger
+from tunedcomm.tuner.search.knowledge import Knowledge
+from tunedcomm.tuner.search.study import default_candidates, families, infeasible_variants
 
 __all__ = ["Coordinator"]
 

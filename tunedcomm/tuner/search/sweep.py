@@ -16,17 +16,17 @@ from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.settings import db_patience_s
 from tunedcomm.spec import Problem, get_variant, variants
-from tunedcomm.tuner.claims import Ledger
 from tunedcomm.tuner.commands import Outcome, Row
 from tunedcomm.tuner.compile_ahead import compile_ahead
-from tunedcomm.tuner.compile_pool import CompilePool, num_workers
-from tunedcomm.tuner.coordinator import Coordinator
 from tunedcomm.tuner.fates import num_failed, variant_fates
+from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
 from tunedcomm.tuner.job import Settings, StoredTrial
 from tunedcomm.tuner.ledger import open_ledger
+from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.outcome import GangProgress, ProblemResult, Progress, SweepOutcome, summarise_problem
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
-from tunedcomm.tuner.supervisor import GangState, Supervisor
+from tunedcomm.tuner.search.claims import Ledger
+from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.tally import Tally
 
 __all__ = ["GangProgress", "ProblemResult", "Progress", "SweepOutcome", "SweepSpec", "resolve", "sweep"]
