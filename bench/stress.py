@@ -41,7 +41,7 @@ from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import gpu_of
-from tunedcomm.kernels.common.move import ESCAPE
+from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.measure.compile_pool import CompilePool

@@ -13,7 +13,7 @@ from bodies import main, miss, stream
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.kernels.common.move import ESCAPE
+from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.selection.snapshot import Pinned, Snapshot
 from tunedcomm.space import Config

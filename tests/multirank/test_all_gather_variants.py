@@ -19,7 +19,7 @@ from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.kernels.common.move import ESCAPE
+from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import DTYPES, Problem, get_variant, variants
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm import kernels, settings
 from tunedcomm.dispatch import misses
 from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
-from tunedcomm.kernels.common.own import undisturbed
+from tunedcomm.kernels.common.launch import undisturbed
 from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value

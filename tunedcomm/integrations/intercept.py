@@ -53,7 +53,7 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_f
 from tunedcomm.dispatch.dispatcher import MISSES, Plan
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations.torch_version import check_torch
-from tunedcomm.kernels.common.own import intercepted, own
+from tunedcomm.kernels.common.launch import intercepted, own
 from tunedcomm.ops._fast import is_capturing
 from tunedcomm.ops._path import paths
 from tunedcomm.ops.all_gather import all_gather

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tunedcomm.kernels.common.feasibility import grid_rounds, refuse_kernels
-from tunedcomm.kernels.common.move import alignment_of
-from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.kernels.common.packets import alignment_of, packets_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import DTYPES, Limits, Problem
 

@@ -19,9 +19,7 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.move import store_bytes
-from tunedcomm.kernels.common.multimem import store_all
-from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of, store_all, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.collectives import all_gather_single
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.library import register_library
+from tunedcomm.kernels.common.variant import all_gather_single, register_library
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.move import ESCAPE
+from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.reference import generator_of, powers_of_two
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.metrics import busbw_factor

@@ -27,7 +27,13 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse, refuse_items
-from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.feasibility import (
+    Launch,
+    bind_flagged,
+    blocks_and_threads,
+    kernel_blocks,
+    reading_default,
+)
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
@@ -37,9 +43,7 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.move import store_bytes
-from tunedcomm.kernels.common.packets import packets_of
-from tunedcomm.kernels.common.protocols import reading_default
+from tunedcomm.kernels.common.packets import packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

@@ -39,7 +39,13 @@ from tunedcomm.kernels.all_reduce.unfused import (
     sum_rounds,
 )
 from tunedcomm.kernels.all_reduce_rms_norm._rule import h_of, ordered_sum
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, refuse_kernels
+from tunedcomm.kernels.common.feasibility import (
+    Launch,
+    blocks_and_threads,
+    refuse_chunks,
+    refuse_kernels,
+    refuse_launch_pdl,
+)
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     STATE_OFFSET,
@@ -52,11 +58,9 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.protocols import refuse_chunks, refuse_launch_pdl
 from tunedcomm.kernels.common.rows import add_extras
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import LibraryVariant, VariantBase
-from tunedcomm.kernels.common.words import poll_from
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op

@@ -26,7 +26,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads
+from tunedcomm.kernels.common.feasibility import (
+    LAMPORT_SPACE,
+    blocks_and_threads,
+    lamport_wish,
+    refuse_launch_pdl,
+    refuse_stage,
+)
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     arm,
@@ -37,7 +43,6 @@ from tunedcomm.kernels.common.packets import (
     sum_packets,
     write_elements,
 )
-from tunedcomm.kernels.common.protocols import LAMPORT_SPACE, lamport_wish, refuse_launch_pdl, refuse_stage
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem

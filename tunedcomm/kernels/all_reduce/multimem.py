@@ -24,8 +24,14 @@ import triton.language as tl
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
 from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.multimem import load_reduce, store_all
-from tunedcomm.kernels.common.packets import mean_packets, num_packets, read_elements, write_elements
+from tunedcomm.kernels.common.packets import (
+    load_reduce,
+    mean_packets,
+    num_packets,
+    read_elements,
+    store_all,
+    write_elements,
+)
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Numerics, Problem

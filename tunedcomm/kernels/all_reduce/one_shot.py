@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads
+from tunedcomm.kernels.common.feasibility import READING_SPACE, blocks_and_threads, reading_wish, refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -37,7 +37,6 @@ from tunedcomm.kernels.common.packets import (
     sum_packets,
     write_elements,
 )
-from tunedcomm.kernels.common.protocols import READING_SPACE, reading_wish, refuse_one_shot
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem

@@ -20,10 +20,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
-from tunedcomm.kernels.common.feasibility import blocks_and_threads
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_launch_pdl, two_shot_lamport_wish
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels.common.protocols import refuse_launch_pdl, two_shot_lamport_wish
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem

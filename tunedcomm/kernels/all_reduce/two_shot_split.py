@@ -33,9 +33,9 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
+from tunedcomm.kernels.common.feasibility import refuse_chunks
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
 from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
-from tunedcomm.kernels.common.protocols import refuse_chunks
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem

@@ -31,10 +31,9 @@ from tunedcomm.kernels.all_reduce_rms_norm._common import (
     rows_grid,
     rows_request,
 )
-from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_stage
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.protocols import refuse_stage
 from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value

@@ -14,7 +14,7 @@ from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce_rms_norm._common import given_of
 from tunedcomm.kernels.all_reduce_rms_norm._rule import E4M3_MAX
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.library import register_library
+from tunedcomm.kernels.common.variant import register_library
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 

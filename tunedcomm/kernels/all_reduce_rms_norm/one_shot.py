@@ -26,7 +26,7 @@ from tunedcomm.kernels.all_reduce_rms_norm._common import (
     rows_grid,
     rows_request,
 )
-from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -36,7 +36,6 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.packets import insert_own, sum_packets
-from tunedcomm.kernels.common.protocols import refuse_one_shot
 from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value

@@ -36,8 +36,7 @@ from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_packets
 from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
-from tunedcomm.kernels.common.words import poll_from
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

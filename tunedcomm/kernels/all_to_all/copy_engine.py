@@ -26,8 +26,7 @@ from tunedcomm.kernels.all_gather.copy_engine import (
     make_job,
     refuse_pushes,
 )
-from tunedcomm.kernels.common.bytes import refuse_moves
-from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.feasibility import Launch, closest, refuse_moves
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

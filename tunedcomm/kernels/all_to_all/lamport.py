@@ -28,23 +28,32 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.common.bytes import bind_bytes, byte_request, chunk_rounds, refuse_moves
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.feasibility import (
+    LAMPORT_SPACE,
+    Launch,
+    bind_bytes,
+    blocks_and_threads,
+    byte_request,
+    chunk_rounds,
+    kernel_blocks,
+    lamport_default,
+    refuse_launch_pdl,
+    refuse_moves,
+    refuse_stage,
+)
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.move import (
+from tunedcomm.kernels.common.packets import (
     escape,
     has_escape,
     load_bytes,
+    packets_of,
     remark_of,
     remarked_slots,
     restore,
     store_bytes,
 )
-from tunedcomm.kernels.common.packets import packets_of
-from tunedcomm.kernels.common.protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl, refuse_stage
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.common.words import poll_words, store_word
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, poll_words, store_packets, store_word
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant
 

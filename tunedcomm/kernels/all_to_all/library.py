@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.library import register_library
+from tunedcomm.kernels.common.variant import register_library
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 

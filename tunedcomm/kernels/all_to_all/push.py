@@ -24,8 +24,16 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.bytes import bind_bytes, byte_request, chunk_rounds, refuse_moves
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.feasibility import (
+    Launch,
+    bind_bytes,
+    blocks_and_threads,
+    byte_request,
+    chunk_rounds,
+    closest,
+    kernel_blocks,
+    refuse_moves,
+)
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
@@ -35,8 +43,7 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.move import load_bytes, store_bytes
-from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.packets import PACKET_BYTES, load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

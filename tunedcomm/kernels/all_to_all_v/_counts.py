@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunedcomm.kernels.common.move import alignment_of
+from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.spec import ITEMSIZE, Problem
 
 __all__ = ["layout_of", "made_up_counts", "row_alignment", "row_numel"]

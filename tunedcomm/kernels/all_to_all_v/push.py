@@ -24,8 +24,7 @@ import triton.language as tl
 from tunedcomm.kernels.all_to_all.push import PUSH as EVEN
 from tunedcomm.kernels.all_to_all.push import RING
 from tunedcomm.kernels.all_to_all_v._counts import row_alignment
-from tunedcomm.kernels.common.bytes import byte_request, chunk_rounds
-from tunedcomm.kernels.common.feasibility import Launch, kernel_blocks
+from tunedcomm.kernels.common.feasibility import Launch, byte_request, chunk_rounds, kernel_blocks
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
@@ -35,7 +34,7 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.move import load_bytes, store_bytes
+from tunedcomm.kernels.common.packets import load_bytes, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant

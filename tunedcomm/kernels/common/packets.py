@@ -1,11 +1,27 @@
-"""Elements in packets: reading inputs, writing outputs, and fp32 sums with one rounding at the end.
+"""Payloads in packets of 16 bytes: reading inputs, writing outputs, fp32 sums with one rounding, multicast.
 
 A packet holds 8 elements of a 16-bit dtype or 4 of fp32. Payload words are moved as bits; only sums look inside them.
+Functions with `elements` in their name serve kernels that reduce; those with `bytes`, kernels that only move payloads.
 
 **Ordered numerics.** `ordered` variants start from +0.0 and add the ranks' values in fp32 in rank order 0 … n−1, divide
 by n for avg, and round once to the payload's dtype. Starting from +0.0 makes the sum blind to the sign of zero inputs,
 which is what lets `arm` replace the sentinel by +0.0 without changing any result. A result that avg rounds to −0.0 is
 written as +0.0 for the same reason: it may have to travel as a packet.
+
+**Alignment of bytes.** Chunks of a message begin at multiples of its size, which need not be a multiple of 16. `ALIGN`
+is the greatest power of two up to 16 that divides it (`alignment_of`): packets are read and written in pieces of that
+size and nothing outside a chunk is touched. With 16 that is one access a packet. An input that is read as one chunk
+starts at a multiple of 16 and is read by whole packets whatever its size: what a packet holds behind the end lies in
+the same 16 bytes, so it can be read, and is never written anywhere.
+
+**Escapes.** A Lamport packet must not hold the sentinel, and kernels that move bytes must keep every bit, −0.0
+included. A word that equals the sentinel travels as `ESCAPE`. A packet with an `ESCAPE` in it, its own or a payload's,
+is followed by a mask of sentinel words: one word in an area of its own, whose bit w is set if word w was the sentinel.
+A mask is below 16, so it cannot be the sentinel either. Receivers poll for a mask where they find an `ESCAPE`.
+
+**Multicast.** A multicast address stands for the same offset in every rank's lane: one load that the switch reduces,
+one store that reaches every rank (sm_90 and up). The interpreter emulates both over the ranks' own addresses. On a GPU
+without NVLink multicast they must never run (`refuse_multicast`).
 """
 
 from __future__ import annotations
@@ -15,9 +31,8 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, as_mask, load_packets, store_packets
 
-__all__ = ["PACKET_BYTES", "packets_of"]
-
 PACKET_BYTES = 16
+ESCAPE = tl.constexpr(-0x7FFFFFFF)  # as int32; a word that hardly any payload holds: −0.0 beside a subnormal
 
 
 def packets_of(nbytes: int) -> int:
@@ -224,3 +239,194 @@ def mean_packets(words, DTYPE: tl.constexpr, AVG: tl.constexpr, WORLD_SIZE: tl.c
         )
     else:
         return words[0], words[1], words[2], words[3]
+
+
+def alignment_of(nbytes: int) -> int:
+    """The constant `ALIGN` for chunks of `nbytes`: 16, 4, 2 or 1."""
+    return next(align for align in (16, 4, 2, 1) if nbytes % align == 0)
+
+
+@triton.jit
+def _load_piece(address, left, OFFSET: tl.constexpr, mask, ALIGN: tl.constexpr):
+    """`ALIGN` bytes at `OFFSET` of a packet as an int32, without sign; 0 from `left` on."""
+    here = mask & (left > OFFSET)
+    if ALIGN == 4:
+        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int32)), mask=here, other=0)
+    elif ALIGN == 2:
+        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int16)), mask=here, other=0).to(tl.int32) & 0xFFFF
+    else:
+        return tl.load((address + OFFSET).to(tl.pointer_type(tl.int8)), mask=here, other=0).to(tl.int32) & 0xFF
+
+
+@triton.jit
+def _load_word_bytes(address, left, WORD: tl.constexpr, mask, ALIGN: tl.constexpr):
+    word = _load_piece(address, left, 4 * WORD, mask, ALIGN)
+    for i in tl.static_range(1, 4 // ALIGN):
+        word |= _load_piece(address, left, 4 * WORD + i * ALIGN, mask, ALIGN) << (8 * ALIGN * i)
+    return word
+
+
+@triton.jit
+def load_bytes(address, left, mask, ALIGN: tl.constexpr):
+    """Four words of the packet at each `address`, of which `left` bytes belong to the chunk; 0 where not `mask`."""
+    if INTERPRET:
+        mask = as_mask(mask)
+    if ALIGN == 16:
+        return load_packets(address, mask)
+    else:
+        return (
+            _load_word_bytes(address, left, 0, mask, ALIGN),
+            _load_word_bytes(address, left, 1, mask, ALIGN),
+            _load_word_bytes(address, left, 2, mask, ALIGN),
+            _load_word_bytes(address, left, 3, mask, ALIGN),
+        )
+
+
+@triton.jit
+def _store_word_bytes(address, left, word, WORD: tl.constexpr, mask, ALIGN: tl.constexpr):
+    for i in tl.static_range(4 // ALIGN):
+        here = mask & (left > 4 * WORD + i * ALIGN)
+        piece = word >> (8 * ALIGN * i)
+        at = address + (4 * WORD + i * ALIGN)
+        if ALIGN == 4:
+            tl.store(at.to(tl.pointer_type(tl.int32)), piece, mask=here)
+        elif ALIGN == 2:
+            tl.store(at.to(tl.pointer_type(tl.int16)), piece.to(tl.int16), mask=here)
+        else:
+            tl.store(at.to(tl.pointer_type(tl.int8)), piece.to(tl.int8), mask=here)
+
+
+@triton.jit
+def store_bytes(address, left, w0, w1, w2, w3, mask, ALIGN: tl.constexpr):
+    """Inverse of `load_bytes`; nothing behind the chunk is touched."""
+    if INTERPRET:
+        mask = as_mask(mask)
+    if ALIGN == 16:
+        store_packets(address, w0, w1, w2, w3, mask)
+    else:
+        _store_word_bytes(address, left, w0, 0, mask, ALIGN)
+        _store_word_bytes(address, left, w1, 1, mask, ALIGN)
+        _store_word_bytes(address, left, w2, 2, mask, ALIGN)
+        _store_word_bytes(address, left, w3, 3, mask, ALIGN)
+
+
+@triton.jit
+def escape(w):
+    """The word as it travels."""
+    return tl.where(w == SENTINEL, ESCAPE, w)
+
+
+@triton.jit
+def has_escape(w0, w1, w2, w3):
+    """True for packets, as they travel, that have a remark."""
+    return (w0 == ESCAPE) | (w1 == ESCAPE) | (w2 == ESCAPE) | (w3 == ESCAPE)
+
+
+@triton.jit
+def remark_of(w0, w1, w2, w3):
+    """The remark of a packet, from its words before they were escaped."""
+    low = (w0 == SENTINEL).to(tl.int32) | ((w1 == SENTINEL).to(tl.int32) << 1)
+    return low | ((w2 == SENTINEL).to(tl.int32) << 2) | ((w3 == SENTINEL).to(tl.int32) << 3)
+
+
+@triton.jit
+def remarked_slots(words, WORLD_SIZE: tl.constexpr):
+    """Bits of the slots, for `poll_words`, whose packets (4 words each) have a remark."""
+    bits = has_escape(words[0], words[1], words[2], words[3]).to(tl.int32)
+    for i in tl.static_range(1, WORLD_SIZE):
+        marked = has_escape(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
+        bits |= marked.to(tl.int32) << i
+    return bits
+
+
+@triton.jit
+def restore(w, remark, WORD: tl.constexpr):
+    """Word `WORD` of a packet as it was before it was escaped."""
+    return tl.where((w == ESCAPE) & (((remark >> WORD) & 1) != 0), SENTINEL, w)
+
+
+@triton.constexpr_function
+def _multimem_load_asm(kind):
+    """PTX of a predicated 16-byte `multimem.ld_reduce` with fp32 accumulation."""
+    precision = "" if kind == "f32" else ".acc::f32"
+    return (
+        "{.reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        f"@p multimem.ld_reduce.relaxed.sys.global.add{precision}.v4.{kind} {{$0, $1, $2, $3}}, [$4];}}"
+    )
+
+
+@triton.constexpr_function
+def _multimem_kind(dtype):
+    return {"bfloat16": "bf16x2", "float16": "f16x2", "float32": "f32"}[dtype]
+
+
+@triton.constexpr_function
+def _multimem_store_asm():
+    return (
+        "{.reg .pred p; setp.ne.u32 p, $6, 0; mov.u32 $0, 0; "
+        "@p multimem.st.relaxed.sys.global.v4.f32 [$1], {$2, $3, $4, $5};}"
+    )
+
+
+@triton.jit
+def load_reduce(multicast, peers, local, offset, mask, DTYPE: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """The sum over all ranks of the packet at `offset` of the lane: fp32 accumulation in the switch, one rounding.
+
+    The order of the sum is the switch's: the same bits for the same load, but not those of `ordered` variants.
+    """
+    if INTERPRET:
+        words = load_packets(local + offset, mask)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            words = words + load_packets(peers[i] + offset, mask)
+        return sum_packets(words, DTYPE, False, WORLD_SIZE)
+    else:
+        constraints: tl.constexpr = "=&f,=&f,=&f,=&f,l,r" if DTYPE == "float32" else "=&r,=&r,=&r,=&r,l,r"
+        if DTYPE == "float32":
+            f0, f1, f2, f3 = tl.inline_asm_elementwise(
+                _multimem_load_asm(_multimem_kind(DTYPE)),
+                constraints,
+                [multicast + offset, mask.to(tl.int32)],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=False,
+                pack=1,
+            )
+            return (
+                f0.to(tl.int32, bitcast=True),
+                f1.to(tl.int32, bitcast=True),
+                f2.to(tl.int32, bitcast=True),
+                f3.to(tl.int32, bitcast=True),
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                _multimem_load_asm(_multimem_kind(DTYPE)),
+                constraints,
+                [multicast + offset, mask.to(tl.int32)],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
+def store_all(multicast, peers, local, offset, w0, w1, w2, w3, mask, WORLD_SIZE: tl.constexpr):
+    """Store a packet at `offset` of every rank's lane."""
+    if INTERPRET:
+        store_packets(local + offset, w0, w1, w2, w3, mask)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + offset, w0, w1, w2, w3, mask)
+    else:
+        tl.inline_asm_elementwise(
+            _multimem_store_asm(),
+            "=&r,l,f,f,f,f,r",
+            [
+                multicast + offset,
+                w0.to(tl.float32, bitcast=True),
+                w1.to(tl.float32, bitcast=True),
+                w2.to(tl.float32, bitcast=True),
+                w3.to(tl.float32, bitcast=True),
+                mask.to(tl.int32),
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

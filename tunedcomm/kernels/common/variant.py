@@ -157,3 +157,51 @@ class KernelVariant(VariantBase):
             launch(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
 
         return run_symmetric
+
+
+def _never_infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+    del problem, config, limits
+    return None
+
+
+def no_config(problem: Problem, limits: Limits) -> dict[str, Value]:
+    """The one config of a variant with nothing to tune."""
+    del problem, limits
+    return {}
+
+
+def register_library(
+    op: str,
+    bind: Callable[[Problem, Config, Workspace], Launch],
+    *,
+    summary: str = "NCCL on GPUs, gloo on CPUs",
+    numerics: Numerics = "library",
+) -> Variant:
+    """Register what runs `op` everywhere, whatever its blocks are: it has no config and is never infeasible."""
+    return register_variant(
+        Variant(
+            op=op,
+            name="library",
+            numerics=numerics,
+            summary=summary,
+            space=Space(),
+            infeasible=_never_infeasible,
+            default=no_config,
+            bind=bind,
+            num_blocks=lambda problem, config: -1,
+        )
+    )
+
+
+def all_gather_single() -> Any:
+    """The function that gathers every rank's tensor into one."""
+    import torch.distributed as dist
+
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter_single() -> Any:
+    """The function that reduces one tensor and leaves each rank its share."""
+    import torch.distributed as dist
+
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

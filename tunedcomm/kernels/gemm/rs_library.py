@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.collectives import reduce_scatter_single
 from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.variant import reduce_scatter_single
 from tunedcomm.kernels.gemm.problem import operands_of, product, wanted_of
 from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

@@ -25,8 +25,7 @@ import triton.language as tl
 from tunedcomm.kernels.common.feasibility import Launch, closest, refuse_multicast
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch
-from tunedcomm.kernels.common.multimem import load_reduce
-from tunedcomm.kernels.common.packets import mean_packets, num_packets, write_elements
+from tunedcomm.kernels.common.packets import load_reduce, mean_packets, num_packets, write_elements
 from tunedcomm.kernels.gemm.panels import (
     announce,
     announce_to,

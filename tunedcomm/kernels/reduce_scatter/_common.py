@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tunedcomm.kernels.common.feasibility import grid_rounds, refuse_kernels
-from tunedcomm.kernels.common.move import alignment_of
-from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.kernels.common.packets import alignment_of, packets_of
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 

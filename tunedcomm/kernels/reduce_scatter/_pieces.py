@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.move import load_bytes
-from tunedcomm.kernels.common.packets import insert_own, sum_packets, write_elements
+from tunedcomm.kernels.common.packets import insert_own, load_bytes, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 
 __all__: list[str] = []

@@ -29,19 +29,26 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.common.feasibility import Launch, bind_plain, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.feasibility import (
+    LAMPORT_SPACE,
+    Launch,
+    bind_plain,
+    blocks_and_threads,
+    kernel_blocks,
+    lamport_default,
+    refuse_launch_pdl,
+)
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.move import load_bytes
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     arm,
     insert_own,
+    load_bytes,
     num_packets,
     sum_packets,
     write_elements,
 )
-from tunedcomm.kernels.common.protocols import LAMPORT_SPACE, lamport_default, refuse_launch_pdl
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Config, Value

@@ -33,9 +33,14 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.move import load_bytes
-from tunedcomm.kernels.common.multimem import load_reduce
-from tunedcomm.kernels.common.packets import PACKET_BYTES, mean_packets, num_packets, write_elements
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    load_bytes,
+    load_reduce,
+    mean_packets,
+    num_packets,
+    write_elements,
+)
 from tunedcomm.kernels.common.sync import store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import Launch, bind_flagged, blocks_and_threads, kernel_blocks
+from tunedcomm.kernels.common.feasibility import (
+    Launch,
+    bind_flagged,
+    blocks_and_threads,
+    kernel_blocks,
+    reading_default,
+)
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -31,9 +37,14 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.move import load_bytes
-from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, num_packets, sum_packets, write_elements
-from tunedcomm.kernels.common.protocols import reading_default
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    insert_own,
+    load_bytes,
+    num_packets,
+    sum_packets,
+    write_elements,
+)
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
