@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +38,30 @@ def test_import_contracts_hold() -> None:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
     done = subprocess.run([*command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Names that a module imports, also within functions; not those for type checkers alone."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    for child in ast.iter_child_nodes(node) if not is_for_types else ():
+        yield from _imported(child)
+
+
+def test_no_import_cycles() -> None:
+    """Neither at the top of modules nor hidden in functions."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in MODULES}
+    known, graph = set(names.values()), {}
+    for path, module in names.items():
+        found = _imported(ast.parse(path.read_text(encoding="utf-8")))
+        graph[module] = {name if name in known else name.rpartition(".")[0] for name in found} & known - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
 
 
 def test_selection_needs_neither_torch_nor_triton() -> None:

@@ -16,8 +16,8 @@ from tunedcomm.ops._fast import is_capturing, raw_stream
 from tunedcomm.ops._path import is_usable
 from tunedcomm.ops.torch_ops import check_plain
 from tunedcomm.spec import Mode, Problem
-from tunedcomm.symm.buffer import allocate
 from tunedcomm.symm.layout import LANES
+from tunedcomm.symm.workspace import allocate
 
 __all__ = ["GatherProgress", "all_gather_with_progress"]
 

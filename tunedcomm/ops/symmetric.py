@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import UnsupportedInputError, WorkspaceError
-from tunedcomm.symm.buffer import allocate
+from tunedcomm.symm.workspace import allocate
 
 __all__ = ["register_symmetric", "symmetric_empty"]
 

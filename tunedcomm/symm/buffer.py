@@ -1,18 +1,14 @@
-"""Symmetric memory behind one interface: a buffer of the same size on every rank of a group, all of them addressable.
+"""Symmetric memory: a buffer of the same size on every rank of a group, all of them addressable.
 
 Two backends give it: `cuda` (PyTorch's symmetric memory over NVLink) and `host` (POSIX shared memory for CPU tensors,
-whose kernels run in Triton's interpreter).
+whose kernels run in Triton's interpreter). `workspace.allocate` chooses one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,18 +36,3 @@ class SymmetricBuffer:
     @property
     def nbytes(self) -> int:
         return self.local.numel()
-
-
-def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
-    """Allocate `nbytes` on every rank of `group` and exchange the addresses; collective over the group.
-
-    Raises:
-        WorkspaceError: the memory could not be had or mapped; the text names the size and the cause.
-    """
-    if device.type == "cuda":
-        from tunedcomm.symm import cuda
-
-        return cuda.allocate(group, device, nbytes)
-    from tunedcomm.symm import host
-
-    return host.allocate(group, nbytes)

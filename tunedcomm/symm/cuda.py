@@ -116,7 +116,7 @@ def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffe
 
 
 def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
-    """See `tunedcomm.symm.buffer.allocate`."""
+    """See `tunedcomm.symm.workspace.allocate`."""
     failure: str | None = None
     try:
         tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)

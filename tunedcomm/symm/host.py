@@ -43,7 +43,7 @@ def _map(path: Path, nbytes: int) -> mmap.mmap | str:
 
 
 def allocate(group: dist.ProcessGroup, nbytes: int) -> SymmetricBuffer:
-    """See `tunedcomm.symm.buffer.allocate`. The file is unlinked as soon as every rank has mapped it.
+    """See `tunedcomm.symm.workspace.allocate`. The file is unlinked as soon as every rank has mapped it.
 
     Raises:
         WorkspaceError: on every rank of the group if it failed on any.

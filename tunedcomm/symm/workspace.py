@@ -17,13 +17,27 @@ import torch.distributed as dist
 
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.spec import Mode, Problem, ops
-from tunedcomm.symm.buffer import SymmetricBuffer, allocate
+from tunedcomm.symm import host
+from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LANES, PANEL_DATA, STATUS_BYTES, LaneLayout, rotate
 
 _SENTINEL_WORD = -0x80000000
 _LEAST_PANEL_BYTES = 16 << 20
 _LEAST_SCRATCH_BYTES = 1 << 20
 _WHERE: dict[Mode, str] = {"eager": "called eagerly", "graph": "captured in a graph"}
+
+
+def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> SymmetricBuffer:
+    """Allocate `nbytes` on every rank of `group` and exchange the addresses; collective over the group.
+
+    Raises:
+        WorkspaceError: the memory could not be allocated or mapped; the text names the size and the cause.
+    """
+    if device.type == "cuda":
+        from tunedcomm.symm import cuda
+
+        return cuda.allocate(group, device, nbytes)
+    return host.allocate(group, nbytes)
 
 
 @dataclass(frozen=True, slots=True)

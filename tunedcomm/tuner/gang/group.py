@@ -22,7 +22,8 @@ import torch.distributed as dist
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
-from tunedcomm.symm.buffer import SymmetricBuffer, allocate
+from tunedcomm.symm.buffer import SymmetricBuffer
+from tunedcomm.symm.workspace import allocate
 from tunedcomm.tuner.commands import Command
 from tunedcomm.tuner.gang.protocol import GangEnd
 from tunedcomm.tuner.job import Settings
