@@ -170,6 +170,9 @@ def _by_distance(values: Sequence[Value], wish: float) -> list[tuple[float, int,
     return sorted((distance(value), index, value) for index, value in enumerate(values))
 
 
+RING = 4  # chunks of a rank that have a place in the staging at once
+MOST_CHUNKS = 32  # of an axis: stands for as many as the staging asks for
+
 LAMPORT_SPACE = Space(
     {
         "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -263,13 +266,33 @@ def refuse_chunks(
     """
     if rounds < chunks and chunks > 1:
         return f"{rounds} rounds cannot be split into {chunks} chunks"
-    needed = slots * min(chunks, ring) * -(-rounds // chunks) * blocks * per_block * PACKET_BYTES
+    chunk_bytes = -(-rounds // chunks) * blocks * per_block * PACKET_BYTES
+    return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=ring)
+
+
+def refuse_staging(
+    problem: Problem, limits: Limits, *, chunk_bytes: int, num_chunks: int, slots: int, ring: int = RING
+) -> str | None:
+    """Why the staging cannot hold `ring` of `num_chunks` chunks from each of `slots` ranks at once, or None."""
+    ring = min(num_chunks, ring)
+    needed = slots * ring * chunk_bytes
     if needed > limits.staging_bytes:
         return (
-            f"{min(chunks, ring)} of the {chunks} chunks of {problem.nbytes} bytes need {needed} bytes of staging; "
+            f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes need {needed} bytes of staging; "
             f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
         )
     return None
+
+
+def cut_to_fit(units: int, chunks: int, *, unit_bytes: int, slots: int, staging_bytes: int) -> tuple[int, int]:
+    """Units of a chunk, and number of chunks, where `units` of `unit_bytes` go through a ring of `RING` chunks.
+
+    MOST_CHUNKS chunks become as many more as it takes for the rings of `slots` ranks to fit into the staging.
+    """
+    span = -(-units // chunks)
+    if chunks == MOST_CHUNKS:
+        span = max(min(span, staging_bytes // (slots * RING * unit_bytes)), 1)
+    return span, -(-units // span)
 
 
 def refuse_moves(problem: Problem, limits: Limits) -> str | None:

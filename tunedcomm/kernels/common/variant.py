@@ -22,11 +22,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import Launch, closest, grid_rounds
+from tunedcomm.kernels.common.feasibility import (
+    LAMPORT_SPACE,
+    Launch,
+    blocks_and_threads,
+    closest,
+    grid_rounds,
+    lamport_wish,
+    refuse_kernels,
+    refuse_launch_pdl,
+    refuse_stage,
+)
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
-from tunedcomm.kernels.common.packets import packets_of
+from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
 from tunedcomm.space import Config, Space, Value
-from tunedcomm.spec import Limits, Numerics, Problem, Variant, register_variant
+from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_variant
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
@@ -79,6 +89,8 @@ class VariantBase:
 class LibraryVariant(VariantBase):
     """The variant `library`, which every op has: fall-back and baseline, never infeasible, with nothing to tune."""
 
+    # Payloads that NCCL and gloo both know; ops that move others pass them as bytes.
+    named_dtypes = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64")
     name = "library"
     numerics: Numerics = "library"
     summary = "NCCL on GPUs, gloo on CPUs"
@@ -100,6 +112,10 @@ class KernelVariant(VariantBase):
     def kernel(self, problem: Problem) -> Any:
         """The kernel that serves `problem`: the first of `kernels` where there is no choice."""
         return self.kernels[0]
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        """Why no kernel of the op can run `problem`, whatever the config; None if one might."""
+        raise NotImplementedError
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Constexpr arguments of the kernel; PDL is added for spaces with the axis `launch_pdl`."""
@@ -157,6 +173,52 @@ class KernelVariant(VariantBase):
             launch(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
 
         return run_symmetric
+
+
+class MoveVariant(KernelVariant):
+    """A variant that moves chunks of `Problem.nbytes` and reduces nothing: its kernel takes bytes instead of elements.
+
+    So one binary serves every dtype. The kernel's `ALIGN` tells how chunks are aligned, see `packets`.
+    """
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        return refuse_kernels(problem, limits, DTYPES, ("",))
+
+    def leading(self, problem: Problem) -> tuple[int | None, ...]:
+        return (None, None, problem.nbytes)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {
+            "WORLD_SIZE": problem.world_size,
+            "ALIGN": alignment_of(problem.nbytes),
+            "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
+        }
+
+
+class LamportVariant(KernelVariant):
+    """A push without flags: each thread pushes its packets into every peer's stage and polls its own stage.
+
+    Attributes:
+        packet_bytes: bytes of a stage that a packet takes: its own, and 4 for a remark where escapes need one.
+    """
+
+    space = LAMPORT_SPACE
+    packet_bytes = PACKET_BYTES
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        packets = self.work_packets(problem)
+        return (
+            self.refuse(problem, limits)
+            or refuse_stage(problem, limits, packets * self.packet_bytes)
+            or refuse_launch_pdl(config, limits)
+            or blocks_and_threads(config, limits, packets, most_rounds=4)
+        )
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return lamport_wish(self.work_packets(problem), limits)
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
 def _never_infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
