@@ -18,41 +18,26 @@ Source: copy-engine collectives of PyTorch's asynchronous tensor parallelism, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_gather._common import refuse
+from tunedcomm.kernels.all_gather.op import AllGatherVariant
 from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
-from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.feasibility import MOST_CHUNKS, RING, Launch, cut_to_fit, refuse_staging
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = [
-    "COPY_ENGINE",
-    "LEAST_CHUNK",
-    "MOST_CHUNKS",
-    "RING",
-    "CopyJob",
-    "cut",
-    "flags_kernel",
-    "flags_request",
-    "make_job",
-    "refuse_pushes",
-]
-
-RING = 4
-MOST_CHUNKS = 32  # of the axis: stands for as many as the areas ask for
-LEAST_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
+_LEAST_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
 # Events: the caller's stream, then two in turn for pushes (one a side stream) and for copies to the output.
 _HERE, _PUSHED, _TAKEN = 0, 1, 1 + 2 * NUM_STREAMS
 
@@ -73,8 +58,10 @@ class CopyJob:
     Attributes:
         flags: launches the flag kernel on a stream.
         num_streams: side streams that carry what crosses the links; one more carries what does not.
+        nbytes: what each rank sends each other rank.
+        stride: bytes of the input from what goes to one rank to what goes to the next; 0 where all get the same.
         local, peers: addresses of the staging area that is used, the own one and those of rank + 1, rank + 2, …
-        chunk, num_chunks, ring: bytes of a chunk, how many there are, and how many have a place in the area.
+        chunk, num_chunks: bytes of a chunk, and how many there are.
     """
 
     copies: Copies
@@ -82,11 +69,11 @@ class CopyJob:
     num_streams: int
     rank: int
     nbytes: int
+    stride: int
     local: int
     peers: tuple[int, ...]
     chunk: int
     num_chunks: int
-    ring: int
 
     @property
     def _aside(self) -> int:
@@ -102,7 +89,8 @@ class CopyJob:
 
     def place(self, slot: int, c: int) -> int:
         """Where in a slot of the area chunk `c` goes; slot i of a rank is that of the peer i + 1 after it."""
-        return (slot * self.ring + c % self.ring) * self.chunk
+        ring = min(self.num_chunks, RING)
+        return (slot * ring + c % ring) * self.chunk
 
     def _fork(self, stream: int, *, sends: bool, takes: bool) -> None:
         """Let side streams go on from here; only those that will have work, for a capture wants them joined."""
@@ -111,18 +99,14 @@ class CopyJob:
         for side in (*sides, self._aside) if takes else sides:
             self.copies.wait(side, _HERE)
 
-    def source_for(self, step: int, x: int) -> int:
-        """Address of what the peer at `step` is sent, where `x` is that of what this rank keeps."""
-        del step
-        return x
-
     def _send(self, c: int, x: int) -> None:
         """Push chunk `c` to all peers."""
         start, size = self.extent(c)
         for step, peer in enumerate(self.peers):
             side = self.copies.streams[step % self.num_streams]
             slot = len(self.peers) - 1 - step
-            self.copies.copy(side, peer + self.place(slot, c), self.source_for(step, x) + start, size)
+            source = x + self.rank_at(step) * self.stride + start
+            self.copies.copy(side, peer + self.place(slot, c), source, size)
         for number, side in enumerate(self.copies.streams[: self.num_streams]):
             self.copies.record(_PUSHED + number + c % 2 * NUM_STREAMS, side)
 
@@ -138,7 +122,7 @@ class CopyJob:
         """See the module's text."""
         copies = self.copies
         self._fork(stream, sends=False, takes=True)
-        copies.copy(self._aside, out + self.rank * self.nbytes, x, self.nbytes)
+        copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
         for t in range(self.num_chunks + 1):
             if t >= 1:
                 for number in range(self.num_streams):
@@ -158,7 +142,7 @@ class CopyJob:
         """See the module's text; `sources` are the peers' addresses of a symmetric input."""
         copies = self.copies
         self._fork(stream, sends=False, takes=True)
-        copies.copy(self._aside, out + self.rank * self.nbytes, x, self.nbytes)
+        copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
         copies.record(_TAKEN, self._aside)
         if sources is None:
             copies.copy(stream, self.local, x, self.nbytes)
@@ -167,7 +151,8 @@ class CopyJob:
         for step, source in enumerate(sources or self.peers):
             if step < len(self.peers):
                 side = copies.streams[step % self.num_streams]
-                copies.copy(side, out + self.rank_at(step) * self.nbytes, source, self.nbytes)
+                target = out + self.rank_at(step) * self.nbytes
+                copies.copy(side, target, source + self.rank * self.stride, self.nbytes)
         for number, side in enumerate(copies.streams[: self.num_streams]):
             copies.record(_PUSHED + number, side)
             copies.wait(stream, _PUSHED + number)
@@ -175,120 +160,99 @@ class CopyJob:
         self.flags(stream)
 
 
-_SPACE = Space(
-    {
-        "direction": Choice("push", "pull"),
-        "num_streams": Choice(1, 2, 3, 7),
-        "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
-    }
-)
+class CopyEngine(AllGatherVariant):
+    """Base of all_to_all's variant, too, whose ranks send each peer a chunk of their input (`stride`)."""
 
+    name = "copy_engine"
+    summary = "the copy engines move everything, between exchanges of flags; takes no SMs"
+    kernels = (flags_kernel,)
+    space = Space(
+        {
+            "direction": Choice("push", "pull"),
+            "num_streams": Choice(1, 2, 3, 7),
+            "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
+        }
+    )
+    least_for_streams = _LEAST_CHUNK  # bytes that last until a second stream has begun
+    first_streams = 1  # to try first
 
-def cut(problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int, int]:
-    """Bytes of a chunk, number of chunks, and of the ring."""
-    packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
-    a_chunk = -(-packets // chunks)
-    if chunks == MOST_CHUNKS:
-        a_chunk = max(min(a_chunk, staging_bytes // ((problem.world_size - 1) * RING * PACKET_BYTES)), 1)
-    num_chunks = -(-packets // a_chunk)
-    return a_chunk * PACKET_BYTES, num_chunks, min(num_chunks, RING)
+    def stride(self, problem: Problem) -> int:
+        return 0
 
-
-def refuse_pushes(problem: Problem, config: Config, limits: Limits) -> str | None:
-    """Why a message cannot be pushed in the chunks of `config`, or None."""
-    chunk, num_chunks, ring = cut(problem, config, limits.staging_bytes)
-    least = LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
-    if int(config["num_chunks"]) > 1 and problem.nbytes < least * int(config["num_chunks"]):
-        return f"{problem.nbytes} bytes are too few for {config['num_chunks']} chunks of {least} bytes or more"
-    needed = (problem.world_size - 1) * ring * chunk
-    if needed > limits.staging_bytes:
-        return (
-            f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes from {problem.world_size} ranks need "
-            f"{needed} bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+    def cut(self, problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int]:
+        """Bytes of a chunk, and number of chunks."""
+        packets, slots = packets_of(problem.nbytes), problem.world_size - 1
+        span, num_chunks = cut_to_fit(
+            packets, int(config["num_chunks"]), unit_bytes=PACKET_BYTES, slots=slots, staging_bytes=staging_bytes
         )
-    return None
+        return span * PACKET_BYTES, num_chunks
 
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits):
+            return reason
+        streams, chunks, on_gpu = int(config["num_streams"]), int(config["num_chunks"]), limits.backend == "cuda"
+        if streams > problem.world_size - 1:
+            return f"{streams} streams, but only {problem.world_size - 1} peers to copy to"
+        if streams > 1 and problem.nbytes < self.least_for_streams and on_gpu:
+            return f"copies of {problem.nbytes} bytes are over before a second stream has begun"
+        if config["direction"] == "pull":
+            return "pulls are not cut: only num_chunks=1" if chunks != 1 else self.refuse_pull(problem, limits)
+        least = _LEAST_CHUNK if on_gpu else PACKET_BYTES
+        if chunks > 1 and problem.nbytes < least * chunks:
+            return f"{problem.nbytes} bytes are too few for {chunks} chunks of {least} bytes or more"
+        chunk, num_chunks = self.cut(problem, config, limits.staging_bytes)
+        slots = problem.world_size - 1
+        return refuse_staging(problem, limits, chunk_bytes=chunk, num_chunks=num_chunks, slots=slots)
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    if int(config["num_streams"]) > max(problem.world_size - 1, 1):
-        return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
-    if int(config["num_streams"]) > 1 and problem.nbytes < LEAST_CHUNK and limits.backend == "cuda":
-        return f"copies of {problem.nbytes} bytes are over before a second stream has begun"
-    if config["direction"] == "pull":
-        if config["num_chunks"] != 1:
-            return "pulls are not cut: only num_chunks=1"
+    def refuse_pull(self, problem: Problem, limits: Limits) -> str | None:
+        """Why inputs cannot be pulled, or None."""
         if problem.input_kind == "plain" and problem.nbytes > limits.staging_bytes:
             return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
         return None
-    return refuse_pushes(problem, config, limits)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        if problem.input_kind == "symmetric":
+            return {"direction": "pull", "num_streams": self.first_streams, "num_chunks": 1}
+        chunks = 1 if problem.nbytes < 4 << 20 else 8 if problem.nbytes < 64 << 20 else MOST_CHUNKS
+        return {"direction": "push", "num_streams": self.first_streams, "num_chunks": chunks}
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return 0
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return 0
+
+    def request(self, problem: Problem, config: Config) -> CompileRequest:
+        return CompileRequest.of(flags_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        """Pulls use the scatter area, pushes the gather area."""
+        lane, layout, pulls = workspace.lanes[problem.mode], workspace.layout, config["direction"] == "pull"
+        kernel = bind_kernel(self.request(problem, config), 1, workspace.device)
+        flags = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
+        area = layout.scatter if pulls else layout.gather
+        chunk, num_chunks = self.cut(problem, config, layout.staging_bytes)
+        job = CopyJob(
+            copies=copies_of(workspace, problem.mode),
+            flags=kernel.fix(flags),
+            num_streams=int(config["num_streams"]),
+            rank=workspace.rank,
+            nbytes=problem.nbytes,
+            stride=self.stride(problem),
+            local=lane.local + area,
+            peers=tuple(address + area for address in lane.peers[: problem.world_size - 1]),
+            chunk=chunk,
+            num_chunks=num_chunks,
+        )
+        if not pulls or problem.input_kind != "symmetric":
+            return AddressLaunch(job.pull if pulls else job.push)
+        peers_of = workspace.peers_of
+
+        def pull_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x = inputs[0]
+            job.pull(stream, x.data_ptr(), outputs[0].data_ptr(), peers_of(x))
+
+        return pull_symmetric
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    chunks = 1 if problem.nbytes < 4 << 20 else 8 if problem.nbytes < 64 << 20 else 32
-    direction = "pull" if problem.input_kind == "symmetric" else "push"
-    wish: dict[str, Any] = {"direction": direction, "num_streams": 1, "num_chunks": chunks}
-    if direction == "pull":
-        wish["num_chunks"] = 1
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def flags_request(problem: Problem) -> CompileRequest:
-    return CompileRequest.of(flags_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    del config
-    return (flags_request(problem),)
-
-
-def make_job(problem: Problem, config: Config, workspace: Workspace, kind: type[CopyJob] = CopyJob) -> CopyJob:
-    """The job of a config, which binds the flag kernel; pulls use the scatter area, pushes the gather area."""
-    lane, layout = workspace.lanes[problem.mode], workspace.layout
-    kernel = bind_kernel(flags_request(problem), 1, workspace.device)
-    flags = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
-    area = layout.scatter if config["direction"] == "pull" else layout.gather
-    chunk, num_chunks, ring = cut(problem, config, layout.staging_bytes)
-    return kind(
-        copies=copies_of(workspace, problem.mode),
-        flags=kernel.fix(flags),
-        num_streams=int(config["num_streams"]),
-        rank=workspace.rank,
-        nbytes=problem.nbytes,
-        local=lane.local + area,
-        peers=tuple(address + area for address in lane.peers[: problem.world_size - 1]),
-        chunk=chunk,
-        num_chunks=num_chunks,
-        ring=ring,
-    )
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    job, pulls = make_job(problem, config, workspace), config["direction"] == "pull"
-    if not pulls or problem.input_kind != "symmetric":
-        return AddressLaunch(job.pull if pulls else job.push)
-    peers_of = workspace.peers_of
-
-    def pull_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        x = inputs[0]
-        job.pull(stream, x.data_ptr(), outputs[0].data_ptr(), peers_of(x))
-
-    return pull_symmetric
-
-
-COPY_ENGINE = register_variant(
-    Variant(
-        op="all_gather",
-        name="copy_engine",
-        numerics="ordered",
-        summary="the copy engines move everything, between exchanges of flags; takes no SMs",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=lambda problem, config: 0,
-        kernels=(flags_kernel,),
-        compile_requests=_requests,
-    )
-)
+COPY_ENGINE = CopyEngine().register()

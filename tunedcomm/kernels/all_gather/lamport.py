@@ -2,7 +2,7 @@
 
 As all_reduce's `lamport`, on the same two stages: a rank pushes its packets into its slot of every peer's stage, polls
 its own stage until no word is the sentinel, and writes the sentinel back at once. Every bit of a payload counts here,
-so sentinel words travel as escapes (see `_move`): behind the slots of packets lies an area with one remark word a
+so sentinel words travel as escapes (see `packets`): behind the slots of packets lies an area with one remark word a
 packet, which is written, polled and cleared only for packets that hold an escape.
 
 Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
@@ -22,35 +22,13 @@ synchronisation), redesigned for Triton and for payloads whose every bit counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse
-from tunedcomm.kernels.common.feasibility import (
-    LAMPORT_SPACE,
-    Launch,
-    bind_plain,
-    blocks_and_threads,
-    kernel_blocks,
-    lamport_default,
-    refuse_launch_pdl,
-    refuse_stage,
-)
+from tunedcomm.kernels.all_gather.op import AllGatherVariant
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.packets import (
-    escape,
-    has_escape,
-    packets_of,
-    remark_of,
-    remarked_slots,
-    restore,
-    store_bytes,
-)
+from tunedcomm.kernels.common.packets import escape, has_escape, remark_of, remarked_slots, restore, store_bytes
 from tunedcomm.kernels.common.sync import (
     INTERPRET,
     SENTINEL,
@@ -60,15 +38,7 @@ from tunedcomm.kernels.common.sync import (
     store_packets,
     store_word,
 )
-from tunedcomm.space import Config, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["LAMPORT", "lamport_kernel"]
-
-_BYTES_A_PACKET = 16 + 4  # with its remark
+from tunedcomm.kernels.common.variant import LamportVariant
 
 
 @triton.jit
@@ -121,50 +91,11 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    packets = packets_of(problem.nbytes)
-    if reason := refuse_stage(problem, limits, packets * _BYTES_A_PACKET):
-        return reason
-    if reason := refuse_launch_pdl(config, limits):
-        return reason
-    return blocks_and_threads(config, limits, packets, most_rounds=4)
+class Lamport(LamportVariant, AllGatherVariant):
+    name = "lamport"
+    summary = "one-shot push without flags: packets announce themselves; best at small sizes"
+    kernels = (lamport_kernel,)
+    packet_bytes = 16 + 4
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return lamport_default(packets_of(problem.nbytes), problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    pdl = bool(config["launch_pdl"])
-    constants = {**constants_of(problem, config), "PDL": pdl}
-    return CompileRequest.of(lamport_kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=pdl)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    request = _request(problem, config)
-    return bind_plain(as_bytes(problem), config, workspace, request, layout.arena, layout.stage_bytes)
-
-
-LAMPORT = register_variant(
-    Variant(
-        op="all_gather",
-        name="lamport",
-        numerics="ordered",
-        summary="one-shot push without flags: packets announce themselves; best at small sizes",
-        space=LAMPORT_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(lamport_kernel,),
-        compile_requests=_requests,
-        num_rounds=message_rounds,
-    )
-)
+LAMPORT = Lamport().register()

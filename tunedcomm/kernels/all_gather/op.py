@@ -1,4 +1,4 @@
-"""all_gather: every rank gets all ranks' inputs, one after another in rank order."""
+"""all_gather: every rank gets all ranks' inputs, one after another in rank order; the base class of its variants."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.reference import generator_of, powers_of_two
 from tunedcomm.kernels.common.sync import SENTINEL
+from tunedcomm.kernels.common.variant import MoveVariant
 from tunedcomm.metrics import busbw_factor
+from tunedcomm.space import Config
 from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALL_GATHER"]
+# Packets of all ranks that a thread and a block take at once: with more, registers spill.
+_MOST_PACKETS, _MOST_PACKETS_A_BLOCK = 16, 4096
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
@@ -76,3 +79,14 @@ ALL_GATHER = register_op(
         ordered_reference=_ordered_reference,
     )
 )
+
+
+class AllGatherVariant(MoveVariant):
+    op = "all_gather"
+
+    def refuse_items(self, problem: Problem, config: Config) -> str | None:
+        """Why a thread cannot hold the packets of all ranks that `config` gives it at once, or None."""
+        packets, threads = int(config["items"]) * problem.world_size, 32 * int(config["num_warps"])
+        if packets > _MOST_PACKETS or packets * threads > _MOST_PACKETS_A_BLOCK:
+            return f"{packets} packets in each of {threads} threads at once spill registers"
+        return None

@@ -20,38 +20,23 @@ Source: the one-shot scheme of NCCL-free serving stacks and PyTorch's symmetric 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_gather._common import as_bytes, constants_of, message_rounds, refuse, refuse_items
-from tunedcomm.kernels.common.feasibility import (
-    Launch,
-    bind_flagged,
-    blocks_and_threads,
-    kernel_blocks,
-    reading_default,
-)
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    read_counter,
-    write_counter,
-)
-from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.all_gather.op import AllGatherVariant
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, reading_wish
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["PULL", "pull_kernel"]
+_MANY_PACKETS, _LEAST_BLOCKS = 1 << 15, 16
 
 
 @triton.jit
@@ -101,64 +86,39 @@ def pull_kernel(
     write_counter(local, epoch + 1 + ends, EPOCH_OFFSET)
 
 
-_MANY_PACKETS, _LEAST_BLOCKS = 1 << 15, 16
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
-        "num_warps": PowerOfTwo(2, 16),
-        "items": Choice(1, 2, 4),
-    }
-)
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    packets = packets_of(problem.nbytes)
-    room = max(limits.one_shot_bytes, limits.staging_bytes)
-    if problem.input_kind != "symmetric" and packets * 16 > room:
-        return f"{problem.nbytes} bytes exceed the staging of {room} bytes (TUNEDCOMM_WORKSPACE_MIB)"
-    if reason := refuse_items(problem, config):
-        return reason
-    if limits.backend == "cuda" and packets >= _MANY_PACKETS and int(config["num_blocks"]) < _LEAST_BLOCKS:
-        return f"{config['num_blocks']} blocks leave the links idle at {packets} packets"
-    return blocks_and_threads(config, limits, packets, most_rounds=64 if packets <= 1 << 17 else 1 << 16)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return reading_default(packets_of(problem.nbytes), 132, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = {**constants_of(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
-    return CompileRequest.of(pull_kernel, constants, num_warps=int(config["num_warps"]))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    extra = (layout.one_shot, layout.one_shot_bytes, 0)
-    if problem.input_kind == "symmetric" or packets_of(problem.nbytes) * 16 > layout.one_shot_bytes:
-        extra = (layout.scatter, 0, 1)
-    return bind_flagged(as_bytes(problem), config, workspace, _request(problem, config), *extra)
-
-
-PULL = register_variant(
-    Variant(
-        op="all_gather",
-        name="pull",
-        numerics="ordered",
-        summary="every rank reads all inputs, from staging or, where they are symmetric, from where they lie",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(pull_kernel,),
-        compile_requests=_requests,
-        num_rounds=message_rounds,
+class Pull(AllGatherVariant):
+    name = "pull"
+    summary = "every rank reads all inputs, from staging or, where they are symmetric, from where they lie"
+    kernels = (pull_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
+            "num_warps": PowerOfTwo(2, 16),
+            "items": Choice(1, 2, 4),
+        }
     )
-)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits) or self.refuse_items(problem, config):
+            return reason
+        packets, room = packets_of(problem.nbytes), max(limits.one_shot_bytes, limits.staging_bytes)
+        if problem.input_kind != "symmetric" and packets * 16 > room:
+            return f"{problem.nbytes} bytes exceed the staging of {room} bytes (TUNEDCOMM_WORKSPACE_MIB)"
+        if limits.backend == "cuda" and packets >= _MANY_PACKETS and int(config["num_blocks"]) < _LEAST_BLOCKS:
+            return f"{config['num_blocks']} blocks leave the links idle at {packets} packets"
+        return blocks_and_threads(config, limits, packets, most_rounds=64 if packets <= 1 << 17 else 1 << 16)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return reading_wish(packets_of(problem.nbytes), 132, limits)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        layout = workspace.layout
+        if problem.input_kind == "symmetric" or packets_of(problem.nbytes) * 16 > layout.one_shot_bytes:
+            return layout.scatter, 0, 1
+        return layout.one_shot, layout.one_shot_bytes, 0
+
+
+PULL = Pull().register()

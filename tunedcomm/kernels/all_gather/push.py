@@ -1,10 +1,10 @@
-"""push: every rank pushes its input to all peers, chunk by chunk through their gather areas; best at large sizes.
+"""push, multimem: every rank pushes its input to all peers, chunk by chunk through their gather areas.
 
-A block exchanges flags (whoever has raised its first one has left its calls before, so its gather area is free), then
-goes round: in round c it pushes chunk c into its slot of every peer's gather area and, packet by packet in the same
-loop, writes out what the peers pushed in round c − 2; at its end it waits for the peers' flags of round c − 1 and then
-raises its own. Links and local memory work at the same time, and the flags that a round waits for were raised a whole
-round ago. The areas hold `RING` = 4 chunks, so messages of any size fit if they are cut often enough.
+A block exchanges flags: a rank that has raised its first one has left its earlier calls, so its gather area is free.
+Then it goes round: in round c it pushes chunk c into its slot of every peer's gather area and, packet by packet in the
+same loop, writes out what the peers pushed in round c − 2; at its end it waits for the peers' flags of round c − 1 and
+then raises its own. Links and local memory work at the same time, and the flags that a round waits for were raised a
+whole round ago. The areas hold `RING` = 4 chunks, so messages of any size fit if they are cut often enough.
 
 Why no chunk is overwritten too early: in round c a block pushes chunk c into the place of chunk c − 4. Before, it
 waited for the flags that its counterparts on all peers raised at the end of their round c − 2, in which they wrote out
@@ -16,59 +16,186 @@ places, for all blocks have the same places on every rank.
 Blocks begin their first chunk at different places, so that they do not all wait for flags, or for their stores to
 arrive, at the same time; they go the same number of rounds.
 
+multimem: the same kernel, in which one store reaches every rank's gather area through the switch. A rank's own gather
+area gets its own chunks too, in a slot that nobody reads. Each rank may store only when all have raised their first
+flag of the call, which `push` waits for as well; the rest of its proof holds word for word. Refused where the fabric
+reports no multicast.
+
 Numerics: ordered (nothing is computed). Graph-safe.
-Source: chunked pushes as in NCCL's protocols, with flags in the place of its FIFO.
+Source: chunked pushes as in NCCL's protocols, with flags in the place of its FIFO; NVLink SHARP as PyTorch's multimem
+operators use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tunedcomm.kernels.all_gather._common import message_rounds
-from tunedcomm.kernels.all_gather._ring import SPACE, bind_ring, refuse_ring, ring_kernel, ring_request
-from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
-from tunedcomm.kernels.common.packets import packets_of
-from tunedcomm.space import Config, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+import triton
+import triton.language as tl
+
+from tunedcomm.kernels.all_gather.op import AllGatherVariant
+from tunedcomm.kernels.common.feasibility import (
+    MOST_CHUNKS,
+    RING,
+    blocks_and_threads,
+    cut_to_fit,
+    refuse_multicast,
+    refuse_staging,
+)
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of, store_all, store_bytes
+from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["PUSH"]
+LAG = tl.constexpr(2)
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = packets_of(problem.nbytes)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
-    else:
-        chunks = 2 if packets < 1 << 17 else 8 if packets < 1 << 20 else 32
-        wish = {"num_blocks": min(packets / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
-    return closest(wish, SPACE, problem, limits, refuse_ring)
+@triton.jit
+def ring_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status,
+    multicast, gather, span, num_chunks, ring, spread,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, MULTIMEM: tl.constexpr,
+):  # fmt: skip
+    """In round c: send chunk c and, in the same loop, write out the peers' chunk c − LAG.
+
+    A block's flags count its steps: 1 when it has begun, 2 + c when it has sent chunk c. It waits for its peers' flags
+    of chunk c − 1 at the end of round c and not where the next one begins: so no block barrier stands between the
+    fence of its own flag and the next round, and only the warp that raises the flag waits for its stores to arrive.
+    `spread` is 1 where the blocks begin at different places of their first chunk.
+    """
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    total = (nbytes + 15) // 16
+    lanes, first, step = block_range(BLOCK)
+    late = spread * (tl.program_id(0) * (span // step) // tl.num_programs(0)) * step
+    slot = ring * span
+
+    # Says that this rank's gather area may be written; the own part of the first chunk fills the time until all have.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, tl.minimum(total, span - late), step):
+        packet = start + lanes
+        here = packet < total
+        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+        store_bytes(out + rank * nbytes + packet * 16, nbytes - packet * 16, w0, w1, w2, w3, here, ALIGN)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for c in tl.range(0, num_chunks + LAG):
+        lap = (c - c % ring) * span
+        back = tl.maximum(c - LAG, 0)
+        back = (back - back % ring) * span
+        end = tl.minimum((c + 1) * span, total + late + LAG * span)
+        end = tl.where((c >= num_chunks) & (c < LAG), 0, end)  # nothing left to send, and nothing there yet
+        for start in tl.range(first + c * span, end, step):
+            sent = start + lanes
+            packet = sent - late
+            here = (packet >= 0) & (packet < total)
+            came = sent - LAG * span
+            taken = came - late
+            there = (taken >= 0) & (taken < total)
+            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+            words = ()
+            for i in tl.static_range(WORLD_SIZE - 1):
+                source = (rank + 1 + i) % WORLD_SIZE if MULTIMEM else i
+                words = words + load_packets(local + gather + (source * slot + came - back) * 16, there)
+            place = gather + (sent - lap) * 16
+            if MULTIMEM:
+                store_all(multicast, peers, local, place + rank * slot * 16, w0, w1, w2, w3, here, WORLD_SIZE)
+            else:
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    store_packets(peers[i] + place + (WORLD_SIZE - 2 - i) * slot * 16, w0, w1, w2, w3, here)
+            own = here & (c > 0)
+            store_bytes(out + rank * nbytes + packet * 16, nbytes - packet * 16, w0, w1, w2, w3, own, ALIGN)
+            for i in tl.static_range(WORLD_SIZE - 1):
+                target = out + ((rank + 1 + i) % WORLD_SIZE) * nbytes + taken * 16
+                w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+                store_bytes(target, nbytes - taken * 16, w0, w1, w2, w3, there, ALIGN)
+        if c <= num_chunks:
+            await_peers(local, rank, epoch + 1 + c, timeout_ns, status, WORLD_SIZE)
+        if c < num_chunks:
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (ring_request(problem, config, multimem=False),)
+def _step(config: Config) -> int:
+    """Packets that the grid takes at once."""
+    return int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config["items"])
 
 
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    return bind_ring(problem, config, workspace, multimem=False)
-
-
-PUSH = register_variant(
-    Variant(
-        op="all_gather",
-        name="push",
-        numerics="ordered",
-        summary="every rank pushes chunks to all peers and writes out theirs meanwhile; best at large sizes",
-        space=SPACE,
-        infeasible=refuse_ring,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(ring_kernel,),
-        compile_requests=_requests,
-        num_rounds=message_rounds,
+class Push(AllGatherVariant):
+    name = "push"
+    summary = "every rank pushes chunks to all peers and writes out theirs meanwhile; best at large sizes"
+    kernels = (ring_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+            "num_warps": PowerOfTwo(4, 16),
+            "items": Choice(1, 2),
+            "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
+        }
     )
-)
+    multimem = False
+
+    def slots(self, problem: Problem) -> int:
+        """Places of a chunk in a gather area: one a peer, or a rank where one store reaches the same place of all."""
+        return problem.world_size if self.multimem else problem.world_size - 1
+
+    def cut(self, problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int, int]:
+        """Packets of a chunk, number of chunks, and 1 where blocks begin late (`spread`), for which one is added."""
+        step, chunks = _step(config), int(config["num_chunks"])
+        rounds = -(-packets_of(problem.nbytes) // step)
+        span, num_chunks = cut_to_fit(
+            rounds, chunks, unit_bytes=step * PACKET_BYTES, slots=self.slots(problem), staging_bytes=staging_bytes
+        )
+        spread = 1 if span > 1 and chunks > 1 else 0
+        return span * step, num_chunks + spread, spread
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits) or self.refuse_items(problem, config):
+            return reason
+        packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
+        rounds = -(-packets // _step(config))
+        if rounds < chunks and chunks > 1:
+            return f"{rounds} rounds cannot be split into {chunks} chunks"
+        span, num_chunks, _ = self.cut(problem, config, limits.staging_bytes)
+        most_rounds = 64 * chunks if chunks < MOST_CHUNKS else 1 << 16
+        return refuse_staging(
+            problem, limits, chunk_bytes=span * PACKET_BYTES, num_chunks=num_chunks, slots=self.slots(problem)
+        ) or blocks_and_threads(config, limits, packets, most_rounds=most_rounds)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
+        packets = packets_of(problem.nbytes)
+        chunks = 2 if packets < 1 << 17 else 8 if packets < 1 << 20 else 32
+        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "MULTIMEM": self.multimem}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        """Multicast address 0 stands for the emulation under the interpreter."""
+        layout, multicast = workspace.layout, workspace.lanes[problem.mode].multicast
+        span, num_chunks, spread = self.cut(problem, config, layout.staging_bytes)
+        return multicast, layout.gather, span, num_chunks, min(num_chunks, RING), spread
+
+
+class Multimem(Push):
+    name = "multimem"
+    summary = "every rank's one store reaches all ranks (NVLink multicast)"
+    multimem = True
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_multicast(limits) or super().infeasible(problem, config, limits)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        packets = packets_of(problem.nbytes)
+        chunks = 1 if packets < 1 << 17 else 32
+        return {"num_blocks": min(packets / 256, 32), "num_warps": 8, "items": 1, "num_chunks": chunks}
+
+
+PUSH = Push().register()
+MULTIMEM = Multimem().register()

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.all_gather._ring import ring_kernel
 from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE, flags_kernel
 from tunedcomm.kernels.all_gather.lamport import LAMPORT, lamport_kernel
-from tunedcomm.kernels.all_gather.push import PUSH
+from tunedcomm.kernels.all_gather.push import PUSH, ring_kernel
 from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import packets_of
