@@ -1,7 +1,7 @@
 """Tells whether measured rows still describe the code, after an edit of kernels or of what launches them.
 
     git worktree add ../before COMMIT
-    python bench/same_code.py --before ../before [--full] tuning_db/*.db
+    python bench/same_code.py --before ../before [--full] [--op OP] tuning_db/*.db
 
 For each distinct (problem, variant, config) of the rows that are current in either tree, each tree binds and launches
 the variant in a process of its own, without a GPU: memory, streams and torch's devices are stand-ins. What is recorded:
@@ -596,12 +596,12 @@ def keep(database: Any, trials: Sequence[Any]) -> None:
     database.change(change)
 
 
-def checked(path: Path, before: Path, *, full: bool) -> int:
+def checked(path: Path, before: Path, ops: Sequence[str], *, full: bool) -> int:
     """Compare, report and re-key one database; returns how many rows differ."""
     from tunedcomm.db.store import Database
 
     with Database.open(path, readonly=True) as database:
-        trials = database.trials()
+        trials = [trial for trial in database.trials() if not ops or trial.problem.op in ops]
     keys = [json.dumps(asked_of(trial), sort_keys=True) for trial in trials]
     distinct = sorted(set(keys))
     results = compared(before, [json.loads(key) for key in distinct], full=full)
@@ -641,12 +641,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a checkout with the code from before the edit")
     parser.add_argument("--full", action="store_true", help="compare the PTX of every kernel")
+    parser.add_argument("--op", action="append", default=[], help="compare rows of this op alone (may be repeated)")
     parser.add_argument("databases", type=Path, nargs="+", help="databases; changed where rows take a new hash")
     args = parser.parse_args()
     from tunedcomm import kernels
 
     kernels.discover()
-    return 1 if sum(checked(path, args.before, full=args.full) for path in args.databases) else 0
+    return 1 if sum(checked(path, args.before, args.op, full=args.full) for path in args.databases) else 0
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.all_reduce_rms_norm._common import eps_bits
 from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
+from tunedcomm.kernels.all_reduce_rms_norm.op import eps_bits
 from tunedcomm.ops._checks import FLOATS, check_dtype, check_extra
 from tunedcomm.ops._many import ManyForm, ManyPath, Tensors
 from tunedcomm.ops._path import world

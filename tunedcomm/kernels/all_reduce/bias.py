@@ -16,7 +16,7 @@ Numerics: ordered, `library`: library. Graph-safe. Source: see all_reduce's vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -29,16 +29,7 @@ from tunedcomm.kernels.all_reduce.one_shot import OneShot
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, slice_packets
 from tunedcomm.kernels.all_reduce.two_shot import RING, TwoShot
 from tunedcomm.kernels.all_reduce.two_shot_lamport import TwoShotLamport
-from tunedcomm.kernels.all_reduce.unfused import (
-    AXES,
-    KERNELS,
-    bind_sum,
-    refuse_sum,
-    sum_asked,
-    sum_default,
-    sum_rounds,
-)
-from tunedcomm.kernels.all_reduce_rms_norm._rule import h_of, ordered_sum
+from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
 from tunedcomm.kernels.common.feasibility import (
     Launch,
     blocks_and_threads,
@@ -56,11 +47,11 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import CompileRequest, ManyLaunch, bind_kernel
-from tunedcomm.kernels.common.packets import PACKET_BYTES, arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.rows import add_extras
+from tunedcomm.kernels.common.launch import ManyLaunch
+from tunedcomm.kernels.common.packets import PACKET_BYTES, add_extras, arm, insert_own, packets_of, sum_packets
+from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, with_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
-from tunedcomm.kernels.common.variant import LibraryVariant, VariantBase
+from tunedcomm.kernels.common.variant import LibraryVariant
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
@@ -73,22 +64,10 @@ if TYPE_CHECKING:
 _MAX_ADD_BLOCKS = 264
 
 
-def _values(problem: Problem, shape: tuple[int, ...], who: int, seed: int, kind: str, device: Any) -> torch.Tensor:
-    import torch
-
-    dtype = getattr(torch, problem.dtype)
-    generator = torch.Generator(device=device).manual_seed((seed * 1_000_003 + who * 7919 + 31) % 2**62)
-    if kind == "integers":
-        return torch.randint(-8, 9, shape, generator=generator, device=device, dtype=torch.int32).to(dtype)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
     """(x, bias), the bias the same on every rank."""
-    return (
-        _values(problem, problem.shape, rank, seed, kind, device),
-        _values(problem, problem.shape[1:], problem.world_size, seed, kind, device),
-    )
+    own, shared = generator_of(rank, seed, device), generator_of(problem.world_size, seed, device)
+    return draw(problem.shape, problem.dtype, own, kind), draw(problem.shape[1:], problem.dtype, shared, kind)
 
 
 def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
@@ -98,17 +77,12 @@ def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
 
 
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    import torch
-
-    total = torch.zeros(problem.shape, dtype=torch.float64, device=inputs[rank][0].device)
-    for x, _ in inputs:
-        total += x.double()
-    return (total + inputs[rank][1].double(),)
+    return (sum(x.double() for x, _ in inputs) + inputs[rank][1].double(),)
 
 
 def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
     del problem
-    return (h_of(ordered_sum([x for x, _ in inputs]), inputs[rank][1], None),)
+    return (with_extras(ordered_sum([x for x, _ in inputs], "sum"), inputs[rank][1]),)
 
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
@@ -123,7 +97,7 @@ ALL_REDUCE_BIAS = register_op(
         name="all_reduce_bias",
         summary="the ranks' sum plus a bias",
         reductions=("sum",),
-        dtypes=("bfloat16", "float16", "float32"),
+        dtypes=KERNEL_DTYPES,
         shape_help="rows x columns, the bias has one element a column, e.g. 64x8192",
         rank_of_shape=2,
         make_inputs=_make_inputs,
@@ -442,41 +416,29 @@ class BiasTwoShotLamport(_WithBias, TwoShotLamport):
         return None
 
 
-class BiasUnfused(VariantBase):
+class BiasUnfused(UnfusedVariant):
     op = "all_reduce_bias"
-    name = "unfused"
     summary = "an ordered all_reduce kernel, then one kernel that adds the bias"
-    kernels = (*KERNELS, bias_rows_kernel)
-    space = Space({**AXES, "add_warps": PowerOfTwo(1, 16), "launch_pdl": Choice(False, True)})
+    kernels = (*SUM_KERNELS, bias_rows_kernel)
+    second_warps = "add_warps"
+    space = sum_space(second_warps)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return _refuse(problem, limits) or refuse_launch_pdl(config, limits) or refuse_sum(problem, config, limits)
+        return (
+            _refuse(problem, limits) or refuse_launch_pdl(config, limits) or super().infeasible(problem, config, limits)
+        )
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        return {**sum_default(problem, limits), "add_warps": 8, "launch_pdl": limits.launch_pdl}
+        return {**super().wish(problem, limits), "add_warps": 8}
 
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        return sum_rounds(problem, config)
-
-    def num_blocks(self, problem: Problem, config: Config) -> int:
-        return max(int(config["num_blocks"]), self._add_blocks(problem, config))
-
-    def _add_blocks(self, problem: Problem, config: Config) -> int:
+    def second_blocks(self, problem: Problem, config: Config) -> int:
         return max(1, min(-(-packets_of(problem.nbytes) // (32 * int(config["add_warps"]))), _MAX_ADD_BLOCKS))
 
-    def _add_request(self, problem: Problem, config: Config) -> CompileRequest:
-        warps, pdl = int(config["add_warps"]), bool(config["launch_pdl"])
-        constants: dict[str, Value] = {"DTYPE": problem.dtype, "BLOCK": 32 * warps, "PDL": pdl}
-        return CompileRequest.of(bias_rows_kernel, constants, num_warps=warps, launch_pdl=pdl)
-
-    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
-        variant, asked, inner = sum_asked(problem, config)
-        return (*variant.compile_requests(asked, inner), self._add_request(problem, config))
+    def second_constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {"DTYPE": problem.dtype, "BLOCK": 32 * int(config["add_warps"])}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        reduce, total = bind_sum(problem, config, workspace), packets_of(problem.nbytes)
-        blocks = self._add_blocks(problem, config)
-        kernel = bind_kernel(self._add_request(problem, config), blocks, workspace.device)
+        (reduce, kernel), total = self.bind_both(problem, config, workspace), packets_of(problem.nbytes)
         add = kernel.fix((None, None, total, total // problem.shape[0]))
 
         def by_address(stream: int, x: int, bias: int, out: int) -> None:

@@ -1,34 +1,39 @@
-"""What ops share that run one of all_reduce's ordered kernels and then a kernel of their own."""
+"""The base class of `unfused` variants: one of all_reduce's ordered kernels, then a kernel of the op's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
 from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
-from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.space import Choice, Config, PowerOfTwo, Value
+from tunedcomm.kernels.common.launch import AddressLaunch, BoundKernel, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.variant import VariantBase
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem, Variant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["AXES", "KERNELS", "bind_sum", "refuse_sum", "sum_asked", "sum_default", "sum_rounds"]
-
-KERNELS = (two_shot_kernel, two_shot_lamport_kernel)
-# The all_reduce's part of a space; `launch_pdl`, the last axis of both spaces, is of the second kernel, too.
-AXES: dict[str, Choice | PowerOfTwo] = {
-    "algorithm": Choice("two_shot", "two_shot_lamport"),
-    "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-    "num_warps": PowerOfTwo(4, 16),
-    "num_chunks": PowerOfTwo(1, 16),
-}
+SUM_KERNELS = (two_shot_kernel, two_shot_lamport_kernel)
 
 
-def sum_asked(problem: Problem, config: Config) -> tuple[Variant, Problem, dict[str, Value]]:
+def sum_space(second_warps: str) -> Space:
+    """The all_reduce's axes, warps of the second kernel under this name, and `launch_pdl` of both."""
+    return Space(
+        {
+            "algorithm": Choice("two_shot", "two_shot_lamport"),
+            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+            "num_warps": PowerOfTwo(4, 16),
+            "num_chunks": PowerOfTwo(1, 16),
+            second_warps: PowerOfTwo(1, 16),
+            "launch_pdl": Choice(False, True),
+        }
+    )
+
+
+def _sum_of(problem: Problem, config: Config) -> tuple[Variant, Problem, dict[str, Value]]:
     """The all_reduce that a config asks for: variant, problem, config."""
     shared = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
     asked = replace(problem, op="all_reduce", shape=(problem.numel,), input_kind="plain", layout="", scaling="")
@@ -37,32 +42,61 @@ def sum_asked(problem: Problem, config: Config) -> tuple[Variant, Problem, dict[
     return TWO_SHOT_LAMPORT, asked, {**shared, "launch_pdl": config["launch_pdl"]}
 
 
-def sum_rounds(problem: Problem, config: Config) -> int:
-    """How often the all_reduce's grid goes round."""
-    variant, asked, inner = sum_asked(problem, config)
-    return variant.num_rounds(asked, inner)
+class UnfusedVariant(VariantBase):
+    """An ordered all_reduce kernel, then the last of `kernels`, on sums that lie where the first one put them.
 
+    The second kernel does not touch the lane and has the constant PDL; `space` is of `sum_space(second_warps)`.
+    """
 
-def refuse_sum(problem: Problem, config: Config, limits: Limits) -> str | None:
-    """Why the all_reduce cannot run, or None."""
-    if config["algorithm"] == "two_shot_lamport" and int(config["num_chunks"]) > 1:
-        return "two_shot_lamport has no chunks: only num_chunks=1"
-    if int(config["num_warps"]) > 8 and problem.world_size > 4:
-        return f"packets from {problem.world_size} ranks do not fit into registers with {config['num_warps']} warps"
-    variant, asked, inner = sum_asked(problem, config)
-    return variant.infeasible(asked, inner, limits)
+    name = "unfused"
+    second_warps: str
 
+    def second_blocks(self, problem: Problem, config: Config) -> int:
+        """Grid of the second kernel."""
+        raise NotImplementedError
 
-def sum_default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    """What to try first of the all_reduce's axes."""
-    _, asked, _ = sum_asked(problem, {"algorithm": "two_shot", "num_blocks": 1, "num_warps": 4, "num_chunks": 1})
-    inner = TWO_SHOT.default(asked, limits)
-    return {"algorithm": "two_shot", **{name: inner[name] for name in ("num_blocks", "num_warps", "num_chunks")}}
+    def second_constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        """Constants of the second kernel besides PDL."""
+        raise NotImplementedError
 
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if config["algorithm"] == "two_shot_lamport" and int(config["num_chunks"]) > 1:
+            return "two_shot_lamport has no chunks: only num_chunks=1"
+        if int(config["num_warps"]) > 8 and problem.world_size > 4:
+            return f"packets from {problem.world_size} ranks do not fit into registers with {config['num_warps']} warps"
+        variant, asked, inner = _sum_of(problem, config)
+        return variant.infeasible(asked, inner, limits)
 
-def bind_sum(problem: Problem, config: Config, workspace: Workspace) -> Callable[[int, int, int], None]:
-    """The all_reduce, called with a stream and the addresses of input and output."""
-    variant, asked, inner = sum_asked(problem, config)
-    reducer = variant.bind(asked, inner, workspace.reporting_as(problem))
-    assert isinstance(reducer, AddressLaunch), "plain inputs are launched by their addresses"
-    return reducer.by_address
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        """The default of `two_shot` for the sum; a subclass adds warps of the second kernel."""
+        _, asked, _ = _sum_of(problem, {"algorithm": "two_shot", "num_blocks": 1, "num_warps": 4, "num_chunks": 1})
+        inner = TWO_SHOT.default(asked, limits)
+        shared = {name: inner[name] for name in ("num_blocks", "num_warps", "num_chunks")}
+        return {"algorithm": "two_shot", **shared, "launch_pdl": limits.launch_pdl}
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return max(int(config["num_blocks"]), self.second_blocks(problem, config))
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """How often the all_reduce's grid goes round."""
+        variant, asked, inner = _sum_of(problem, config)
+        return variant.num_rounds(asked, inner)
+
+    def _second_request(self, problem: Problem, config: Config) -> CompileRequest:
+        warps, pdl = int(config[self.second_warps]), bool(config["launch_pdl"])
+        constants = {**self.second_constants(problem, config), "PDL": pdl}
+        return CompileRequest.of(self.kernels[-1], constants, num_warps=warps, launch_pdl=pdl)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        variant, asked, inner = _sum_of(problem, config)
+        return (*variant.compile_requests(asked, inner), self._second_request(problem, config))
+
+    def bind_both(
+        self, problem: Problem, config: Config, workspace: Workspace
+    ) -> tuple[Callable[[int, int, int], None], BoundKernel]:
+        """The all_reduce, called with a stream and the addresses of input and output, and the second kernel."""
+        variant, asked, inner = _sum_of(problem, config)
+        reducer = variant.bind(asked, inner, workspace.reporting_as(problem))
+        assert isinstance(reducer, AddressLaunch), "plain inputs are launched by their addresses"
+        blocks = self.second_blocks(problem, config)
+        return reducer.by_address, bind_kernel(self._second_request(problem, config), blocks, workspace.device)

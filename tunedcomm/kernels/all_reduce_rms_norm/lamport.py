@@ -16,33 +16,29 @@ Source: the fused kernels of TensorRT-LLM and FlashInfer, after all_reduce's `la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce_rms_norm._common import (
-    bind_rows,
-    refuse,
-    row_packets,
-    row_rounds,
-    rows_grid,
-    rows_request,
+from tunedcomm.kernels.all_reduce_rms_norm.op import (
+    LAMPORT_ROWS_SPACE,
+    RmsNormVariant,
+    lamport_rows_wish,
+    refuse_grid,
+    refuse_rows,
 )
-from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_stage
+from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
+from tunedcomm.kernels.common.feasibility import refuse_stage
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Config
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["LAMPORT", "rms_norm_lamport_kernel"]
 
 
 @triton.jit
@@ -91,57 +87,24 @@ def rms_norm_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
-        "num_warps": PowerOfTwo(1, 32),
-        "launch_pdl": Choice(False, True),
-    }
-)
+class Lamport(RmsNormVariant):
+    name = "lamport"
+    summary = "one-shot push without flags, rows summed and normalised where they arrive; best for few tokens"
+    kernels = (rms_norm_lamport_kernel,)
+    space = LAMPORT_ROWS_SPACE
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return (
+            refuse_rows(problem, limits, config, slots=problem.world_size)
+            or refuse_stage(problem, limits, packets_of(problem.nbytes) * 16)
+            or refuse_grid(problem, config, limits, mixed=True)
+        )
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return lamport_rows_wish(problem, limits, packets_of(problem.nbytes))
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits, config, slots=problem.world_size):
-        return reason
-    if reason := refuse_stage(problem, limits, packets_of(problem.nbytes) * 16):
-        return reason
-    return rows_grid(problem, config, limits, mixed=True)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    block, tokens = row_block(row_packets(problem)), problem.shape[0]
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 1, "num_warps": 16, "launch_pdl": False}
-    else:
-        warps = max(1, min(block // 32, 16))
-        pushing = packets_of(problem.nbytes) / (32 * warps)
-        wish = {"num_blocks": min(max(tokens, pushing), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (rows_request(rms_norm_lamport_kernel, problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    request = rows_request(rms_norm_lamport_kernel, problem, config)
-    return bind_rows(problem, config, workspace, request, layout.arena, layout.stage_bytes)
-
-
-LAMPORT = register_variant(
-    Variant(
-        op="all_reduce_rms_norm",
-        name="lamport",
-        numerics="ordered",
-        summary="one-shot push without flags, rows summed and normalised where they arrive; best for few tokens",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=row_rounds,
-        kernels=(rms_norm_lamport_kernel,),
-        compile_requests=_requests,
-    )
-)
+LAMPORT = Lamport().register()

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.all_reduce.library import library_reduction
-from tunedcomm.kernels.all_reduce_rms_norm._common import given_of
-from tunedcomm.kernels.all_reduce_rms_norm._rule import E4M3_MAX
+from tunedcomm.kernels.all_reduce_rms_norm.op import E4M3_MAX, given_of
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.variant import register_library
+from tunedcomm.kernels.common.variant import LibraryVariant
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["LIBRARY", "add_and_norm"]
 
 
 def add_and_norm(
@@ -53,22 +50,25 @@ def add_and_norm(
     return y.to(s.dtype), h
 
 
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    del config
-    reduce = library_reduction("sum", workspace.group)
+class Library(LibraryVariant):
+    op = "all_reduce_rms_norm"
+    summary = "NCCL on GPUs, gloo on CPUs, then PyTorch operators"
 
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        del stream
-        given = given_of(problem, inputs)
-        s = given.x.clone()
-        reduce(s)
-        s = s.reshape(problem.shape)
-        extra = None if given.residual is None else given.residual.reshape(problem.shape)
-        y, h = add_and_norm(s, given.weight, given.bias, extra, given.scale, given.eps)
-        outputs[0].copy_(y.reshape(outputs[0].shape))
-        outputs[1].copy_(h.reshape(outputs[1].shape))
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        reduce = library_reduction("sum", workspace.group)
 
-    return run
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            del stream
+            given = given_of(problem, inputs)
+            s = given.x.clone()
+            reduce(s)
+            s = s.reshape(problem.shape)
+            extra = None if given.residual is None else given.residual.reshape(problem.shape)
+            y, h = add_and_norm(s, given.weight, given.bias, extra, given.scale, given.eps)
+            outputs[0].copy_(y.reshape(outputs[0].shape))
+            outputs[1].copy_(h.reshape(outputs[1].shape))
+
+        return run
 
 
-LIBRARY = register_library("all_reduce_rms_norm", _bind, summary="NCCL on GPUs, gloo on CPUs, then PyTorch operators")
+LIBRARY = Library().register()

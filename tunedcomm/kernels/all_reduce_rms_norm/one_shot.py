@@ -12,39 +12,22 @@ Source: all_reduce's `one_shot`, with the norm behind it as in Kraken's one-shot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce_rms_norm._common import (
-    bind_rows,
-    refuse,
-    row_packets,
-    row_rounds,
-    rows_grid,
-    rows_request,
-)
-from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_one_shot
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    address_of,
-    arrive,
-    await_peers,
-    read_counter,
-    write_counter,
-)
+from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, refuse_grid, refuse_rows, row_warps
+from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
+from tunedcomm.kernels.common.feasibility import refuse_one_shot
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.packets import insert_own, sum_packets
-from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["ONE_SHOT", "rms_norm_one_shot_kernel"]
 
 
 @triton.jit
@@ -85,48 +68,26 @@ def rms_norm_one_shot_kernel(
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-_SPACE = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
+class OneShot(RmsNormVariant):
+    name = "one_shot"
+    summary = "every rank reads all ranks' rows, sums and normalises them; one exchange of flags"
+    kernels = (rms_norm_one_shot_kernel,)
+    space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_rows(problem, limits, config, slots=problem.world_size) or refuse_one_shot(problem, limits):
+            return reason
+        if int(config["num_blocks"]) > problem.shape[0]:
+            return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"
+        return refuse_grid(problem, config, limits)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16}
+        return {"num_blocks": min(problem.shape[0], 128), "num_warps": row_warps(problem)}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits, config, slots=problem.world_size) or refuse_one_shot(problem, limits):
-        return reason
-    if int(config["num_blocks"]) > problem.shape[0]:
-        return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"
-    return rows_grid(problem, config, limits, mixed=False)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16}
-    else:
-        warps = max(1, min(row_block(row_packets(problem)) // 32, 16))
-        wish = {"num_blocks": min(problem.shape[0], 128), "num_warps": warps}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (rows_request(rms_norm_one_shot_kernel, problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    request, layout = rows_request(rms_norm_one_shot_kernel, problem, config), workspace.layout
-    return bind_rows(problem, config, workspace, request, layout.one_shot, layout.one_shot_bytes)
-
-
-ONE_SHOT = register_variant(
-    Variant(
-        op="all_reduce_rms_norm",
-        name="one_shot",
-        numerics="ordered",
-        summary="every rank reads all ranks' rows, sums and normalises them; one exchange of flags",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=row_rounds,
-        kernels=(rms_norm_one_shot_kernel,),
-        compile_requests=_requests,
-    )
-)
+ONE_SHOT = OneShot().register()

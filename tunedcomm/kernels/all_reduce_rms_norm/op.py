@@ -1,37 +1,61 @@
-"""all_reduce_rms_norm: the sum over the ranks, a bias and a residual added to it, and the RMS norm of that."""
+"""all_reduce_rms_norm: the sum over the ranks plus a bias and a residual, and the RMS norm of that; its base class.
+
+Inputs are x, weight, then bias, residual and scale as far as the problem has them, then eps if it is not the default;
+outputs are y and residual_out. Kernels take the addresses of all these, in this order, and eps as the bits of an fp32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tunedcomm.kernels.all_reduce_rms_norm._rule import h_of, norm_of, ordered_sum, to_e4m3
+from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
+from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
+from tunedcomm.kernels.common.launch import ManyLaunch
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, with_extras
+from tunedcomm.kernels.common.variant import KernelVariant
 from tunedcomm.metrics import busbw_factor
-from tunedcomm.spec import OpSpec, Problem, register_op
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALL_REDUCE_RMS_NORM", "EPS"]
+EPS = 1e-6  # of launches without an eps of their own
+KERNEL_DTYPES = ("bfloat16", "float16", "float32")
+E4M3_MAX = 448.0
+LAMPORT_ROWS_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
+        "num_warps": PowerOfTwo(1, 32),
+        "launch_pdl": Choice(False, True),
+    }
+)
+NUM_VARYING = 8  # x, weight, bias, residual, scale, out, residual_out, eps
+_FEWEST_SHARE = 4  # grids below a quarter of the rows that could run side by side never win
 
-EPS = 1e-6  # what launches without an eps of their own take
-LAYOUTS = ("residual", "bias+residual", "", "bias")
+
+class Given(NamedTuple):
+    """Inputs by name; None for what the problem does not have."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    scale: Any
+    eps: float
 
 
-def _generator(problem: Problem, rank: int, seed: int, device: Any) -> torch.Generator:
-    import torch
-
-    return torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 29) % 2**62)
-
-
-def make_values(problem: Problem, shape: tuple[int, ...], generator: torch.Generator, kind: str) -> torch.Tensor:
-    """Numbers of the problem's dtype, drawn on the generator's device."""
-    import torch
-
-    dtype, device = getattr(torch, problem.dtype), generator.device
-    if kind == "integers":
-        return torch.randint(-8, 9, shape, generator=generator, device=device, dtype=torch.int32).to(dtype)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+def given_of(problem: Problem, inputs: tuple[Any, ...]) -> Given:
+    """A launch's inputs by name."""
+    rest = list(inputs[2:])
+    bias = rest.pop(0) if "bias" in problem.layout else None
+    residual = rest.pop(0) if "residual" in problem.layout else None
+    scale = rest.pop(0) if problem.scaling else None
+    return Given(inputs[0], inputs[1], bias, residual, scale, float(rest[0]) if rest else EPS)
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor, ...]:
@@ -39,13 +63,13 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
     import torch
 
     shape, hidden = problem.shape, problem.shape[1:]
-    x = make_values(problem, shape, _generator(problem, rank, seed, device), kind)
-    shared = _generator(problem, problem.world_size, seed, device)
-    found = [x, make_values(problem, hidden, shared, kind)]
+    shared = generator_of(problem.world_size, seed, device)
+    found = [draw(shape, problem.dtype, generator_of(rank, seed, device), kind)]
+    found.append(draw(hidden, problem.dtype, shared, kind))
     if "bias" in problem.layout:
-        found.append(make_values(problem, hidden, shared, kind))
+        found.append(draw(hidden, problem.dtype, shared, kind))
     if "residual" in problem.layout:
-        found.append(make_values(problem, shape, shared, kind))
+        found.append(draw(shape, problem.dtype, shared, kind))
     if problem.scaling:
         found.append(torch.full((1,), 0.03, device=device))
     return tuple(found)
@@ -59,34 +83,77 @@ def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor, torch.Te
     return y, torch.empty(problem.shape, dtype=dtype, device=device)
 
 
-def _parts(problem: Problem, given: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-    """(weight, bias, residual, scale) of a rank's inputs; None for what the problem does not have."""
-    rest = list(given[2:])
-    bias = rest.pop(0) if "bias" in problem.layout else None
-    residual = rest.pop(0) if "residual" in problem.layout else None
-    return given[1], bias, residual, rest.pop(0) if problem.scaling else None
-
-
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, ...]:
-    import torch
-
-    weight, bias, residual, scale = _parts(problem, inputs[rank])
-    h = torch.zeros(problem.shape, dtype=torch.float64, device=weight.device)
-    for given in inputs:
-        h += given[0].double()
-    for extra in (bias, residual):
+    given = given_of(problem, inputs[rank])
+    h = sum(ranks[0].double() for ranks in inputs)
+    for extra in (given.bias, given.residual):
         if extra is not None:
-            h += extra.double()
-    y = h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    if scale is not None:
-        y = to_e4m3((y / scale.double()).float()).double()
+            h = h + extra.double()
+    y = h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * given.weight.double()
+    if given.scale is not None:
+        y = _to_e4m3((y / given.scale.double()).float()).double()
     return y, h
 
 
 def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, ...]:
-    weight, bias, residual, scale = _parts(problem, inputs[rank])
-    h = h_of(ordered_sum([given[0] for given in inputs]), bias, residual)
-    return norm_of(h, weight, EPS, scale), h
+    """The rounding rule of `rows` in PyTorch, operation by operation."""
+    given = given_of(problem, inputs[rank])
+    h = with_extras(ordered_sum([ranks[0] for ranks in inputs], "sum"), given.bias, given.residual)
+    return _norm_of(h, given.weight, EPS, given.scale), h
+
+
+def _norm_of(h: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None) -> torch.Tensor:
+    """Y of the stored h.
+
+    Divisors are tensors on purpose: PyTorch divides by numbers by multiplying with their reciprocals on GPUs. Its fp32
+    root on CPUs may be a bit off, that of fp64 rounded to fp32 is not.
+    """
+    import torch
+
+    total = _square_sum(h)
+    mean = total / torch.full_like(total, h.shape[-1])
+    root = (mean + torch.full_like(total, eps)).double().sqrt().float()
+    factor = (torch.ones_like(root) / root).unsqueeze(-1)
+    y = h.float() * factor * weight.float()
+    if scale is not None:
+        return _to_e4m3(y * (torch.ones_like(scale) / scale))
+    return y.to(h.dtype)
+
+
+def _square_sum(h: torch.Tensor) -> torch.Tensor:
+    """Σ h² over the last extent in the order of `rows`."""
+    import torch
+
+    def by_32(values: torch.Tensor) -> torch.Tensor:
+        """The last extent cut into pieces of 32, with zeros behind its end."""
+        padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 32))
+        return padded.reshape(*padded.shape[:-1], -1, 32)
+
+    def butterfly(values: torch.Tensor) -> torch.Tensor:
+        """Sum over the last extent, 32."""
+        for half in (16, 8, 4, 2, 1):
+            values = values[..., :half] + values[..., half:]
+        return values[..., 0]
+
+    squares = h.float() * h.float()
+    if h.element_size() == 2:
+        pairs = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % 2)).unflatten(-1, (-1, 2))
+        squares = pairs[..., 0] + pairs[..., 1]
+    squares = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % 4))
+    words = squares.unflatten(-1, (-1, 4))
+    packets = (words[..., 0] + words[..., 1]) + (words[..., 2] + words[..., 3])
+    groups = by_32(butterfly(by_32(packets)))
+    total = groups[..., 0, :]
+    for index in range(1, groups.shape[-2]):
+        total = total + groups[..., index, :]
+    return butterfly(total)
+
+
+def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """fp32 in e4m3, saturated."""
+    import torch
+
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
@@ -102,7 +169,7 @@ ALL_REDUCE_RMS_NORM = register_op(
         name="all_reduce_rms_norm",
         summary="the ranks' sum plus bias and residual, and the RMS norm of that",
         reductions=("sum",),
-        dtypes=("bfloat16", "float16", "float32"),
+        dtypes=KERNEL_DTYPES,
         shape_help="tokens x hidden, e.g. 64x8192",
         rank_of_shape=2,
         make_inputs=_make_inputs,
@@ -114,7 +181,126 @@ ALL_REDUCE_RMS_NORM = register_op(
         busbw_factor=lambda world_size: busbw_factor("all_reduce", world_size),
         default_shapes=_default_shapes,
         ordered_reference=_ordered_reference,
-        layouts=LAYOUTS,
+        layouts=("residual", "bias+residual", "", "bias"),
         scalings=("", "fp8"),
     )
 )
+
+
+@functools.lru_cache(maxsize=64)
+def eps_bits(eps: float) -> int:
+    """Bits of `eps` in fp32."""
+    return int(struct.unpack("<i", struct.pack("<f", eps))[0])
+
+
+def _arrange(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+    given = given_of(problem, inputs)
+    tensors = (*given[:5], *outputs)
+    return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))
+
+
+def many_launch(problem: Problem, by_address: Callable[..., None]) -> ManyLaunch:
+    """A launch of tensors from one by addresses."""
+    return ManyLaunch(by_address, functools.partial(_arrange, problem))
+
+
+def row_packets(problem: Problem) -> int:
+    """Packets of a row, which are full wherever kernels run."""
+    return problem.shape[-1] * ITEMSIZE[problem.dtype] // PACKET_BYTES
+
+
+def row_warps(problem: Problem) -> int:
+    """Warps to try first: a packet of a row for each thread, with 512 threads at most."""
+    return max(1, min(row_block(row_packets(problem)) // 32, 16))
+
+
+def row_constants(problem: Problem) -> dict[str, Value]:
+    """Constants that every kernel over rows takes."""
+    return {
+        "DTYPE": problem.dtype,
+        "BIAS": "bias" in problem.layout,
+        "RESIDUAL": "residual" in problem.layout,
+        "FP8": problem.scaling == "fp8",
+        "BLOCK": row_block(row_packets(problem)),
+    }
+
+
+def refuse_rows(problem: Problem, limits: Limits, config: Config, *, slots: int = 1) -> str | None:
+    """Why no kernel can run `problem` with the warps of `config`; None if one might.
+
+    Args:
+        problem, limits, config: what is asked, where, and with what.
+        slots: ranks from which a thread holds packets of a row at once. What fits is what compiles without spills.
+    """
+    if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):
+        return reason
+    if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
+        return f"rows of {problem.shape[-1]} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
+    packets, threads = row_packets(problem), 32 * int(config["num_warps"])
+    if packets > MAX_ROW_PACKETS:
+        return f"a row of {packets} packets; a block holds at most {MAX_ROW_PACKETS}"
+    block = row_block(packets)
+    if block < threads:
+        return f"{threads} threads for the {packets} packets of a row: some would repeat what others do"
+    share = -(-block // threads)
+    if limits.backend == "cuda" and (share * slots > (8 if slots == 1 else 16) or block * slots > 2048 * min(slots, 2)):
+        return f"{share} packets of a row from {slots} ranks for each of {threads} threads do not fit into registers"
+    if limits.backend == "cuda" and threads > 512 and problem.world_size > 4:
+        return f"packets from {problem.world_size} ranks do not fit into the 64 registers of each of {threads} threads"
+    if config.get("launch_pdl") and not limits.launch_pdl:
+        return "programmatic dependent launch is not available here"
+    return None
+
+
+def refuse_grid(problem: Problem, config: Config, limits: Limits, *, mixed: bool = False) -> str | None:
+    """Why a grid that must be resident does not suit the rows and packets of a problem, or None.
+
+    Args:
+        mixed: blocks wait for what other blocks than their counterparts send.
+    """
+    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+    tokens, packets = problem.shape[0], packets_of(problem.nbytes)
+    if blocks > limits.max_blocks:
+        return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
+    if limits.backend == "cuda" and blocks > limits.num_sms * max(1, 512 // threads):
+        return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
+    if limits.backend == "host" and blocks > 4:
+        return "interpreted blocks run one after another: more than 4 only cost time"
+    if limits.backend == "host" and mixed and blocks > 1:
+        return "interpreted blocks run one after another, so none may wait for a later one: only num_blocks=1"
+    if blocks >= 2 * max(tokens, -(-packets // threads)):
+        return f"{tokens} rows of {packets} packets in all leave half of {blocks} blocks without work"
+    if limits.backend == "cuda" and _FEWEST_SHARE * blocks < min(tokens, limits.num_sms):
+        return f"{blocks} blocks leave most SMs idle at {tokens} rows"
+    return None
+
+
+def lamport_rows_wish(problem: Problem, limits: Limits, pushed: int) -> dict[str, float]:
+    """First guess in LAMPORT_ROWS_SPACE where the grid pushes `pushed` packets to a peer."""
+    if limits.backend == "host":
+        return {"num_blocks": 1, "num_warps": 16, "launch_pdl": False}
+    warps = row_warps(problem)
+    blocks = min(max(problem.shape[0], pushed / (32 * warps)), 128)
+    return {"num_blocks": blocks, "num_warps": warps, "launch_pdl": limits.launch_pdl}
+
+
+class RmsNormVariant(KernelVariant):
+    """A variant whose kernel takes what varies (`NUM_VARYING`), tokens and packets of a row before the lane."""
+
+    op = "all_reduce_rms_norm"
+
+    def leading(self, problem: Problem) -> tuple[int | None, ...]:
+        return (*(None,) * NUM_VARYING, problem.shape[0], row_packets(problem))
+
+    def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
+        return many_launch(problem, by_address)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        constants = {**row_constants(problem), "WORLD_SIZE": problem.world_size}
+        if "THREADS" in self.kernel(problem).arg_names:
+            constants["THREADS"] = 32 * int(config["num_warps"])
+        return constants
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """How often the grid goes round; each block takes a row at a time."""
+        return -(-problem.shape[0] // int(config["num_blocks"]))

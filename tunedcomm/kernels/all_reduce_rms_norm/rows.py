@@ -1,4 +1,4 @@
-"""Rows of a matrix in packets: what is added to a row, and its RMS norm, with bits that no config changes.
+"""Rows of a matrix in packets: their bias, residual and RMS norm, with bits that no config changes.
 
 A row is held by one block as `BLOCK` packets, a power of two with a thread for each 32 × num_warps of them, of which
 those behind the row's end are zero.
@@ -20,10 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.packets import narrow, widen
+from tunedcomm.kernels.common.packets import add_extras, narrow, widen
 from tunedcomm.kernels.common.sync import INTERPRET, as_mask, load_packets, store_packets
-
-__all__ = ["MAX_ROW_PACKETS", "row_block"]
 
 MAX_ROW_PACKETS = 2048  # 16384 elements of 16 bits; beyond that a block holds too much of a row in registers
 
@@ -88,35 +86,6 @@ def _squares(w, DTYPE: tl.constexpr):
         return low * low
     else:
         return low * low + high * high
-
-
-@triton.jit
-def add_word(s, b, r, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
-    """One word of h from one of the sum, of the bias and of the residual."""
-    low, high = widen(s, DTYPE)
-    if BIAS:
-        more_low, more_high = widen(b, DTYPE)
-        low += more_low
-        high += more_high
-    if RESIDUAL:
-        more_low, more_high = widen(r, DTYPE)
-        low += more_low
-        high += more_high
-    return narrow(low, high, DTYPE)
-
-
-@triton.jit
-def add_extras(s, b, r, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Four words of h; the sum itself where there is nothing to add."""
-    if BIAS or RESIDUAL:
-        return (
-            add_word(s[0], b[0], r[0], DTYPE, BIAS, RESIDUAL),
-            add_word(s[1], b[1], r[1], DTYPE, BIAS, RESIDUAL),
-            add_word(s[2], b[2], r[2], DTYPE, BIAS, RESIDUAL),
-            add_word(s[3], b[3], r[3], DTYPE, BIAS, RESIDUAL),
-        )
-    else:
-        return s[0], s[1], s[2], s[3]
 
 
 @triton.jit

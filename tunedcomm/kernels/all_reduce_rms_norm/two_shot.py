@@ -1,46 +1,141 @@
-"""two_shot: rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens.
+"""two_shot, two_shot_split: rows in chunks through reduce-scatter, all-gather and norm, ordered by flags.
 
-Block b of a grid of G has the rows b, b + G, … and takes `rows` of them at a time, one chunk. Of every row, slice j of
-the packets belongs to rank j. A chunk goes three ways: push each slice to its owner's scatter area, exchange flags, sum
-the own slices in rank order and push them into every rank's gather area, exchange flags, take the gathered rows through
-bias, residual and norm. Chunks overlap: a chunk is summed `lag` rounds after it was pushed and finished `lag` rounds
-after that, so the norm of one runs beside the transfer of the next ones, and with a lag of 2 a block seldom waits for
-flags at all. Only sums travel, for y follows from them on every rank.
+Of every row, slice j of the packets belongs to rank j. A chunk of `rows` rows goes three ways: push each slice to its
+owner's scatter area, exchange flags, sum the own slices in rank order and push them into every rank's gather area,
+exchange flags, take the gathered rows through bias, residual and norm. Only sums travel, for y follows from them on
+every rank. Chunk c of a block (or lane) of G has the rows block + (c · `rows` + j) · G for j < `rows`. Of the scatter
+area a chunk has `rows` × share packets from each rank, of the gather area whole rows.
 
-Lane rules and overwriting: the areas hold 2 · lag + 1 chunks of every block, apart from those of other blocks. In round
-c a block pushes chunk c into the place of chunk c − 2 · lag − 1; in round c − 1 it waited until all peers had summed
-(read) that one. The sums of chunk d go to the peers' gather place of chunk d − 2 · lag − 1 after this block waited for
-their push of chunk d, which they make after they finished that one. From call to call it is as in all_reduce's
-`two_shot`. Of one's own slices the sums go to the own gather area by plain stores, which the block barriers of the next
-flags order before the same block's reads.
+**two_shot.** Each block does all three. Chunks overlap: a chunk is summed `lag` rounds after it was pushed and finished
+`lag` rounds after that, so the norm of one runs beside the transfer of the next ones, and with a lag of 2 a block
+seldom waits for flags at all.
+
+Why no area is overwritten too early: the areas hold 2 · lag + 1 chunks of every block, apart from those of other
+blocks. In round c a block pushes chunk c into the place of chunk c − 2 · lag − 1; in round c − 1 it waited until all
+peers had summed (read) that one. The sums of chunk d go to the peers' gather place of chunk d − 2 · lag − 1 after this
+block waited for their push of chunk d, which they make after they finished that one. From call to call it is as in
+all_reduce's `two_shot`. Of one's own slices the sums go to the own gather area by plain stores, which the block
+barriers of the next flags order before the same block's reads.
+
+**two_shot_split.** One third of the blocks pushes, one third sums and one third finishes, so that links wait neither
+for sums nor for norms. Pusher, reducer and finisher k share a lane, with three rows of flags; protocol, flags and lane
+rules are those of all_reduce's `two_shot_split`, within a lane's part of the areas. One thing is different: a rank's
+own slices go through its own gather area too, so its reducers and finishers raise their flags for each other as they do
+for the peers'.
 
 Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
 
 Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
-Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy.
+Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy, and
+all_reduce's `two_shot_split`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce_rms_norm._chunks import finish_chunk, push_chunk, reduce_chunk
-from tunedcomm.kernels.all_reduce_rms_norm._common import bind_rows, refuse, row_packets, rows_grid, rows_request
-from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
-from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
-from tunedcomm.kernels.common.packets import PACKET_BYTES
-from tunedcomm.kernels.common.rows import row_block
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.kernels.all_reduce.two_shot_split import RING
+from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, refuse_grid, refuse_rows, row_packets, row_warps
+from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
+from tunedcomm.kernels.common.lane import (
+    EPOCH_OFFSET,
+    address_of,
+    arrive,
+    arrive_all_at,
+    arrive_at,
+    await_all_at,
+    await_at,
+    await_peers,
+    read_counter,
+    write_counter,
+)
+from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
+from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["TWO_SHOT", "rms_norm_two_shot_kernel"]
+_KINDS = tl.constexpr(3)
+
+
+@triton.jit
+def push_chunk(
+    x, peers, local, scatter, chunk, first, grid, rows, tokens, row, share, rank,
+    WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push the slices of a chunk's rows to their owners.
+
+    Args:
+        chunk: number of the chunk's first row among all rows that the areas hold.
+        first: the chunk's first row in the matrix.
+    """
+    at = tl.arange(0, BLOCK)
+    owner = at // share.to(tl.int32)
+    in_slice = at - owner * share.to(tl.int32)
+    target = address_of(peers, local, owner, rank, WORLD_SIZE) + scatter
+    for j in tl.range(0, rows, 2):  # two rows at a time: the second is loaded before the first is stored
+        r = first + j * grid
+        here = (at < row) & (r < tokens)
+        next_here = (at < row) & (j + 1 < rows) & (r + grid < tokens)
+        w0, w1, w2, w3 = load_packets(x + (r * row + at) * 16, here)
+        v0, v1, v2, v3 = load_packets(x + ((r + grid) * row + at) * 16, next_here)
+        place = target + ((chunk * WORLD_SIZE + rank * rows + j) * share + in_slice) * 16
+        store_packets(place, w0, w1, w2, w3, here & (owner != rank))
+        store_packets(place + share * 16, v0, v1, v2, v3, next_here & (owner != rank))
+
+
+@triton.jit
+def reduce_chunk(
+    x, peers, local, scatter, gather, chunk, first, grid, rows, tokens, row, share, rank,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Sum the own slices of a chunk's rows and push the sums into every rank's gather area, the own one included."""
+    lanes = tl.arange(0, THREADS)
+    mine = tl.minimum(share, tl.maximum(row - rank * share, 0))  # packets of a row that this rank sums
+    for start in tl.range(0, rows * mine, THREADS):
+        index = start + lanes
+        j = index // tl.maximum(mine, 1).to(tl.int32)
+        in_slice = index - j * mine
+        r = first + j * grid
+        here = (index < rows * mine) & (r < tokens)
+        own = load_packets(x + (r * row + rank * share + in_slice) * 16, here)
+        place = local + scatter + ((chunk * WORLD_SIZE + j) * share + in_slice) * 16
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            words = words + load_packets(place + i * rows * share * 16, here & (rank != i))
+        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+        place = gather + ((chunk + j) * row + rank * share + in_slice) * 16
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + place, s0, s1, s2, s3, here)
+        store_packets(local + place, s0, s1, s2, s3, here)
+
+
+@triton.jit
+def finish_chunk(
+    weight, bias, residual, scale, out, residual_out, eps, source, chunk, first, grid, rows, tokens, row,
+    DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take a chunk's rows, gathered at `source`, through bias, residual and norm."""
+    at = tl.arange(0, BLOCK).to(tl.int64)
+    weights = load_packets(weight + at * 16, at < row)
+    here = (at < row) & (first < tokens)
+    s = load_packets(source + (chunk * row + at) * 16, here)
+    b, extra = row_extras(bias, residual, at, first * row + at, here, BIAS, RESIDUAL)
+    for j in tl.range(0, rows):  # the next row is loaded before this one is summed and stored
+        r = first + j * grid
+        here, packet = (at < row) & (r < tokens), r * row + at
+        next_here = (at < row) & (j + 1 < rows) & (r + grid < tokens)
+        next_s = load_packets(source + ((chunk + j + 1) * row + at) * 16, next_here)
+        _, next_extra = row_extras(bias, residual, at, packet + grid * row, next_here, False, RESIDUAL)
+        finish_row(
+            s, b, extra, weights, out, residual_out, scale, eps, row, packet, here, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+        )
+        s, extra = next_s, next_extra
 
 
 @triton.jit
@@ -85,76 +180,165 @@ def rms_norm_two_shot_kernel(
     write_counter(local, epoch + 2 * (num_chunks + lag), EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 8, 32, 64, 128, 132, 264),
-        "num_warps": PowerOfTwo(1, 16),
-        "rows": Choice(1, 2, 3, 4, 6, 8),
-        "lag": Choice(1, 2, 3),
-    }
-)
+@triton.jit
+def rms_norm_two_shot_split_kernel(
+    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather, num_chunks, rows,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Round c: pushers do chunk c, reducers chunk c − 1, finishers chunk c − 2, each as soon as its flags allow it.
+
+    Interpreted blocks run one after another, so the first third does all three kinds of work in turn there.
+    """
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    num_lanes = tl.num_programs(0) // _KINDS
+    lane = tl.program_id(0) % num_lanes
+    kind = tl.program_id(0) // num_lanes
+    block, grid = lane.to(tl.int64), num_lanes.to(tl.int64)
+    share = (row + WORLD_SIZE - 1) // WORLD_SIZE
+    ring = tl.minimum(num_chunks, RING)
+    pushed, summed, finished = lane, lane + num_lanes, lane + 2 * num_lanes
+
+    for c in tl.range(0, num_chunks + 2):
+        if (c < num_chunks) & (kind == 0):
+            chunk, top = (c % ring * grid + block) * rows, block + c * rows * grid
+            if c >= ring:
+                await_at(local, summed, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
+            push_chunk(x, peers, local, scatter, chunk, top, grid, rows, tokens, row, share, rank, WORLD_SIZE, BLOCK)
+            arrive_at(pushed, q0, q1, q2, q3, q4, q5, q6, rank, epoch + c + 1, WORLD_SIZE)
+        if (c >= 1) & (c <= num_chunks) & (kind == (0 if INTERPRET else 1)):
+            d = c - 1
+            chunk, top = (d % ring * grid + block) * rows, block + d * rows * grid
+            await_at(local, pushed, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
+            if d >= ring:
+                await_all_at(local, finished, epoch + d - ring + 1, timeout_ns, status, WORLD_SIZE)
+            reduce_chunk(
+                x, peers, local, scatter, gather, chunk, top, grid, rows, tokens, row, share, rank,
+                WORLD_SIZE, DTYPE, THREADS,
+            )  # fmt: skip
+            arrive_all_at(local, summed, q0, q1, q2, q3, q4, q5, q6, rank, epoch + d + 1, WORLD_SIZE)
+        if (c >= 2) & (kind == (0 if INTERPRET else 2)):
+            e = c - 2
+            chunk, top = (e % ring * grid + block) * rows, block + e * rows * grid
+            await_all_at(local, summed, epoch + e + 1, timeout_ns, status, WORLD_SIZE)
+            finish_chunk(
+                weight, bias, residual, scale, out, residual_out, eps, local + gather, chunk, top, grid, rows, tokens,
+                row, DTYPE, BIAS, RESIDUAL, FP8, BLOCK,
+            )  # fmt: skip
+            arrive_all_at(local, finished, q0, q1, q2, q3, q4, q5, q6, rank, epoch + e + 1, WORLD_SIZE)
+    write_counter(local, epoch + num_chunks, EPOCH_OFFSET)
 
 
-def _chunks(problem: Problem, config: Config) -> int:
-    return -(-problem.shape[0] // (int(config["num_blocks"]) * int(config["rows"])))
+class _Chunked(RmsNormVariant):
+    """Kernels that take `rows` rows of a block (of each kind) at a time, one chunk; `num_rounds` is their number."""
 
+    kinds = 1
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    # What is worked out once for every packet of a row takes as many registers as packets of four ranks.
-    if reason := refuse(problem, limits, config, slots=4):
-        return reason
-    blocks, rows, row = int(config["num_blocks"]), int(config["rows"]), row_packets(problem)
-    if rows > 1 and blocks * rows > problem.shape[0]:
-        return f"{problem.shape[0]} rows are less than one chunk of {rows} for each of {blocks} blocks"
-    if blocks > problem.shape[0]:
-        return f"{problem.shape[0]} rows leave some of {blocks} blocks without work"
-    chunks, lag = _chunks(problem, config), int(config["lag"])
-    if lag > 1 and chunks <= 2 * lag:
-        return f"{chunks} chunks are pushed before the first is finished with a lag of {lag}"
-    share = -(-row // problem.world_size)
-    needed = min(chunks, 2 * lag + 1) * blocks * rows * problem.world_size * share * PACKET_BYTES
-    if needed > limits.staging_bytes:
-        return (
-            f"chunks of {rows} rows for {blocks} blocks need {needed} bytes of staging; there are "
-            f"{limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+    def num_lanes(self, config: Config) -> int:
+        """Blocks of each kind."""
+        return int(config["num_blocks"]) // self.kinds
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return -(-problem.shape[0] // (self.num_lanes(config) * int(config["rows"])))
+
+    def ring(self, config: Config) -> int:
+        """Chunks that have a place in the staging at once."""
+        raise NotImplementedError
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        # What is worked out once for every packet of a row takes as many registers as packets of four ranks.
+        if reason := refuse_rows(problem, limits, config, slots=4):
+            return reason
+        blocks, rows = self.num_lanes(config), int(config["rows"])
+        if rows > 1 and blocks * rows > problem.shape[0]:
+            return f"{problem.shape[0]} rows are less than one chunk of {rows} for each of {blocks} blocks"
+        if blocks > problem.shape[0]:
+            return f"{problem.shape[0]} rows leave some of {blocks} blocks without work"
+        share, held = (
+            -(-row_packets(problem) // problem.world_size),
+            min(self.num_rounds(problem, config), self.ring(config)),
         )
-    return rows_grid(problem, config, limits, mixed=False)
+        needed = held * blocks * rows * problem.world_size * share * PACKET_BYTES
+        if needed > limits.staging_bytes:
+            return (
+                f"chunks of {rows} rows for {blocks} blocks need {needed} bytes of staging; there are "
+                f"{limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+            )
+        return refuse_grid(problem, config, limits)
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.scatter, workspace.layout.gather, self.num_rounds(problem, config), int(config["rows"])
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    tokens = problem.shape[0]
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "rows": 1, "lag": 1}
-    else:
-        warps = max(1, min(row_block(row_packets(problem)) // 32, 16))
-        wish = {"num_blocks": min(tokens, 132), "num_warps": warps, "rows": 1 if tokens < 1024 else 4, "lag": 1}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (rows_request(rms_norm_two_shot_kernel, problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    request = rows_request(rms_norm_two_shot_kernel, problem, config)
-    extra = (layout.scatter, layout.gather, _chunks(problem, config), int(config["rows"]), int(config["lag"]))
-    return bind_rows(problem, config, workspace, request, *extra)
-
-
-TWO_SHOT = register_variant(
-    Variant(
-        op="all_reduce_rms_norm",
-        name="two_shot",
-        numerics="ordered",
-        summary="rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=_chunks,
-        kernels=(rms_norm_two_shot_kernel,),
-        compile_requests=_requests,
+class TwoShot(_Chunked):
+    name = "two_shot"
+    summary = "rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens"
+    kernels = (rms_norm_two_shot_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 8, 32, 64, 128, 132, 264),
+            "num_warps": PowerOfTwo(1, 16),
+            "rows": Choice(1, 2, 3, 4, 6, 8),
+            "lag": Choice(1, 2, 3),
+        }
     )
-)
+
+    def ring(self, config: Config) -> int:
+        return 2 * int(config["lag"]) + 1
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().infeasible(problem, config, limits):
+            return reason
+        chunks, lag = self.num_rounds(problem, config), int(config["lag"])
+        if lag > 1 and chunks <= 2 * lag:
+            return f"{chunks} chunks are pushed before the first is finished with a lag of {lag}"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "rows": 1, "lag": 1}
+        tokens = problem.shape[0]
+        rows = 1 if tokens < 1024 else 4
+        return {"num_blocks": min(tokens, 132), "num_warps": row_warps(problem), "rows": rows, "lag": 1}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return *super().arguments(problem, config, workspace), int(config["lag"])
+
+
+class TwoShotSplit(_Chunked):
+    name = "two_shot_split"
+    summary = "as two_shot, by blocks that push, blocks that sum and blocks that normalise; best for many tokens"
+    kernels = (rms_norm_two_shot_split_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(3, 24, 48, 96, 132, 198, 264),
+            "num_warps": PowerOfTwo(1, 16),
+            "rows": PowerOfTwo(1, 4),
+        }
+    )
+    kinds = _KINDS.value
+
+    def ring(self, config: Config) -> int:
+        return int(RING.value)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().infeasible(problem, config, limits):
+            return reason
+        if limits.backend == "cuda" and int(config["num_warps"]) < 4:
+            return f"{config['num_warps']} warps a block leave the links idle"
+        if limits.backend == "host" and self.num_lanes(config) > 1:
+            return "interpreted blocks run one after another: more than 3 only cost time"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 3, "num_warps": 16, "rows": 1}
+        tokens = problem.shape[0]
+        rows = 1 if tokens < 1024 else 2
+        return {"num_blocks": min(3 * tokens, 132), "num_warps": row_warps(problem), "rows": rows}
+
+
+TWO_SHOT = TwoShot().register()
+TWO_SHOT_SPLIT = TwoShotSplit().register()

@@ -17,33 +17,29 @@ Source: the two-shot scheme of TensorRT-LLM's and FlashInfer's fused kernels, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce_rms_norm._common import (
-    bind_rows,
-    refuse,
-    row_packets,
-    row_rounds,
-    rows_grid,
-    rows_request,
+from tunedcomm.kernels.all_reduce.op import slice_packets
+from tunedcomm.kernels.all_reduce_rms_norm.op import (
+    LAMPORT_ROWS_SPACE,
+    RmsNormVariant,
+    lamport_rows_wish,
+    refuse_grid,
+    refuse_rows,
 )
-from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks
+from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.rows import finish_row, row_block, row_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Config
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["TWO_SHOT_LAMPORT", "rms_norm_two_shot_lamport_kernel", "slice_packets"]
 
 
 @triton.jit
@@ -106,65 +102,27 @@ def rms_norm_two_shot_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
-        "num_warps": PowerOfTwo(1, 32),
-        "launch_pdl": Choice(False, True),
-    }
-)
+class TwoShotLamport(RmsNormVariant):
+    name = "two_shot_lamport"
+    summary = "reduce-scatter and all-gather of sums by self-announcing packets, then the norm; for medium sizes"
+    kernels = (rms_norm_two_shot_lamport_kernel,)
+    space = LAMPORT_ROWS_SPACE
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_rows(problem, limits, config):
+            return reason
+        packets, share = packets_of(problem.nbytes), slice_packets(problem)
+        if (problem.world_size - 1) * share >= packets:
+            return f"{packets} packets leave some of {problem.world_size} ranks without a slice"
+        if (problem.world_size * share + packets) * 16 > limits.stage_bytes:
+            return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
+        return refuse_grid(problem, config, limits, mixed=True)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return lamport_rows_wish(problem, limits, slice_packets(problem))
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
-def slice_packets(problem: Problem) -> int:
-    """Packets of one rank's slice."""
-    return -(-packets_of(problem.nbytes) // problem.world_size)
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits, config):
-        return reason
-    packets, share = packets_of(problem.nbytes), slice_packets(problem)
-    if (problem.world_size - 1) * share >= packets:
-        return f"{packets} packets leave some of {problem.world_size} ranks without a slice"
-    if (problem.world_size * share + packets) * 16 > limits.stage_bytes:
-        return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
-    return rows_grid(problem, config, limits, mixed=True)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    block, tokens = row_block(row_packets(problem)), problem.shape[0]
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 1, "num_warps": 16, "launch_pdl": False}
-    else:
-        warps = max(1, min(block // 32, 16))
-        pushing = slice_packets(problem) / (32 * warps)
-        wish = {"num_blocks": min(max(tokens, pushing), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (rows_request(rms_norm_two_shot_lamport_kernel, problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    request = rows_request(rms_norm_two_shot_lamport_kernel, problem, config)
-    return bind_rows(problem, config, workspace, request, layout.arena, layout.stage_bytes)
-
-
-TWO_SHOT_LAMPORT = register_variant(
-    Variant(
-        op="all_reduce_rms_norm",
-        name="two_shot_lamport",
-        numerics="ordered",
-        summary="reduce-scatter and all-gather of sums by self-announcing packets, then the norm; for medium sizes",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=row_rounds,
-        kernels=(rms_norm_two_shot_lamport_kernel,),
-        compile_requests=_requests,
-    )
-)
+TWO_SHOT_LAMPORT = TwoShotLamport().register()

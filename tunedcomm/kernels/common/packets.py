@@ -247,6 +247,35 @@ def alignment_of(nbytes: int) -> int:
 
 
 @triton.jit
+def add_word(s, b, r, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """Add a word of the bias and of the residual to a rounded sum, left to right in fp32; one rounding."""
+    low, high = widen(s, DTYPE)
+    if BIAS:
+        more_low, more_high = widen(b, DTYPE)
+        low += more_low
+        high += more_high
+    if RESIDUAL:
+        more_low, more_high = widen(r, DTYPE)
+        low += more_low
+        high += more_high
+    return narrow(low, high, DTYPE)
+
+
+@triton.jit
+def add_extras(s, b, r, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):
+    """`add_word` for a packet; the sum itself where there is nothing to add."""
+    if BIAS or RESIDUAL:
+        return (
+            add_word(s[0], b[0], r[0], DTYPE, BIAS, RESIDUAL),
+            add_word(s[1], b[1], r[1], DTYPE, BIAS, RESIDUAL),
+            add_word(s[2], b[2], r[2], DTYPE, BIAS, RESIDUAL),
+            add_word(s[3], b[3], r[3], DTYPE, BIAS, RESIDUAL),
+        )
+    else:
+        return s[0], s[1], s[2], s[3]
+
+
+@triton.jit
 def _load_piece(address, left, OFFSET: tl.constexpr, mask, ALIGN: tl.constexpr):
     """`ALIGN` bytes at `OFFSET` of a packet as an int32, without sign; 0 from `left` on."""
     here = mask & (left > OFFSET)

@@ -1,4 +1,4 @@
-"""What the specs of several ops share: inputs that every rank can make again, sums to compare with, sizes to sweep."""
+"""Inputs that every rank can make again, sums to compare with and sizes to sweep, for the specs of several ops."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["generator_of", "ordered_sum", "powers_of_two", "reduced", "summands"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 
@@ -20,15 +18,20 @@ def generator_of(rank: int, seed: int, device: Any) -> torch.Generator:
     return torch.Generator(device=device).manual_seed((seed * 1_000_003 + rank * 7919 + 17) % 2**62)
 
 
-def summands(numel: int, dtype_name: str, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
-    """One rank's values of an op that sums; `kind` as `OpSpec.make_inputs` has it."""
+def draw(shape: tuple[int, ...], dtype_name: str, generator: torch.Generator, kind: str) -> torch.Tensor:
+    """Values of an op that sums, on the generator's device; `kind` as in `OpSpec.make_inputs`."""
     import torch
 
-    dtype, generator = getattr(torch, dtype_name), generator_of(rank, seed, device)
+    dtype, device = getattr(torch, dtype_name), generator.device
     if kind == "integers":
         # Sums of up to 8 of these are exact in 8 bits of mantissa, and so is their mean for powers of two.
-        return torch.randint(-8, 9, (numel,), generator=generator, device=device, dtype=torch.int32).to(dtype)
-    return torch.randn(numel, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        return torch.randint(-8, 9, shape, generator=generator, device=device, dtype=torch.int32).to(dtype)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def summands(numel: int, dtype_name: str, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
+    """One rank's values of an op that sums; `kind` as in `OpSpec.make_inputs`."""
+    return draw((numel,), dtype_name, generator_of(rank, seed, device), kind)
 
 
 def reduced(parts: Sequence[torch.Tensor], reduction: str, dtype: torch.dtype) -> torch.Tensor:
@@ -53,6 +56,15 @@ def ordered_sum(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 
     # A mean that rounds to −0.0 is written as +0.0.
     return reduced(parts, reduction, torch.float32).to(parts[0].dtype) + 0.0
+
+
+def with_extras(s: torch.Tensor, *extras: torch.Tensor | None) -> torch.Tensor:
+    """A rounded sum plus a bias and a residual, from left to right in fp32, rounded once more."""
+    total = s.float()
+    for extra in extras:
+        if extra is not None:
+            total = total + extra.float()
+    return total.to(s.dtype)
 
 
 def powers_of_two(backend: str, itemsize: int, *, largest_mib: int) -> list[tuple[int, ...]]:

@@ -28,8 +28,7 @@ import triton.language as tl
 from tunedcomm.kernels.common.feasibility import Launch, closest, kernel_blocks, refuse_multicast
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers_together, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.packets import load_reduce, store_all
-from tunedcomm.kernels.common.rows import add_extras
+from tunedcomm.kernels.common.packets import add_extras, load_reduce, store_all
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.gemm.ar import (
     bind_slots,
