@@ -3,7 +3,7 @@
 #
 #   bench/campaign.sh DIRECTORY STAGE...      databases, CSVs and logs go to DIRECTORY, which may hold earlier ones
 #
-# Stages: tune_OP bench_OP stress_OP with OP any op; probe_OP bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
+# Stages: tune_OP bench_OP stress_OP with OP any op; bodies_OP models_OP half_OP with OP one of ag_gemm, gemm_rs,
 # gemm_ar; hot_path large norms bodies bench_all intercept llama; stress (of all collectives), replays (of graphs of
 # them). N is the number of GPUs (4).
 # With PER_GPU=2 two ranks share each, which shows whether N*2 ranks are right where fewer GPUs are at hand, and no times
@@ -67,20 +67,6 @@ norms() {
   bench 60 norms --op all_reduce_rms_norm --shape 1x8192,8x8192,64x8192,128x8192,512x8192,1024x8192,2048x8192,4096x8192
 }
 
-# In one group of ranks what waits with a bound; then, each by itself, what has the copy engine wait, which has none.
-BOUNDED_gemm_rs="library_tuned torch_fused chunked push_reduce reduce_add" UNBOUNDED_gemm_rs=copy_engine
-BOUNDED_ag_gemm="library_tuned torch_fused chunked doubling sm_persistent" UNBOUNDED_ag_gemm=copy_engine_persistent
-BOUNDED_gemm_ar="library_tuned chunked one_shot two_shot two_shot_rolling" UNBOUNDED_gemm_ar="copy_engine lamport"
-probe() { # OP
-  local bounded=BOUNDED_$1 unbounded=UNBOUNDED_$1 variant large=4096x8192x3584 log=probe_$1
-  local one=(bench/probe_gemm.py --op "$1")
-  [[ $1 == gemm_ar ]] && large=64x8192x2048
-  # shellcheck disable=SC2086
-  ranks 150 "$log" "${one[@]}" --shape 512x1024x1024 4096x8192x3584 $(printf -- '--variant %s ' ${!bounded}) ||
-    for variant in ${!bounded}; do ranks 45 "$log" "${one[@]}" --shape 512x1024x1024 4096x8192x3584 --variant "$variant"; done
-  for variant in ${!unbounded}; do ranks 60 "$log" "${one[@]}" --shape 16x1024x1024 $large --variant "$variant"; done
-  grep -h -e ' us .*cublas' -e '^[a-z_]*(.*: ' "$DIR/$log.log" | cut -c1-220
-}
 gemm_bodies() {
   GEMM_OP=$1 bodies 200 gemm_bodies "${2:-calls,kept,variants,chain}"
   ranks 100 "stress_$1" bench/stress.py --op "$1" --launches 200 --seconds 60 --hang-s 95
@@ -127,7 +113,7 @@ for stage in "$@"; do
       op=${stage#*_}
       case $op in gemm_rs) shapes=("$RS" "$RS_DECODE") ;; ag_gemm) shapes=("$AG" "$AG_DECODE") ;; gemm_ar) shapes=("$AR" "$AR_DECODE") ;;
         *) say "no such op: $op"; exit 2 ;; esac
-      case $stage in probe_*) probe "$op" ;; bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; models_*) models "$op" ;;
+      case $stage in bodies_*) gemm_bodies "$op" ;; tune_*) tune_gemm "$op" "${shapes[@]}" ;; models_*) models "$op" ;;
         half_*) half "$op" "${shapes[0]}" ;; bench_*) bench_gemm "$op" "${shapes[@]}" ;; *) say "no such stage: $stage"; exit 2 ;; esac ;;
     tune_*) tune 160 "$stage" --op "${stage#*_}" --budget "${BUDGET:-120s}" ;;
     bench_all) bench_all ;;
