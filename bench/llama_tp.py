@@ -5,58 +5,31 @@
 
 The model has random weights and the real shapes, and PyTorch's own plans (`bench/llama_model.py`). Workloads: `prefill`
 of a sequence and `train`, a forward and a backward of it, with sequence parallelism; `decode_N`, a token of each of N
-sequences with key and value caches, with plain tensor parallelism. Forward steps are replayed CUDA graphs, where that
-can be; `train` is called. Configurations (`--only`): `library_eager`, `library_compiled` and `async_tp_compiled` are
-PyTorch's own; `intercept_eager`, `intercept_compiled` and `fusion_compiled` are tunedcomm's. All have the same weights
-and are measured in turns. What cannot run here is a row with the reason.
+sequences with key and value caches, with plain tensor parallelism. Forward steps are replayed CUDA graphs; `train` is
+called. Configurations (`--only`): `library_eager`, `library_compiled` and `async_tp_compiled` are PyTorch's own;
+`intercept_eager`, `intercept_compiled` and `fusion_compiled` are tunedcomm's. All have the same weights and are
+measured in turns. A configuration that cannot run here is a row with the reason; one that fails ends the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import math
 import os
+import secrets
 import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-
-WORKLOADS = ("prefill", "decode", "decode_1", "decode_8", "decode_64", "train")
-NAMES = (
-    "library_eager",
-    "library_compiled",
-    "async_tp_compiled",
-    "intercept_eager",
-    "intercept_compiled",
-    "fusion_compiled",
-)
-
-
-def names_of(allowed: tuple[str, ...], text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
-    return names
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="toy sizes in fp32 on CPUs, kernels interpreted")
-    parser.add_argument("--layers", type=int, help="decoder layers (4; tiny: 1)")
-    parser.add_argument("--tokens", type=int, default=4096, help="of prefill and train")
-    parser.add_argument("--context", type=int, default=1024, help="of decode, the new token included")
-    parser.add_argument("--only", type=lambda text: names_of(NAMES, text), help="configurations, separated by commas")
-    parser.add_argument("--workload", type=lambda text: names_of(WORKLOADS, text), help="workloads, likewise")
-    parser.add_argument("--rounds", type=int, help="turns of each configuration")
-    parser.add_argument("--backend", help="of torch.compile (inductor; tiny: aot_eager)")
-    parser.add_argument("--fuse", choices=("pays", "always"), help="the fusion pass's `when` (pays; tiny: always)")
-    parser.add_argument("--limit-s", type=float, default=210, help="no configuration is begun after so many seconds")
-    parser.add_argument("--stall-s", type=float, default=150, help="a stage may take so long before the run is ended")
-    parser.add_argument("--tracebacks", action="store_true", help="print those of what fails")
-    parser.add_argument("--csv", type=Path, help="rows are appended to it")
-    parser.add_argument("--plot", type=Path, help="write a PNG")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    arguments = parser.parse_args()
-    arguments.layers = arguments.layers or (1 if arguments.tiny else 4)
-    return arguments
+from typing import Any, Literal
 
 
 def set_environment(*, tiny: bool) -> None:
@@ -69,40 +42,503 @@ def set_environment(*, tiny: bool) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+set_environment(tiny="--tiny" in sys.argv)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from llama_model import LLAMA_70B, TINY, Plan, build, seeded  # noqa: E402
+from llama_report import COLUMNS, Row, append, draw, line, verdicts  # noqa: E402
+from torch import nn  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+import tunedcomm  # noqa: E402
+
+WORKLOADS = ("prefill", "decode", "decode_1", "decode_8", "decode_64", "train")
+# Largest ‖out − ref‖ / ‖ref‖ that another order of summation may cost, through all layers and back.
+TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
+_WARM_UP = 3  # steps, on GPUs
+_HEAD_START_CYCLES = 200_000  # so that a replay does not wait for its own submission
+_FUSION = "tunedcomm.integrations.fusion"
+_NAMESPACES = ("_c10d_functional", "symm_mem", "tunedcomm")
+# A laptop's databases hold nothing, and dispatch would run the library.
+_FORCED_WHEN_TINY = {"all_reduce": "lamport", "all_gather": "lamport", "reduce_scatter": "lamport"}
+_ENVIRONMENT = ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")  # columns of the rows
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A way to run the model.
+
+    Attributes:
+        name: in the rows.
+        compiled: by `torch.compile`, the whole stack at once.
+        intercepted: inside of `tunedcomm.intercept`.
+        extra: what is switched on in the compiler.
+    """
+
+    name: str
+    compiled: bool = False
+    intercepted: bool = False
+    extra: Literal["", "async_tp", "fusion"] = ""
+
+
+CONFIGURATIONS = {
+    each.name: each
+    for each in (
+        Configuration("library_eager"),
+        Configuration("intercept_eager", intercepted=True),
+        Configuration("library_compiled", compiled=True),
+        Configuration("intercept_compiled", compiled=True, intercepted=True),
+        Configuration("fusion_compiled", compiled=True, intercepted=True, extra="fusion"),
+        Configuration("async_tp_compiled", compiled=True, extra="async_tp"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a step is.
+
+    Attributes:
+        name: in the rows.
+        plan: which tensor parallelism.
+        batch, tokens: of the input.
+        steps, rounds: steps in a turn, turns of each configuration.
+        context: tokens that the caches hold, the new one included; 0: no caches.
+        train: forward and backward, else forward alone.
+    """
+
+    name: str
+    plan: Plan
+    batch: int
+    tokens: int
+    steps: int
+    rounds: int
+    context: int = 0
+    train: bool = False
+
+
+def workloads(asked: argparse.Namespace) -> list[Workload]:
+    """Those asked for, in the order in which they run."""
+    tiny = asked.tiny
+    tokens, context = (16, 12) if tiny else (asked.tokens, asked.context)
+    rounds = asked.rounds or 20
+
+    def turns(steps: int, rounds: int) -> dict[str, int]:
+        return {"steps": 1, "rounds": 2} if tiny else {"steps": steps, "rounds": rounds}
+
+    found = [Workload("prefill", "sequence", 1, tokens, **turns(3, rounds))]
+    for batch in (1, 8) if tiny else (1, 8, 64):
+        found.append(Workload(f"decode_{batch}", "plain", batch, 1, context=context, **turns(20, asked.rounds or 30)))
+    found.append(Workload("train", "sequence", 1, tokens, train=True, **turns(2, max(3, rounds // 2))))
+    wanted = asked.workload
+    return [each for each in found if not wanted or each.name in wanted or each.name.partition("_")[0] in wanted]
+
+
+class Step:
+    """One step of a model; what it gave is kept for `results`."""
+
+    def __init__(
+        self, forward: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, x: torch.Tensor, *, train: bool
+    ) -> None:
+        self._forward, self._model, self._train = forward, model, train
+        self.x = x.requires_grad_(train)
+        self.output: torch.Tensor | None = None
+
+    def __call__(self) -> None:
+        if not self._train:
+            with torch.no_grad():
+                self.output = self._forward(self.x)
+            return
+        self._model.zero_grad(set_to_none=True)
+        self.x.grad = None
+        y = self._forward(self.x)
+        y.float().square().mean().backward()
+        self.output = y.detach()
+
+    def results(self) -> list[torch.Tensor]:
+        """Copies of the output and of all gradients, this rank's parts."""
+        found = [self.output]
+        if self._train:
+            found += [self.x.grad, *(parameter.grad for parameter in self._model.parameters())]
+        if any(each is None for each in found):
+            raise RuntimeError("a step gave no output, or an input or weight has no gradient")
+        return [(each.to_local() if isinstance(each, DTensor) else each).detach().clone() for each in found]
+
+
+def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, bool]:
+    """Largest relative error of a tensor, infinite where there are NaN; and whether all bits agree."""
+    worst, same = 0.0, len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        error = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+        worst = max(worst, error if math.isfinite(error) else math.inf)
+        same = same and torch.equal(one, other)
+    return worst, same
+
+
+class Counting(CustomGraphPass):
+    """A pass over a graph that Inductor is about to lower: counts what moves data between ranks in it.
+
+    Attributes:
+        inner: a pass that comes before.
+    """
+
+    def __init__(self, inner: Callable[[torch.fx.Graph], None] | None) -> None:
+        self.inner = inner
+        self.found: Counter[str] = Counter()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.inner is not None:
+            self.inner(graph)
+        for node in graph.nodes:
+            namespace, _, name = str(node.target).partition(".")
+            if node.op == "call_function" and namespace in _NAMESPACES and not name.startswith("wait_tensor"):
+                self.found[name.partition(".")[0]] += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
+        """Inductor copies its settings; a pass that knows a process group cannot be copied, and is not changed."""
+        return self
+
+    def uuid(self) -> None:
+        """Not from a cache, for then nothing would be counted."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {name}" for name, count in sorted(self.found.items()))
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A configuration of a workload that is ready, and what was seen on the way."""
+
+    configuration: Configuration
+    step: Step
+    graph: torch.cuda.CUDAGraph | None = None
+    error: float = math.inf
+    bit_equal: bool = False
+    num_served: int = 0
+    num_passed_on: int = 0
+    served_by: str = ""
+
+    def count(self, calls: dict[Any, int], before: dict[Any, int]) -> None:
+        """Note which calls of one step were served, and by what."""
+        served: Counter[str] = Counter()
+        self.num_served = self.num_passed_on = 0
+        for call, count in calls.items():
+            new = count - before.get(call, 0)
+            if call.served_by:
+                self.num_served += new
+                served[f"{call.call.partition('::')[2]} by {call.served_by.partition('(')[0]}"] += new
+            else:
+                self.num_passed_on += new
+        self.served_by = ", ".join(f"{count} {what}" for what, count in served.items() if count)
+
+
+class Runner:
+    """A whole run on one rank.
+
+    Args:
+        asked: the command line's arguments.
+        mesh: of one dimension, all ranks; its group is the one that is intercepted.
+        device: of this rank.
+    """
+
+    def __init__(self, asked: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+        self.asked, self.mesh, self.device = asked, mesh, device
+        self.group = mesh.get_group()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.environment = tunedcomm.get_communicator(self.group).environment
+        self.backend = asked.backend or ("aot_eager" if asked.tiny else "inductor")
+        self.dtype = torch.float32 if asked.tiny else torch.bfloat16
+        self.rows: list[Row] = []
+        self._meeting = dist.new_group()  # not the group that is intercepted
+        self._control = dist.new_group(backend="gloo")
+        self._token = torch.zeros(1, device=device)
+        self._counting: dict[str, Counting] = {}
+        self._run_id = secrets.token_hex(6)
+
+    def run(self) -> list[Row]:
+        """Rows of every workload and configuration that was asked for; on rank 0 they are in the CSV, too."""
+        for workload in workloads(self.asked):
+            self._workload(workload)
+            self._counting.clear()
+            torch._dynamo.reset()
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return self.rows
+
+    def _workload(self, workload: Workload) -> None:
+        names = self.asked.only or list(CONFIGURATIONS)
+        reasons = {name: self._why_unavailable(CONFIGURATIONS[name], workload.plan) for name in names}
+        for name, reason in reasons.items():
+            if reason:
+                self._keep(self._row(workload, name, status="unavailable", reason=reason))
+        model, x, expected = self._model(workload)
+        ready = [
+            self._prepare(workload, CONFIGURATIONS[name], model, x, expected)
+            for name, reason in reasons.items()
+            if not reason
+        ]
+        for each, times in zip(ready, self._take_turns(workload, ready), strict=True):
+            figures = self._figures(workload, each, times)
+            wrong = figures["error"] > TOLERANCES[self.dtype]
+            reason = f"the error is above {TOLERANCES[self.dtype]:g}" if wrong else ""
+            name, status = each.configuration.name, "wrong" if wrong else "ok"
+            self._keep(self._row(workload, name, status=status, reason=reason, **figures))
+            if each.graph is not None:
+                each.graph.reset()
+
+    def _keep(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.rank == 0:
+            print(line(row), flush=True)
+            if self.asked.csv:
+                append(self.asked.csv, [row])
+
+    def _why_unavailable(self, configuration: Configuration, plan: Plan) -> str:
+        """Why a configuration cannot run here, the same on every rank; else ""."""
+        if configuration.extra == "async_tp":
+            if self.device.type != "cuda":
+                return "async tensor parallelism needs symmetric memory on GPUs"
+            if plan == "plain":
+                return "nothing is gathered or scattered, so async tensor parallelism has nothing to overlap"
+            if not hasattr(importlib.import_module("torch._inductor.config"), "_micro_pipeline_tp"):
+                return f"torch {torch.__version__} has no _micro_pipeline_tp"
+        if configuration.extra == "fusion" and self.backend != "inductor":
+            return f"the fusion pass works in Inductor, and this runs with --backend {self.backend}"
+        return ""
+
+    def _model(self, workload: Workload) -> tuple[nn.Module, torch.Tensor, list[torch.Tensor]]:
+        """Model, input, and the library's results."""
+        sizes = TINY if self.asked.tiny else LLAMA_70B
+        model = build(
+            sizes,
+            self.asked.layers,
+            plan=workload.plan,
+            mesh=self.mesh,
+            device=self.device,
+            dtype=self.dtype,
+            tokens=workload.tokens,
+            context=workload.context,
+            batch=workload.batch,
+        )
+        x = seeded("x", (workload.batch, workload.tokens, sizes.hidden), self.device, self.dtype)
+        if workload.plan == "sequence":
+            x = x.chunk(self.world_size, dim=1)[self.rank].clone()
+        step = Step(model, model, x, train=workload.train)
+        step()
+        return model, x, step.results()
+
+    def _compile(
+        self, configuration: Configuration, model: nn.Module, *, graph: bool
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The model as this configuration calls it; what is compiled alike is compiled once."""
+        if not configuration.compiled:
+            return model
+        if self.backend != "inductor":
+            return torch.compile(model, backend=self.backend, dynamic=False)
+        counting = self._counting.get(configuration.extra)
+        if counting is None:
+            inner = None
+            if configuration.extra == "fusion":
+                mode = "graph" if graph and self.device.type == "cuda" else "eager"
+                fuse = self.asked.fuse or ("always" if self.asked.tiny else "pays")
+                inner = importlib.import_module(_FUSION).fusion_pass(self.group, when=fuse, mode=mode)
+            counting = self._counting[configuration.extra] = Counting(inner)
+        options: dict[str, Any] = {"post_grad_custom_post_pass": counting}
+        if configuration.extra == "async_tp":
+            options["_micro_pipeline_tp"] = True
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # newer torch does it by itself
+                module = importlib.import_module("torch.distributed._symmetric_memory")
+                module.enable_symm_mem_for_group(self.group.group_name)
+        return torch.compile(model, dynamic=False, options=options)
+
+    @contextlib.contextmanager
+    def _within(self, configuration: Configuration) -> Iterator[Callable[[], dict[Any, int]]]:
+        """Run a configuration's steps in this block, entered on all ranks together; gives its counts of calls."""
+        with contextlib.ExitStack() as stack:
+            if not configuration.intercepted:
+                yield dict
+                return
+            for op, variant in _FORCED_WHEN_TINY.items() if self.asked.tiny else ():
+                stack.enter_context(tunedcomm.force(op, variant))
+            yield stack.enter_context(tunedcomm.intercept(self.group)).calls
+
+    def _prepare(
+        self,
+        workload: Workload,
+        configuration: Configuration,
+        model: nn.Module,
+        x: torch.Tensor,
+        expected: list[torch.Tensor],
+    ) -> Prepared:
+        """Compile, choose, warm up, capture, and compare with the library's results."""
+        begin, captured = time.monotonic(), not workload.train and self.device.type == "cuda"
+        forward = self._compile(configuration, model, graph=not workload.train)
+        made = Prepared(configuration, Step(forward, model, x, train=workload.train))
+        with self._within(configuration) as calls:
+            for _ in range(_WARM_UP if x.is_cuda else 1):
+                made.step()
+            before = calls()
+            made.step()
+            made.count(calls(), before)
+        if captured:
+            self._capture(made)
+            assert made.graph is not None
+            assert made.step.output is not None
+            made.step.output.fill_(math.nan)  # what is compared is written by the replay
+            made.graph.replay()
+        else:
+            with self._within(configuration):
+                made.step()
+        made.error, made.bit_equal = difference(made.step.results(), expected)
+        if self.rank == 0:
+            told = self._counting.get(configuration.extra) if configuration.compiled else None
+            print(
+                f"{workload.name}: {configuration.name} was made ready in {time.monotonic() - begin:.1f} s", flush=True
+            )
+            if told is not None and told.inner is not None:
+                print(told.inner, flush=True)
+        return made
+
+    def _capture(self, made: Prepared) -> None:
+        """Capture one step as a CUDA graph."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with self._within(made.configuration) as calls, torch.cuda.stream(stream):
+            made.step()
+            torch.cuda.synchronize()
+            before = calls()
+            # NCCL's own thread asks for events meanwhile, which a stricter mode forbids.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                made.step()
+            made.count(calls(), before)
+        made.graph = graph
+
+    def _take_turns(self, workload: Workload, ready: Sequence[Prepared]) -> list[list[float]]:
+        """This rank's µs a step, by configuration and round; who comes first changes from round to round."""
+        times: list[list[float]] = [[] for _ in ready]
+        warm_up = int(self.device.type == "cuda")
+        for number in range(workload.rounds + warm_up):
+            for place in range(len(ready)):
+                index = (place + number) % len(ready)
+                spent = self._turn(ready[index], workload.steps)
+                if number >= warm_up:
+                    times[index].append(spent)
+        return times
+
+    def _turn(self, made: Prepared, steps: int) -> float:
+        if made.graph is not None:
+            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            return self._timed(made.graph.replay, steps)
+        with self._within(made.configuration):
+            if self.device.type == "cuda":
+                made.step()  # an intercepted group chooses at its first calls
+                torch.cuda.synchronize()
+            return self._timed(made.step, steps)
+
+    def _timed(self, run: Callable[[], object], steps: int) -> float:
+        dist.all_reduce(self._token, group=self._meeting)
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            for _ in range(steps):
+                run()
+            return (time.perf_counter() - start) * 1e6 / steps
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(steps):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / steps
+
+    def _largest(self, values: Sequence[float]) -> torch.Tensor:
+        """The largest over the ranks, one by one."""
+        found = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
+        return found
+
+    def _figures(self, workload: Workload, made: Prepared, times: list[float]) -> dict[str, Any]:
+        slowest = self._largest(times)
+        low, middle, high = (float(slowest.quantile(q)) for q in (0.1, 0.5, 0.9))
+        error, unequal = self._largest([made.error, float(not made.bit_equal)]).tolist()
+        counting = self._counting.get(made.configuration.extra) if made.configuration.compiled else None
+        return {
+            "mode": "graph" if made.graph is not None else "call",
+            "latency_p10_us": round(low, 3),
+            "latency_p50_us": round(middle, 3),
+            "latency_p90_us": round(high, 3),
+            "us_per_layer": round(middle / self.asked.layers, 3),
+            "tokens_per_s": round(workload.batch * workload.tokens * 1e6 / middle, 1),
+            "error": error,
+            "bit_equal": not unequal,
+            "num_served": made.num_served,
+            "num_passed_on": made.num_passed_on,
+            "served_by": made.served_by,
+            "collectives": "" if counting is None else str(counting),
+        }
+
+    def _row(self, workload: Workload, name: str, *, status: str, reason: str, **figures: Any) -> Row:
+        row: Row = dict.fromkeys(COLUMNS, "")
+        row |= {each: getattr(self.environment, each) for each in _ENVIRONMENT}
+        row |= {each: getattr(workload, each) for each in ("batch", "tokens", "context")}
+        row |= {"workload": workload.name, "configuration": name, "status": status, "layers": self.asked.layers}
+        row |= {"reason": reason, "dtype": str(self.dtype).removeprefix("torch.")}
+        row |= {"world_size": self.world_size, "run_id": self._run_id}
+        row["command"] = " ".join(["bench/llama_tp.py", *(Path(each).name for each in sys.argv[1:])])
+        row["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return row | figures
+
+
+def names_of(allowed: Sequence[str], text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
+    return names
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(CONFIGURATIONS)
+    parser.add_argument("--tiny", action="store_true", help="toy sizes in fp32 on CPUs, kernels interpreted")
+    parser.add_argument("--layers", type=int, help="decoder layers (4; tiny: 1)")
+    parser.add_argument("--tokens", type=int, default=4096, help="of prefill and train")
+    parser.add_argument("--context", type=int, default=1024, help="of decode, the new token included")
+    parser.add_argument("--only", type=lambda text: names_of(names, text), help="configurations, separated by commas")
+    parser.add_argument("--workload", type=lambda text: names_of(WORKLOADS, text), help="workloads, likewise")
+    parser.add_argument("--rounds", type=int, help="turns of each configuration")
+    parser.add_argument("--backend", help="of torch.compile (inductor; tiny: aot_eager)")
+    parser.add_argument("--fuse", choices=("pays", "always"), help="the fusion pass's `when` (pays; tiny: always)")
+    parser.add_argument("--csv", type=Path, help="rows are appended to it")
+    parser.add_argument("--plot", type=Path, help="write a PNG")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
+    asked = parser.parse_args()
+    asked.layers = asked.layers or (1 if asked.tiny else 4)
+    return asked
+
+
 def main() -> int:
-    arguments = parsed()
-    set_environment(tiny=arguments.tiny)
-    import torch
-    import torch.distributed as dist
-    from llama_report import draw, verdicts
-    from llama_run import Runner
-    from torch.distributed.device_mesh import init_device_mesh
-
-    import tunedcomm
-
+    asked = parsed()
     device = torch.device("cpu")
-    if not arguments.tiny:
+    if not asked.tiny:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if arguments.tiny else "nccl", device_id=None if arguments.tiny else device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    environment = tunedcomm.get_communicator(mesh.get_group()).environment
-    runner = Runner(arguments, mesh, device, environment)
-    rows = runner.run()
+    dist.init_process_group("gloo" if asked.tiny else "nccl", device_id=None if asked.tiny else device)
+    rows = Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
     code = 0
     if dist.get_rank() == 0:
-        if arguments.plot:
-            try:
-                draw(rows, arguments.plot)
-            except (ImportError, ValueError) as error:
-                print(f"no plot: {error}", file=sys.stderr)
-        if arguments.check:
+        if asked.plot:
+            draw(rows, asked.plot)
+        if asked.check:
             found = verdicts(rows, list(dict.fromkeys(row["workload"] for row in rows)))
             print(*found, sep="\n", flush=True)
             code = int(not all(verdict.passed for verdict in found))
-    with runner.ranks.watched("the end"):
-        tunedcomm.release_communicators()
-        dist.destroy_process_group()
+    tunedcomm.release_communicators()
+    dist.destroy_process_group()
     return code
 
 

@@ -1,4 +1,4 @@
-"""The scripts that measure a whole model, on CPUs with toy sizes: their rows, and what happens when a part fails."""
+"""The scripts that measure a whole model, on CPUs with toy sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -136,80 +135,6 @@ def test_compiled_code_is_served(compiled: Rows, workload: str) -> None:
     assert library["num_served"] == "0"
     assert int(ours["num_served"]) == {"decode_1": 2, "train": 8}[workload]
     assert ours["num_passed_on"] == "0"
-
-
-PLANTED = """
-import sys
-sys.path.insert(0, {bench!r})
-import llama_tp
-
-llama_tp.set_environment(tiny=True)
-import torch
-import torch.distributed as dist
-from llama_configurations import Setup
-
-kept = Setup.compile
-
-
-def compile(self, configuration, model, **options):
-    def forward(x):
-        if {before} and dist.get_rank() == 1:
-            raise RuntimeError("planted on one rank")
-        y = model(x)
-        if dist.get_rank() == 1:
-            raise RuntimeError("planted on one rank")
-        return y
-
-    return forward if configuration.compiled else kept(self, configuration, model, **options)
-
-
-Setup.compile = compile
-sys.exit(llama_tp.main())
-"""
-
-
-def plant(folder: Path, *, before: bool) -> Path:
-    script = folder / f"planted_{before}.py"
-    script.write_text(PLANTED.format(bench=str(BENCH), before=before))
-    return script
-
-
-@pytest.mark.slow
-def test_a_failure_on_one_rank_is_a_row(folder: Path) -> None:
-    names, path = "library_eager,library_compiled,intercept_eager", folder / "failed.csv"
-    script = plant(folder, before=False)
-    done = launch(script, "--tiny", "--workload", "decode_1", "--only", names, "--csv", path)
-    assert done.returncode == 0, done.stderr
-    rows = read(path)
-    failed = of(rows, "decode_1", "library_compiled")
-    assert (failed["status"], failed["reason"]) == ("failed", "rank 1: RuntimeError: planted on one rank")
-    assert [of(rows, "decode_1", name)["status"] for name in ("library_eager", "intercept_eager")] == ["ok", "ok"]
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_for_a_failed_one_gives_up(folder: Path) -> None:
-    names, path = "library_eager,library_compiled,intercept_eager", folder / "stalled.csv"
-    script, begin = plant(folder, before=True), time.monotonic()
-    options = ["--workload", "decode_1", "--only", names, "--csv", path, "--stall-s", "10"]
-    done = launch(script, "--tiny", *options, timeout=200)
-    assert done.returncode != 0
-    assert time.monotonic() - begin < 150
-    rows = read(path)
-    assert [(row["configuration"], row["status"]) for row in rows] == [
-        ("library_eager", "stalled"),
-        ("library_compiled", "stalled"),
-    ]
-    assert all("decode_1: library_compiled, first calls took over 10 s" in row["reason"] for row in rows)
-
-
-@pytest.mark.slow
-def test_what_no_time_is_left_for_is_skipped(folder: Path) -> None:
-    path = folder / "skipped.csv"
-    done = launch(BENCH / "llama_tp.py", "--tiny", "--limit-s", "0", "--workload", "prefill", "--csv", path)
-    assert done.returncode == 0, done.stderr
-    skipped = [row for row in read(path) if row["status"] == "skipped"]
-    assert len(skipped) == 4  # the others are unavailable here
-    assert all("--limit-s" in row["reason"] for row in skipped)
 
 
 def split_and_whole(rank: int, world_size: int) -> None:

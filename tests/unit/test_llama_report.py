@@ -134,7 +134,7 @@ def test_a_plot_shows_every_bar(report: ModuleType, tmp_path: Path, monkeypatch:
 
 
 def test_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    difference = bench("llama_steps", monkeypatch).difference
+    difference = bench("llama_tp", monkeypatch).difference
     x = torch.ones(4)
     assert difference([x, x], [x, x]) == (0.0, True)
     error, same = difference([x, x * 1.5], [x, x])
@@ -144,7 +144,7 @@ def test_differences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_moves_data_in_a_graph_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the fusion pass, which knows process groups: Inductor's copy of its settings must not copy it."""
-    counting = bench("llama_configurations", monkeypatch).Counting
+    counting = bench("llama_tp", monkeypatch).Counting
     functional = torch.ops._c10d_functional
     graph, seen = torch.fx.Graph(), []
     x = graph.placeholder("x")
@@ -159,13 +159,23 @@ def test_what_moves_data_in_a_graph_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [graph]
 
 
-def test_no_multicast_and_torch_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch reads the variables as it is imported, so importing the script must not import it."""
-    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+def test_multicast_is_off_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch reads the variables as it is imported."""
+    names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    for name in names:
         monkeypatch.delenv(name, raising=False)
-    code = "import os, sys, llama_tp; assert 'torch' not in sys.modules; llama_tp.set_environment(tiny=False)"
-    code += "; print(os.environ['NCCL_NVLS_ENABLE'], os.environ['TORCH_SYMM_MEM_DISABLE_MULTICAST'])"
-    env = {**os.environ, "PYTHONPATH": str(BENCH)}
+    code = f"""
+import builtins, os
+seen, kept = [], builtins.__import__
+def look(name, *rest):
+    if name.partition(".")[0] == "torch" and not seen:
+        seen.append([os.environ.get(each) for each in {names}])
+    return kept(name, *rest)
+builtins.__import__ = look
+import llama_tp
+print(*seen[0])
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCH)])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["0", "1"], done.stderr
 
