@@ -91,9 +91,9 @@ def test_digest_covers_what_decides_and_nothing_else() -> None:
         assert other.digest != base.digest
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format":3}', "null", "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format":2}', "null", "\x00"])
 def test_from_json_refuses_what_is_no_snapshot(text: str) -> None:
-    with pytest.raises(ValueError, match="not a tunedcomm snapshot of format 2"):
+    with pytest.raises(ValueError, match="not a tunedcomm snapshot of format 3"):
         Snapshot.from_json(text)
 
 

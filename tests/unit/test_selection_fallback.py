@@ -150,7 +150,7 @@ def test_what_fits_need_not_beat_the_library_which_serves_where_nothing_does() -
     assert (decision.candidate, decision.source) == (candidate("library"), "library")
     unknown = decide(slow, max_sms=132)
     assert unknown.candidate == candidate("library")
-    assert reasons(unknown)["lamport(num_blocks=2)"] == "takes nobody knows how many SMs, with max_sms=132"
+    assert "max_sms=132" in reasons(unknown)["lamport(num_blocks=2)"]
 
 
 def test_max_sms_holds_between_sizes_and_for_pins_but_not_for_the_forced() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from db_samples import candidate, decide, problem, row
 
-from tunedcomm.selection.interpolate import Place, predict_between
+from tunedcomm.selection.interpolate import predict_between
 from tunedcomm.selection.score import Pool, comparable, pool
 from tunedcomm.selection.snapshot import Row
 
@@ -74,7 +74,7 @@ def test_predictions_between_sizes_go_by_the_same_scores() -> None:
     low = [of_eager("one_shot", 8.0, 20.0), of_eager("two_shot", 9.0, 14.0), of_eager("lamport", 9.0, 14.0)]
     high = [of_eager("one_shot", 8.0, 20.0, 8192), of_eager("two_shot", 9.0, 14.0, 8192)]
     usable = {one.candidate: None for one in low}
-    found = scores(predict_between(low, high, Place.of(4096, 4096, 8192), usable))
+    found = scores(predict_between(low, high, (4096, 4096, 8192), usable))
     assert found["one_shot"] == pytest.approx(8 * math.sqrt(14 / 20))
     assert found["two_shot"] == pytest.approx(9.0)
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,33 +63,11 @@ _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a size lies between two measured ones.
+class Rounds:
+    """Candidates that may save a round, and how to tell.
 
     Attributes:
-        weight: 0 at the smaller size, 1 at the larger, linear in the logarithm of the bytes.
-        doubled: the same for twice the size, at most 1.
-        doublings: how often the smaller size has to be doubled until it is no less.
-    """
-
-    weight: float
-    doubled: float
-    doublings: int
-
-    @classmethod
-    def of(cls, size: int, below: int, above: int) -> Place:
-        """Of `size`, which lies between `below` and `above`."""
-        span = math.log(above / below)
-        weight, doubled = (math.log(at / below) / span for at in (size, min(2 * size, above)))
-        return cls(weight, doubled, math.ceil(math.log2(size / below)))
-
-
-@dataclass(frozen=True, slots=True)
-class Further:
-    """Rows of the size after the larger one, for candidates that save a round.
-
-    Attributes:
-        rows: of that size.
+        rows: of the size after the larger one.
         problem: the problem that is asked.
         num_rounds: problem and candidate to the rounds of its grid; 0 where that is not known.
     """
@@ -102,19 +80,20 @@ class Further:
 def predict_between(
     low: Sequence[Row],
     high: Sequence[Row],
-    place: Place,
+    sizes: tuple[int, int, int],
     usable: Mapping[Candidate, str | None],
-    further: Further | None = None,
+    rounds: Rounds | None = None,
 ) -> Pool:
     """Predict the latencies at a size between two measured ones, by the formula in the module's docstring.
 
     Args:
         low: rows of the smaller size.
         high: rows of the larger size.
-        place: where the size lies.
+        sizes: a, s and b.
         usable: as for `pool`; only challengers of the most conclusive rows take part.
-        further: rows of candidates that may save a round.
+        rounds: candidates that may save a round.
     """
+    below, size, above = sizes
     at_low, at_high = ({row.candidate: row for row in challengers(rows, usable)} for rows in (low, high))
     pairs = {c: (at_low.get(c), at_high.get(c)) for c in {**at_high, **at_low}}
     if not pairs:
@@ -125,87 +104,64 @@ def predict_between(
     outranked = tuple((row, why_outranked(row, reference)) for c, row in worst.items() if c not in kept)
     base_low = median_baseline(at_low[c] for c in kept if c in at_low) or median_baseline(low)
     base_high = median_baseline(at_high[c] for c in kept if c in at_high) or median_baseline(high)
-    library = _Line(base_low, base_high)
-    lines = {c: _Line.of(*pairs[c], base_low, base_high) for c in kept}
-    fastest = _Line(_least(line.low for line in lines.values()), _least(line.high for line in lines.values()))
-    shrink = max((line.shrink(place) for line in (library, fastest) if line.is_known), default=1.0)
+
+    weight, doubled = (math.log(at / below) / math.log(above / below) for at in (size, min(2 * size, above)))
+    doublings = math.ceil(math.log2(size / below))
+    times = {c: (_comparable(pairs[c][0], base_low), _comparable(pairs[c][1], base_high)) for c in kept}
+    library = (base_low, base_high)
+    fastest = tuple(min((t for t in ends if t is not None), default=None) for ends in zip(*times.values(), strict=True))
+    savings = [(_line(ends, weight), _line(ends, doubled)) for ends in (library, fastest)]
+    shrink = max((here / there for here, there in savings if here and there), default=1.0)
+
     scored = []
-    for candidate, own in lines.items():
-        one, other = pairs[candidate]
-        near = one if one is not None and (other is None or place.weight < 0.5) else other
-        assert near is not None
-        expected = own.expected(place, shrink)
-        scored.append(Scored(row=near, score=expected, noise=max(noise(row) for row in (one, other) if row)))
+    for candidate, (t_low, t_high) in times.items():
+        bounds = [] if t_high is None else [(_line((t_low, t_high), doubled) or t_high) * shrink]
+        bounds += [] if t_low is None else [t_low * 2**doublings]
+        expected = max(_line((t_low, t_high), weight) or 0.0, min(bounds))
+        measured = [row for row in pairs[candidate] if row is not None]
+        near = measured[0] if weight < 0.5 else measured[-1]
+        scored.append(Scored(row=near, score=expected, noise=max(map(noise, measured))))
     found = in_order(scored)
-    joining = _in_one_round(found, fastest.at(place.weight), further, usable)
-    return Pool(in_order([*found, *joining]), library.at(place.weight), outranked)
+    joining = _in_one_round(found, _line(fastest, weight), rounds, usable)
+    return Pool(in_order([*found, *joining]), _line(library, weight), outranked)
+
+
+def _comparable(row: Row | None, base: float | None) -> float | None:
+    return None if row is None else comparable(row, base)
+
+
+def _line(ends: tuple[float | None, ...], weight: float) -> float | None:
+    """Latency on the straight line in log-log between two ends; None where an end is not known."""
+    low, high = ends
+    if low is None or high is None:
+        return None
+    return math.exp((1 - weight) * math.log(low) + weight * math.log(high))
 
 
 def _in_one_round(
-    found: Sequence[Scored], fastest_us: float | None, further: Further | None, usable: Mapping[Candidate, str | None]
+    found: Sequence[Scored], fastest_us: float | None, rounds: Rounds | None, usable: Mapping[Candidate, str | None]
 ) -> list[Scored]:
     """The best config that saves the second round, if the best of `found` needs one; the formula is above."""
     best = found[0]
-    if further is None or fastest_us is None or further.num_rounds(further.problem, best.candidate) <= 1:
+    if rounds is None or fastest_us is None or rounds.num_rounds(rounds.problem, best.candidate) <= 1:
         return []
-    rows = challengers(further.rows, usable)
+    rows = challengers(rounds.rows, usable)
     rows = [row for row in rows if tier_without_finals(row) == tier_without_finals(best.row)]
-    base, known = median_baseline(rows) or median_baseline(further.rows), {scored.candidate for scored in found}
+    base, known = median_baseline(rows) or median_baseline(rounds.rows), {scored.candidate for scored in found}
     fitting = [row for row in rows if row.candidate.variant == best.candidate.variant and row.candidate not in known]
-    fitting = [row for row in fitting if further.num_rounds(further.problem, row.candidate) == 1]
+    fitting = [row for row in fitting if rounds.num_rounds(rounds.problem, row.candidate) == 1]
     if not fitting:
         return []
     here_over_there = fastest_us / min(comparable(row, base) for row in rows)
 
     def expected(row: Row) -> float:
-        rounds = further.num_rounds(further.rows[0].problem, row.candidate)
-        return comparable(row, base) * here_over_there / math.sqrt(max(1, rounds))
+        num_rounds = rounds.num_rounds(row.problem, row.candidate)
+        return comparable(row, base) * here_over_there / math.sqrt(max(1, num_rounds))
 
     chosen = min(fitting, key=lambda row: (expected(row), str(row.candidate)))
     # It was measured further away, so it loses a tie.
     score = max(expected(chosen), fastest_us) * (1 + MAX_NOISE)
     return [Scored(row=chosen, score=score, noise=MAX_NOISE)]
-
-
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A straight line in log-log between two sizes; an end is None where it is not known."""
-
-    low: float | None
-    high: float | None
-
-    @classmethod
-    def of(cls, low: Row | None, high: Row | None, base_low: float | None, base_high: float | None) -> _Line:
-        """Of a candidate's comparable latencies."""
-        pairs = ((low, base_low), (high, base_high))
-        return cls(*(None if row is None else comparable(row, base) for row, base in pairs))
-
-    @property
-    def is_known(self) -> bool:
-        return self.low is not None and self.high is not None
-
-    def at(self, weight: float) -> float | None:
-        if self.low is None or self.high is None:
-            return None
-        return math.exp((1 - weight) * math.log(self.low) + weight * math.log(self.high))
-
-    def shrink(self, place: Place) -> float:
-        here, there = self.at(place.weight), self.at(place.doubled)
-        assert here is not None
-        assert there is not None
-        return here / there
-
-    def expected(self, place: Place, shrink: float) -> float:
-        bounds = []
-        if self.high is not None:
-            bounds.append((self.at(place.doubled) or self.high) * shrink)
-        if self.low is not None:
-            bounds.append(self.low * 2**place.doublings)
-        return max(self.at(place.weight) or 0.0, min(bounds))
 
 
 def related_problems(problem: Problem) -> Iterator[tuple[Problem, str]]:

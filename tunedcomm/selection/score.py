@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate
@@ -103,13 +104,8 @@ def comparable(row: Row, baseline_us: float | None, exponent: float | None = Non
     return row.latency_p50_us / math.pow(own_us, exponent) * math.pow(baseline_us, exponent)
 
 
-def tier(row: Row) -> tuple[bool | int, ...]:
-    """`Row.tier`: smaller is more conclusive."""
-    return row.tier
-
-
 def tier_without_finals(row: Row) -> tuple[bool | int, ...]:
-    """The tier, whether or not the row is of the finals."""
+    """`Row.tier` without the difference between finals and other trials."""
     return (row.borrowed, row.drift, row.layer_rank)
 
 
@@ -145,7 +141,7 @@ def pool(rows: Sequence[Row], usable: Mapping[Candidate, str | None], *, every_t
     allowed = challengers(rows, usable)
     if not allowed:
         return Pool((), median_baseline(row for row in rows if row.is_library))
-    rank = tier_without_finals if every_trial else tier
+    rank: Callable[[Row], tuple[bool | int, ...]] = tier_without_finals if every_trial else attrgetter("tier")
     best = min(allowed, key=rank)
     kept = [row for row in allowed if rank(row) == rank(best)]
     outranked = tuple((row, why_outranked(row, best)) for row in allowed if rank(row) != rank(best))

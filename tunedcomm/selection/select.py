@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 from tunedcomm.errors import InfeasibleError
@@ -35,8 +36,7 @@ from tunedcomm.selection.interpolate import (
     GEMM_EXTENTS,
     MAX_GAP,
     MAX_REACH,
-    Further,
-    Place,
+    Rounds,
     predict_between,
     related_problems,
 )
@@ -159,8 +159,7 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        names = [name for name in type(self).__dataclass_fields__ if name not in ("candidate", "runner_up")]
-        plain = {name: getattr(self, name) for name in names}
+        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "candidate"}
         return {
             "variant": self.candidate.variant,
             "config": self.candidate.config_dict,
@@ -171,7 +170,7 @@ class Decision:
         }
 
     def without_times(self) -> Decision:
-        """The same where the winner is known to be right, and its time is not."""
+        """The same decision without latencies, where only the ranking is known."""
         return replace(self, latency_us=None, library_us=None, runner_up_us=None)
 
 
@@ -217,8 +216,7 @@ def choose(
 def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Pool:
     """The candidates measured at `problem` itself that `choose` compares under the default policy."""
     lookup = _Lookup(snapshot, catalog, "default", None, asked=problem, problem=problem)
-    rows = lookup.rows_of_problem()
-    return pool(lookup.fresh(rows), lookup.usable(rows, predicted=False))
+    return lookup.pool(lookup.rows_of_problem(), predicted=False)
 
 
 @dataclass(slots=True)
@@ -278,15 +276,16 @@ class _Lookup:
     def _why_too_large(self, candidate: Candidate) -> str | None:
         if self.max_sms is None or 0 <= (sms := self.catalog.num_blocks(self.asked, candidate)) <= self.max_sms:
             return None
-        taken = f"takes {sms} SMs" if sms >= 0 else "takes nobody knows how many SMs"
+        taken = f"takes {sms} SMs" if sms >= 0 else "takes an unknown number of SMs"
         return f"{taken}, with max_sms={self.max_sms}"
 
     def why_stale(self, candidate: Candidate, source_hash: str) -> str | None:
         """Why a row with this source hash no longer counts, or None."""
         current = self.catalog.source_hash(candidate.op, candidate.variant)
-        if current is None or current == source_hash:
-            return None if current is not None else f"variant {candidate.variant!r} has no source here"
-        return "its source has changed since it was measured; `tunedcomm tune` measures it again"
+        if current is None:
+            return f"variant {candidate.variant!r} has no source here"
+        changed = "its source has changed since it was measured; `tunedcomm tune` measures it again"
+        return None if current == source_hash else changed
 
     def fresh(self, rows: Iterable[Row]) -> list[Row]:
         """Rows whose kernel is still the same; the library's always are."""
@@ -315,14 +314,19 @@ class _Lookup:
                 found.setdefault(failure.candidate, f"was {failure.status} at {failure.problem}")
         return found
 
+    def pool(self, rows: Sequence[Row], *, predicted: bool, every_trial: bool = False) -> Pool:
+        """The pool of the rows that still count; records why the others do not."""
+        usable = self.usable(rows, predicted=predicted)
+        self.report(rows, usable)
+        return pool(self.fresh(rows), usable, every_trial=every_trial)
+
     def report(self, rows: Iterable[Row], usable: Mapping[Candidate, str | None]) -> None:
         """Record why rows that were looked at could not even compete."""
         rows = [row for row in rows if not row.is_library]
         fresh = {row.candidate for row in self.fresh(rows)}
         for row in rows:
-            if row.candidate not in fresh:
-                self.pass_over(row.candidate, self.why_stale(row.candidate, row.source_hash) or "")
-            elif reason := usable.get(row.candidate):
+            stale = None if row.candidate in fresh else self.why_stale(row.candidate, row.source_hash)
+            if reason := stale or usable.get(row.candidate):
                 self.pass_over(row.candidate, reason)
 
 
@@ -382,14 +386,12 @@ def _unmeasured(lookup: _Lookup, candidate: Candidate, source: Source, why: str)
 
 def _exact(lookup: _Lookup) -> Decision | None:
     rows = lookup.rows_of_problem()
-    usable = lookup.usable(rows, predicted=False)
-    lookup.report(rows, usable)
     # The finals were measured with all SMs; the best on a few of them is seldom among them.
-    found = pool(lookup.fresh(rows), usable, every_trial=lookup.max_sms is not None)
+    found = lookup.pool(rows, predicted=False, every_trial=lookup.max_sms is not None)
     if not found.scored:
         return None
-    sizes, size = _rows_by_size(lookup, lookup.problem), lookup.size(lookup.problem)
-    return _settle(lookup, found, rows, "exact", "", near=lambda: _near_pools(lookup, sizes, size))
+    near = partial(_near_pools, lookup, _rows_by_size(lookup, lookup.problem), lookup.size(lookup.problem))
+    return _settle(lookup, found, rows, "exact", "", near=near)
 
 
 def _interpolated(lookup: _Lookup, reach: int | None) -> Decision | None:
@@ -409,12 +411,10 @@ def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None
     """Decide from one family's rows: at the size itself, between two sizes, or as at the nearest."""
     size = lookup.size(lookup.problem)
     if size in sizes:
-        rows = sizes[size]
-        usable = lookup.usable(rows, predicted=True)
-        lookup.report(rows, usable)
+        found = lookup.pool(sizes[size], predicted=True)
         text = f"measured at {size} bytes{relaxed}: "
-        found = pool(rows, usable)
-        return _settle(lookup, found, rows, "interpolated", text, near=lambda: _near_pools(lookup, sizes, size))
+        near = partial(_near_pools, lookup, sizes, size)
+        return _settle(lookup, found, sizes[size], "interpolated", text, near=near)
     below = max((s for s in sizes if s < size), default=None)
     above = min((s for s in sizes if s > size), default=None)
     if below is not None and above is not None and above <= MAX_GAP * below:
@@ -422,18 +422,12 @@ def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None
         further = sizes[after] if after is not None and after <= MAX_GAP * size else []
         rows = [*sizes[below], *sizes[above]]
         usable = lookup.usable([*rows, *further], predicted=True)
-        found = predict_between(
-            sizes[below],
-            sizes[above],
-            Place.of(size, below, above),
-            usable,
-            Further(further, lookup.problem, lookup.catalog.num_rounds),
-        )
+        rounds = Rounds(further, lookup.problem, lookup.catalog.num_rounds)
+        found = predict_between(sizes[below], sizes[above], (below, size, above), usable, rounds)
         if found.scored:
             lookup.report(rows, usable)
-            return _settle(
-                lookup, found, rows, "interpolated", f"predicted between {below} and {above} bytes{relaxed}: "
-            )
+            text = f"predicted between {below} and {above} bytes{relaxed}: "
+            return _settle(lookup, found, rows, "interpolated", text)
     ends = [s for s in (below, above) if s is not None]
     nearest = min(ends, key=lambda s: (max(s, size) / min(s, size), s))
     if reach is None or max(nearest, size) <= reach * min(nearest, size):
@@ -443,9 +437,8 @@ def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None
 
 def _nearby_winner(lookup: _Lookup, rows: list[Row], text: str) -> Decision:
     """The winner of another size or shape; its time at this one is not known."""
-    usable = lookup.usable(rows, predicted=True)
-    lookup.report(rows, usable)
-    return _settle(lookup, pool(rows, usable, every_trial=True), rows, "interpolated", text).without_times()
+    found = lookup.pool(rows, predicted=True, every_trial=True)
+    return _settle(lookup, found, rows, "interpolated", text).without_times()
 
 
 def _rows_by_size(lookup: _Lookup, like: Problem) -> dict[int, list[Row]]:
@@ -461,8 +454,7 @@ def _rows_by_size(lookup: _Lookup, like: Problem) -> dict[int, list[Row]]:
 def _near_pools(lookup: _Lookup, sizes: dict[int, list[Row]], size: int) -> list[Pool]:
     """The pools of the nearest two sizes below and above."""
     below, above = [s for s in sizes if s < size], [s for s in sizes if s > size]
-    chosen = [sizes[s] for s in (*below[-2:], *above[:2])]
-    return [pool(rows, lookup.usable(rows, predicted=False)) for rows in chosen]
+    return [pool(sizes[s], lookup.usable(sizes[s], predicted=False)) for s in (*below[-2:], *above[:2])]
 
 
 def _nearest_matrices(lookup: _Lookup, like: Problem, reach: int | None) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import math
 import struct
@@ -17,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from tunedcomm.hardware import SOFT_FIELDS, Environment, Fabric
 from tunedcomm.spec import Candidate, Problem
 
-_FORMAT = 2
+_FORMAT = 3
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ def is_drift(here: Environment, there: Environment) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a snapshot holds of one `ok` trial.
+    """One `ok` trial, as far as selection needs it.
 
     Attributes:
         problem: what was measured.
@@ -42,11 +43,11 @@ class Row:
         baseline_p50_us: the library in the same interleaved run, None where unknown.
         final: measured in the finals.
         drift: the software differs from the snapshot's environment.
-        borrowed: measured on other hardware, which the user lets stand in where nothing was measured on this.
+        borrowed: measured on other hardware that the user allows where nothing was measured on this.
         layer: name of the layer it came from.
         layer_rank: 0 for the nearest layer.
         created_at: when, ISO 8601 in UTC.
-        trial_id: row id within its layer; no part of the digest, and nothing is decided by it.
+        trial_id: row id within its layer; not part of the digest, and no decision depends on it.
     """
 
     problem: Problem
@@ -112,7 +113,7 @@ class Snapshot:
         rows: at most one for each (problem, candidate, source hash).
         pins: at most one a problem.
         failures: see `Failure`.
-        notes: what a person should know, e.g. that the rows were measured under older software.
+        notes: warnings for a person, e.g. that the rows were measured under older software.
         digest: SHA-256 over the canonical JSON without trial ids.
     """
 
@@ -129,64 +130,58 @@ class Snapshot:
         put = object.__setattr__
         problems: Numbers[Problem] = Numbers()
         candidates: Numbers[Candidate] = Numbers()
-        items: list[Row | Failure] = [*self.rows, *self.failures]
-        numbered = [(problems.of(item.problem), candidates.of(item.candidate), item) for item in items]
-        # Thousands of rows share some hundred problems and candidates: those are compared, rows by their places.
-        place = _places(problems.values, key=lambda problem: problem)
-        other = _places(candidates.values, key=str)
-        numbered.sort(key=lambda item: (place[item[0]], other[item[1]], item[2].source_hash))
-        put(self, "rows", tuple(item for _, _, item in numbered if isinstance(item, Row)))
-        put(self, "failures", tuple(item for _, _, item in numbered if isinstance(item, Failure)))
+        rows = [(problems.of(row.problem), candidates.of(row.candidate), row) for row in self.rows]
+        failures = [(problems.of(f.problem), candidates.of(f.candidate), f) for f in self.failures]
+        # Thousands of rows share some hundred problems and candidates: those are compared, and rows by their places.
+        place_of_problem = _places(problems.values, key=lambda problem: problem)
+        place_of_candidate = _places(candidates.values, key=str)
+
+        def place(numbered: tuple[int, int, Row | Failure]) -> tuple[int, int, str]:
+            problem, candidate, item = numbered
+            return place_of_problem[problem], place_of_candidate[candidate], item.source_hash
+
+        rows.sort(key=place)
+        put(self, "rows", tuple(row for _, _, row in rows))
+        put(self, "failures", tuple(failure for _, _, failure in sorted(failures, key=place)))
         put(self, "pins", tuple(sorted(self.pins, key=lambda pin: pin.problem)))
         put(self, "digest", hashlib.sha256(_dump(self._encode(with_ids=False)).encode()).hexdigest())
         family_of = [problem.family for problem in problems.values]
         families: dict[tuple[Problem, bool], list[Row]] = {}
-        last: tuple[int, bool] | None = None
-        rows: list[Row] = []
-        for problem, _, item in numbered:
-            if not isinstance(item, Row):
-                continue
-            if (problem, item.borrowed) != last:
-                last, rows = (problem, item.borrowed), families.setdefault((family_of[problem], item.borrowed), [])
-            rows.append(item)
-        put(self, "_families", {family: tuple(rows) for family, rows in families.items()})
+        for (problem, borrowed), group in itertools.groupby(
+            rows, key=lambda numbered: (numbered[0], numbered[2].borrowed)
+        ):
+            families.setdefault((family_of[problem], borrowed), []).extend(row for _, _, row in group)
+        put(self, "_families", {family: tuple(found) for family, found in families.items()})
 
     def family_rows(self, problem: Problem, *, borrowed: bool = False) -> tuple[Row, ...]:
         """Rows of all sizes of the family of `problem`: those of this hardware, or those that are borrowed."""
         return self._families.get((problem.family, borrowed), ())
 
     def _encode(self, *, with_ids: bool) -> dict[str, Any]:
-        """Plain JSON values; what repeats is listed once and referred to by index, and rows are listed by column."""
-        environments: Numbers[Environment] = Numbers()
-        problems: Numbers[Problem] = Numbers()
-        candidates: Numbers[Candidate] = Numbers()
-        texts: Numbers[str] = Numbers()
-        numbers: dict[str, Numbers[Any]] = {"problem": problems, "candidate": candidates, "environment": environments}
-        numbers |= dict.fromkeys(_REPEATED, texts)
-        rows: dict[str, Any] = {}
-        for name in _ROW_FIELDS:
-            column = map(attrgetter(name), self.rows)
-            rows[name] = list(map(numbers[name].of, column) if name in numbers else column)
-        for name in _TIMES:
-            rows[name] = _pack(rows[name])
-        if with_ids:
-            rows["trial_id"] = [row.trial_id for row in self.rows]
-        pins = [(problems.of(p.problem), candidates.of(p.candidate), p.reason, p.layer) for p in self.pins]
-        failures = [
-            (problems.of(f.problem), candidates.of(f.candidate), f.source_hash, f.status) for f in self.failures
-        ]
+        """Plain JSON values: each table by column, and values that repeat as numbers into one list of each kind."""
+        shared: dict[str, Numbers[Any]] = {kind: Numbers() for kind in _DECODERS}
+        tables: dict[str, dict[str, Any]] = {}
+        for name, kind_of_row in _TABLES.items():
+            columns: dict[str, Any] = {}
+            tables[name] = columns
+            for column in (item.name for item in fields(kind_of_row)):
+                values = map(attrgetter(column), getattr(self, name))
+                if column in _SHARED:
+                    columns[column] = list(map(shared[_SHARED[column]].of, values))
+                elif column in _TIMES:
+                    columns[column] = _pack(list(values))
+                elif column != "trial_id" or with_ids:
+                    columns[column] = list(values)
         return {
             "format": _FORMAT,
             "environment": self.environment.to_dict(),
             "world_size": self.world_size,
-            "environments": [environment.to_dict() for environment in environments.values],
-            "problems": list(map(_problem_fields, problems.values)),
-            "candidates": [[c.op, c.variant, c.config_dict] for c in candidates.values],
-            "texts": texts.values,
-            "rows": rows,
-            "pins": pins,
-            "failures": failures,
             "notes": list(self.notes),
+            "environments": [environment.to_dict() for environment in shared["environments"].values],
+            "problems": list(map(_problem_fields, shared["problems"].values)),
+            "candidates": [[c.op, c.variant, c.config_dict] for c in shared["candidates"].values],
+            "texts": shared["texts"].values,
+            **tables,
         }
 
     def to_json(self) -> str:
@@ -201,93 +196,50 @@ class Snapshot:
             ValueError: `text` is not a snapshot of this format.
         """
         try:
-            return cls._decode(json.loads(text))
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise ValueError(f"format {data['format']!r}")
+            shared = {kind: list(map(decode, data[kind])) for kind, decode in _DECODERS.items()}
+            return cls(
+                environment=Environment.from_dict(data["environment"]),
+                world_size=data["world_size"],
+                notes=tuple(data["notes"]),
+                **{name: tuple(_rows(of, data[name], shared)) for name, of in _TABLES.items()},
+            )
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, struct.error) as error:
             raise ValueError(f"not a tunedcomm snapshot of format {_FORMAT}: {text[:60]!r} ({error})") from None
 
-    @classmethod
-    def _decode(cls, data: Any) -> Snapshot:
-        if data["format"] != _FORMAT:
-            raise ValueError(f"format {data['format']!r}")
-        environments = [Environment.from_dict(item) for item in data["environments"]]
-        problems = [Problem.from_dict(dict(zip(_PROBLEM, item, strict=True))) for item in data["problems"]]
-        candidates = [Candidate.of(op, variant, config) for op, variant, config in data["candidates"]]
-        listed: dict[str, Any] = {"problem": problems, "candidate": candidates, "environment": environments}
-        listed |= dict.fromkeys(_REPEATED, data["texts"])
-        columns: dict[str, Any] = {
-            name: [listed[name][number] for number in column] if name in listed else column
-            for name, column in data["rows"].items()
-        }
-        columns |= {name: _unpack(columns[name]) for name in _TIMES}
-        return cls(
-            environment=Environment.from_dict(data["environment"]),
-            world_size=data["world_size"],
-            rows=tuple(
-                Row(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)
-            ),
-            pins=tuple(
-                Pinned(problem=problems[p], candidate=candidates[c], reason=reason, layer=layer)
-                for p, c, reason, layer in data["pins"]
-            ),
-            failures=tuple(
-                Failure(problem=problems[p], candidate=candidates[c], source_hash=source_hash, status=status)
-                for p, c, source_hash, status in data["failures"]
-            ),
-            notes=tuple(data["notes"]),
-        )
-
-
-_REPEATED = ("source_hash", "layer")
-_TIMES = ("latency_p50_us", "latency_p10_us", "latency_p90_us", "baseline_p50_us")
-_ROW_FIELDS = (
-    "problem",
-    "candidate",
-    "environment",
-    "source_hash",
-    "latency_p50_us",
-    "latency_p10_us",
-    "latency_p90_us",
-    "samples",
-    "baseline_p50_us",
-    "final",
-    "drift",
-    "borrowed",
-    "layer",
-    "layer_rank",
-    "created_at",
-)
-
 
 _PROBLEM = tuple(item.name for item in fields(Problem))
+_TABLES: Mapping[str, type[Any]] = {"rows": Row, "pins": Pinned, "failures": Failure}
+# Columns whose values repeat, and the list that holds them.
+_SHARED = {
+    "problem": "problems",
+    "candidate": "candidates",
+    "environment": "environments",
+    "source_hash": "texts",
+    "layer": "texts",
+}
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "environments": Environment.from_dict,
+    "problems": lambda values: Problem.from_dict(dict(zip(_PROBLEM, values, strict=True))),
+    "candidates": lambda values: Candidate.of(*values),
+    "texts": str,
+}
+_TIMES = frozenset({"latency_p50_us", "latency_p10_us", "latency_p90_us", "baseline_p50_us"})
 _problem_fields = attrgetter(*_PROBLEM)
 
 
-class Numbers(Generic[T]):
-    """Numbers equal values alike, in the order of their first appearance; compares each object only once.
+def _rows(of: type[T], columns: Mapping[str, Any], shared: Mapping[str, list[Any]]) -> Iterator[T]:
+    """Rows from their columns as `Snapshot._encode` writes them."""
 
-    Problems and candidates are slow to compare, and thousands of rows refer to the same few hundred objects.
-    """
+    def decode(name: str, column: Any) -> Iterable[Any]:
+        if name in _SHARED:
+            return map(shared[_SHARED[name]].__getitem__, column)
+        return _unpack(column) if name in _TIMES else column
 
-    __slots__ = ("_by_identity", "_by_value", "_kept", "values")
-
-    def __init__(self) -> None:
-        self.values: list[T] = []
-        self._by_value: dict[T, int] = {}
-        self._by_identity: dict[int, int] = {}
-        # While an object is kept, no other one has its identity.
-        self._kept: list[T] = []
-
-    def of(self, value: T) -> int:
-        """The value's number."""
-        try:
-            return self._by_identity[id(value)]
-        except KeyError:
-            number = self._by_value.setdefault(value, len(self.values))
-            if number == len(self.values):
-                self.values.append(value)
-            self._kept.append(value)
-            self._by_identity[id(value)] = number
-            return number
+    for values in zip(*itertools.starmap(decode, columns.items()), strict=True):
+        yield of(**dict(zip(columns, values, strict=True)))
 
 
 def _pack(times: Sequence[float | None]) -> str:
@@ -298,6 +250,30 @@ def _pack(times: Sequence[float | None]) -> str:
 def _unpack(text: str) -> list[float | None]:
     """Inverse of `_pack`."""
     return [None if math.isnan(time) else time for (time,) in struct.iter_unpack("<d", bytes.fromhex(text))]
+
+
+class Numbers(Generic[T]):
+    """Numbers of equal values, in the order of their first appearance; each object is compared only once.
+
+    Problems and candidates are slow to compare, and thousands of rows refer to the same few hundred objects.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self._by_value: dict[T, int] = {}
+        # With the object: while it is kept, no other one has its identity.
+        self._by_identity: dict[int, tuple[int, T]] = {}
+
+    def of(self, value: T) -> int:
+        """The value's number."""
+        known = self._by_identity.get(id(value))
+        if known is not None:
+            return known[0]
+        number = self._by_value.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        self._by_identity[id(value)] = number, value
+        return number
 
 
 def _places(values: Sequence[T], key: Callable[[T], Any]) -> list[int]:
@@ -314,10 +290,10 @@ def _dump(value: object) -> str:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the garbage collector while something is loaded that is kept, in a fraction of a second.
+    """Pause the garbage collector while long-lived objects are made, in a fraction of a second.
 
-    Reading 10,000 rows, or importing a library, makes so many objects that the collector looks through all that the
-    process holds, and finds nothing: a quarter of the time, more in a process that holds torch.
+    Reading 10,000 rows or importing a library makes so many objects that the collector scans the whole process and
+    finds nothing to free: a quarter of the time, more in a process that holds torch.
     """
     if not gc.isenabled():
         yield
@@ -329,7 +305,7 @@ def gc_paused() -> Iterator[None]:
         gc.enable()
 
 
-# Rows of other hardware, which the user may allow to stand in.
+# Rows of other hardware that the user may borrow.
 
 _PATTERN = frozenset("*?[")
 
@@ -357,10 +333,10 @@ def matches(name: str, environment: Environment) -> bool:
 
 
 def why_not_borrowed(here: Environment, there: Environment) -> str | None:
-    """Why rows that were measured `there` cannot serve `here` however much the user may want it, or None.
+    """Why rows that were measured `there` cannot be borrowed `here`, or None.
 
-    GPU model, number of SMs, memory and number of links may differ: kernels are ranked much alike then. Where the
-    architecture or the way from GPU to GPU is another one, the ranking is too.
+    GPU model, number of SMs, memory and number of links may differ, because they hardly change the ranking of kernels.
+    Another architecture or another fabric does change it.
     """
     fields = [
         ("compute capability", here.compute_capability, there.compute_capability),
