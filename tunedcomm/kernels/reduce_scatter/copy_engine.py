@@ -23,13 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.feasibility import (
+    MOST_CHUNKS,
+    RING,
+    Launch,
+    blocks_and_threads,
+    cut_to_fit,
+    refuse_staging,
+)
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
@@ -40,20 +47,16 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
-from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets
-from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
-from tunedcomm.kernels.reduce_scatter._pieces import sum_piece
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets, packets_of
+from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
+from tunedcomm.kernels.reduce_scatter.push import sum_piece
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["COPY_ENGINE", "end_kernel", "sum_kernel"]
-
-RING = 4
 _AHEAD = RING - 1  # pieces that are out before the first is summed
-_MOST_CHUNKS = 32  # of the axis: stands for as many as the area asks for
 _LEAST_CHUNK = 512 * 1024  # on GPUs: smaller copies cost more to launch than to send
 # Events: the caller's stream, then one a side stream for each piece that is on its way.
 _HERE, _PUSHED = 0, 1
@@ -148,96 +151,72 @@ class _Job:
         self.end(stream)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 8, 16, 32, 64),
-        "num_warps": Choice(16),
-        "num_streams": Choice(1, 2, 3),
-        "num_chunks": PowerOfTwo(1, _MOST_CHUNKS),
-    }
-)
+class CopyEngine(ReduceScatterVariant):
+    name = "copy_engine"
+    summary = "copy engines push chunks to their owners piece by piece; few SMs sum what came"
+    kernels = (sum_kernel, end_kernel)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 8, 16, 32, 64),
+            "num_warps": Choice(16),
+            "num_streams": Choice(1, 2, 3),
+            "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
+        }
+    )
 
-
-def _cut(problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int, int]:
-    """Packets of a piece, number of pieces, and of the ring."""
-    packets, chunks = chunk_packets(problem), int(config["num_chunks"])
-    span = -(-packets // chunks)
-    if chunks == _MOST_CHUNKS:
-        span = max(min(span, staging_bytes // (problem.world_size * RING * PACKET_BYTES)), 1)
-    num_chunks = -(-packets // span)
-    return span, num_chunks, min(num_chunks, RING)
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    if int(config["num_streams"]) > problem.world_size - 1:
-        return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
-    span, num_chunks, ring = _cut(problem, config, limits.staging_bytes)
-    least = _LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
-    if (int(config["num_chunks"]) > 1 or limits.backend == "cuda") and problem.nbytes < least * num_chunks:
-        return f"{problem.nbytes} bytes are too few for {num_chunks} pieces of {least} bytes or more"
-    needed = problem.world_size * ring * span * PACKET_BYTES
-    if needed > limits.staging_bytes:
-        return (
-            f"{ring} of the {num_chunks} pieces of {problem.nbytes} bytes need {needed} bytes of staging; "
-            f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+    def cut(self, problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int]:
+        """Packets of a piece, and number of pieces."""
+        packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
+        return cut_to_fit(
+            packets, chunks, unit_bytes=PACKET_BYTES, slots=problem.world_size, staging_bytes=staging_bytes
         )
-    return blocks_and_threads(config, limits, span, most_rounds=1 << 16)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits):
+            return reason
+        if int(config["num_streams"]) > problem.world_size - 1:
+            return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
+        span, num_chunks = self.cut(problem, config, limits.staging_bytes)
+        least = _LEAST_CHUNK if limits.backend == "cuda" else PACKET_BYTES
+        if (int(config["num_chunks"]) > 1 or limits.backend == "cuda") and problem.nbytes < least * num_chunks:
+            return f"{problem.nbytes} bytes are too few for {num_chunks} pieces of {least} bytes or more"
+        return refuse_staging(
+            problem, limits, chunk_bytes=span * PACKET_BYTES, num_chunks=num_chunks, slots=problem.world_size
+        ) or blocks_and_threads(config, limits, span, most_rounds=1 << 16)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 1, "num_warps": 16, "num_streams": 1, "num_chunks": 8}
+        chunks = min(max(problem.nbytes >> 21, 1), MOST_CHUNKS)
+        return {"num_blocks": 32, "num_warps": 16, "num_streams": 1, "num_chunks": chunks}
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return 0
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        end = CompileRequest.of(end_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
+        return self.request(problem, config), end
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        lane, scatter = workspace.lanes[problem.mode], workspace.layout.scatter
+        sum_request, end_request = self.compile_requests(problem, config)
+        span, num_chunks = self.cut(problem, config, workspace.layout.staging_bytes)
+        ring = min(num_chunks, RING)
+        known = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
+        kernel = bind_kernel(sum_request, int(config["num_blocks"]), workspace.device)
+        head = (*self.leading(problem), *known, scatter, span, ring)
+        job = _Job(
+            copies=copies_of(workspace, problem.mode),
+            sums=tuple(kernel.fix((*head, c)) for c in range(num_chunks)),
+            end=bind_kernel(end_request, 1, workspace.device).fix((*known, num_chunks)),
+            num_streams=int(config["num_streams"]),
+            rank=workspace.rank,
+            nbytes=problem.nbytes,
+            peers=tuple(address + scatter for address in lane.peers[: problem.world_size - 1]),
+            piece=span * PACKET_BYTES,
+            ring=ring,
+        )
+        return AddressLaunch(job.run)
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    wish: dict[str, float]
-    if limits.backend == "host":
-        wish = {"num_blocks": 1, "num_warps": 16, "num_streams": 1, "num_chunks": 8}
-    else:
-        chunks = min(max(problem.nbytes >> 21, 1), _MOST_CHUNKS)
-        wish = {"num_blocks": 32, "num_warps": 16, "num_streams": 1, "num_chunks": chunks}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _requests_of(problem: Problem, config: Config) -> tuple[CompileRequest, CompileRequest]:
-    sums = CompileRequest.of(sum_kernel, constants_of(problem, config), num_warps=int(config["num_warps"]))
-    return sums, CompileRequest.of(end_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return _requests_of(problem, config)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    lane, scatter = workspace.lanes[problem.mode], workspace.layout.scatter
-    sum_request, end_request = _requests_of(problem, config)
-    span, num_chunks, ring = _cut(problem, config, workspace.layout.staging_bytes)
-    known = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
-    kernel = bind_kernel(sum_request, int(config["num_blocks"]), workspace.device)
-    head = (None, None, problem.numel, *known, scatter, span, ring)
-    job = _Job(
-        copies=copies_of(workspace, problem.mode),
-        sums=tuple(kernel.fix((*head, c)) for c in range(num_chunks)),
-        end=bind_kernel(end_request, 1, workspace.device).fix((*known, num_chunks)),
-        num_streams=int(config["num_streams"]),
-        rank=workspace.rank,
-        nbytes=problem.nbytes,
-        peers=tuple(address + scatter for address in lane.peers[: problem.world_size - 1]),
-        piece=span * PACKET_BYTES,
-        ring=ring,
-    )
-    return AddressLaunch(job.run)
-
-
-COPY_ENGINE = register_variant(
-    Variant(
-        op="reduce_scatter",
-        name="copy_engine",
-        numerics="ordered",
-        summary="copy engines push chunks to their owners piece by piece; few SMs sum what came",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(sum_kernel, end_kernel),
-        compile_requests=_requests,
-    )
-)
+COPY_ENGINE = CopyEngine().register()

@@ -22,42 +22,15 @@ synchronisation), in the first half of a two-shot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.common.feasibility import (
-    LAMPORT_SPACE,
-    Launch,
-    bind_plain,
-    blocks_and_threads,
-    kernel_blocks,
-    lamport_default,
-    refuse_launch_pdl,
-)
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.packets import (
-    PACKET_BYTES,
-    arm,
-    insert_own,
-    load_bytes,
-    num_packets,
-    sum_packets,
-    write_elements,
-)
+from tunedcomm.kernels.common.packets import arm, insert_own, load_bytes, num_packets, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
-from tunedcomm.space import Config, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["LAMPORT", "lamport_kernel"]
+from tunedcomm.kernels.common.variant import LamportVariant
+from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 
 
 @triton.jit
@@ -105,50 +78,10 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    packets = chunk_packets(problem)
-    needed = problem.world_size * packets * PACKET_BYTES
-    if needed > limits.stage_bytes:
-        return f"{problem.world_size} chunks take {needed} bytes; a stage has {limits.stage_bytes}"
-    if reason := refuse_launch_pdl(config, limits):
-        return reason
-    return blocks_and_threads(config, limits, packets, most_rounds=4)
+class Lamport(LamportVariant, ReduceScatterVariant):
+    name = "lamport"
+    summary = "chunks pushed to their owners without flags: packets announce themselves; best at small sizes"
+    kernels = (lamport_kernel,)
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return lamport_default(chunk_packets(problem), problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    pdl = bool(config["launch_pdl"])
-    constants = {**constants_of(problem, config), "PDL": pdl}
-    return CompileRequest.of(lamport_kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=pdl)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    return bind_plain(problem, config, workspace, _request(problem, config), layout.arena, layout.stage_bytes)
-
-
-LAMPORT = register_variant(
-    Variant(
-        op="reduce_scatter",
-        name="lamport",
-        numerics="ordered",
-        summary="chunks pushed to their owners without flags: packets announce themselves; best at small sizes",
-        space=LAMPORT_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(lamport_kernel,),
-        compile_requests=_requests,
-        num_rounds=chunk_rounds,
-    )
-)
+LAMPORT = Lamport().register()

@@ -10,46 +10,29 @@ Source: NVLink SHARP as PyTorch's multimem operators use it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import (
-    Launch,
-    bind_plain,
-    blocks_and_threads,
-    closest,
-    kernel_blocks,
-    refuse_multicast,
-)
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    read_counter,
-    write_counter,
-)
-from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     load_bytes,
     load_reduce,
     mean_packets,
     num_packets,
+    packets_of,
     write_elements,
 )
 from tunedcomm.kernels.common.sync import store_packets
-from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Numerics, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["MULTIMEM", "multimem_kernel"]
 
 
 @triton.jit
@@ -87,55 +70,27 @@ def multimem_kernel(
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
-        "num_warps": PowerOfTwo(4, 16),
-    }
-)
+class Multimem(ReduceScatterVariant):
+    name = "multimem"
+    numerics: Numerics = "library"
+    summary = "the switch sums each chunk for its owner (NVLink multicast)"
+    kernels = (multimem_kernel,)
+    space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_multicast(limits) or self.refuse(problem, limits):
+            return reason
+        packets = packets_of(problem.nbytes)
+        needed = problem.world_size * packets * PACKET_BYTES
+        if needed > limits.staging_bytes:
+            return f"{problem.world_size} chunks take {needed} bytes; there are {limits.staging_bytes} of staging"
+        return blocks_and_threads(config, limits, packets, most_rounds=1 << 16)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.lanes[problem.mode].multicast, workspace.layout.scatter
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse_multicast(limits) or refuse(problem, limits):
-        return reason
-    packets = chunk_packets(problem)
-    needed = problem.world_size * packets * PACKET_BYTES
-    if needed > limits.staging_bytes:
-        return f"{problem.world_size} chunks take {needed} bytes; there are {limits.staging_bytes} of staging"
-    return blocks_and_threads(config, limits, packets, most_rounds=1 << 16)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    wish = {"num_blocks": min(chunk_packets(problem) / 256, 32), "num_warps": 8}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    return CompileRequest.of(multimem_kernel, constants_of(problem, config), num_warps=int(config["num_warps"]))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    multicast = workspace.lanes[problem.mode].multicast
-    return bind_plain(problem, config, workspace, _request(problem, config), multicast, workspace.layout.scatter)
-
-
-MULTIMEM = register_variant(
-    Variant(
-        op="reduce_scatter",
-        name="multimem",
-        numerics="library",
-        summary="the switch sums each chunk for its owner (NVLink multicast)",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(multimem_kernel,),
-        compile_requests=_requests,
-        num_rounds=chunk_rounds,
-    )
-)
+MULTIMEM = Multimem().register()

@@ -14,19 +14,12 @@ Source: the pull scheme of the one-shot all_reduce, of which each rank needs a p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import (
-    Launch,
-    bind_flagged,
-    blocks_and_threads,
-    kernel_blocks,
-    reading_default,
-)
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, reading_wish
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -36,24 +29,22 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
     insert_own,
     load_bytes,
     num_packets,
+    packets_of,
     sum_packets,
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.reduce_scatter._common import chunk_packets, chunk_rounds, constants_of, refuse
+from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["ONE_SHOT", "one_shot_kernel"]
 
 
 @triton.jit
@@ -118,57 +109,35 @@ def one_shot_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
-        "num_warps": PowerOfTwo(2, 16),
-        "items": Choice(1, 2),
-    }
-)
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    packets = chunk_packets(problem)
-    needed = problem.world_size * packets * PACKET_BYTES
-    symmetric = problem.input_kind == "symmetric"
-    if not symmetric and needed > limits.one_shot_bytes:
-        return f"{problem.world_size} chunks take {needed} bytes; the one-shot area has {limits.one_shot_bytes}"
-    return blocks_and_threads(config, limits, packets, most_rounds=1 << 16 if symmetric else 8)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return reading_default(chunk_packets(problem), 132, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = {**constants_of(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
-    return CompileRequest.of(one_shot_kernel, constants, num_warps=int(config["num_warps"]))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    return bind_flagged(problem, config, workspace, _request(problem, config), layout.one_shot, layout.one_shot_bytes)
-
-
-ONE_SHOT = register_variant(
-    Variant(
-        op="reduce_scatter",
-        name="one_shot",
-        numerics="ordered",
-        summary="every rank reads its chunk of all inputs and sums; one exchange of flags",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(one_shot_kernel,),
-        compile_requests=_requests,
-        num_rounds=chunk_rounds,
+class OneShot(ReduceScatterVariant):
+    name = "one_shot"
+    summary = "every rank reads its chunk of all inputs and sums; one exchange of flags"
+    kernels = (one_shot_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
+            "num_warps": PowerOfTwo(2, 16),
+            "items": Choice(1, 2),
+        }
     )
-)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits):
+            return reason
+        packets, symmetric = packets_of(problem.nbytes), problem.input_kind == "symmetric"
+        needed = problem.world_size * packets * PACKET_BYTES
+        if not symmetric and needed > limits.one_shot_bytes:
+            return f"{problem.world_size} chunks take {needed} bytes; the one-shot area has {limits.one_shot_bytes}"
+        return blocks_and_threads(config, limits, packets, most_rounds=1 << 16 if symmetric else 8)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return reading_wish(packets_of(problem.nbytes), 132, limits)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
+
+
+ONE_SHOT = OneShot().register()

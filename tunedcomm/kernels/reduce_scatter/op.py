@@ -1,4 +1,4 @@
-"""reduce_scatter: rank r gets the elementwise reduction of every rank's r-th chunk."""
+"""reduce_scatter: rank r gets the elementwise reduction of every rank's r-th chunk; the base class of its variants."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels.common.feasibility import refuse_kernels
+from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import ordered_sum, powers_of_two, reduced, summands
+from tunedcomm.kernels.common.variant import KernelVariant
 from tunedcomm.metrics import busbw_factor
-from tunedcomm.spec import OpSpec, Problem, register_op
+from tunedcomm.space import Config, Value
+from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REDUCE_SCATTER"]
+KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
@@ -45,7 +49,7 @@ REDUCE_SCATTER = register_op(
         name="reduce_scatter",
         summary="rank r gets the elementwise sum (avg, max, min) of all ranks' r-th chunks",
         reductions=("sum", "avg", "max", "min"),
-        dtypes=("bfloat16", "float16", "float32"),
+        dtypes=KERNEL_DTYPES,
         shape_help="number of elements of one rank's result, e.g. 98304",
         rank_of_shape=1,
         make_inputs=_make_inputs,
@@ -59,3 +63,22 @@ REDUCE_SCATTER = register_op(
         ordered_reference=_ordered_reference,
     )
 )
+
+
+class ReduceScatterVariant(KernelVariant):
+    """A variant of reduce_scatter; its threads share one chunk, which is a rank's result."""
+
+    op = "reduce_scatter"
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        return refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum", "avg"))
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {
+            "WORLD_SIZE": problem.world_size,
+            "DTYPE": problem.dtype,
+            "WIDTH": ITEMSIZE[problem.dtype],
+            "AVG": problem.reduction == "avg",
+            "ALIGN": alignment_of(problem.nbytes),
+            "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
+        }

@@ -24,35 +24,72 @@ Source: the first half of a two-shot all_reduce; blocks of two kinds as in other
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import (
-    Launch,
-    bind_plain,
-    blocks_and_threads,
-    closest,
-    grid_rounds,
-    kernel_blocks,
-)
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_chunks
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets
-from tunedcomm.kernels.common.sync import INTERPRET
-from tunedcomm.kernels.reduce_scatter._common import chunk_packets, constants_of, refuse
-from tunedcomm.kernels.reduce_scatter._pieces import push_piece, sum_piece
+from tunedcomm.kernels.common.packets import (
+    insert_own,
+    load_bytes,
+    num_packets,
+    packets_of,
+    sum_packets,
+    write_elements,
+)
+from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
+from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = ["PUSH", "RING", "push_kernel"]
-
 RING = tl.constexpr(4)
+
+
+@triton.jit
+def push_piece(
+    x, peers, place, first, end, step, nbytes, rank,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push packets from `first` on, every `step` up to `end`, of every chunk to its owner.
+
+    Packet p of a chunk goes to `place` + 16 p in the owner's lane. All peers' packets are loaded before the first is
+    stored, so that as many loads as there are peers are on their way.
+    """
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    for start in tl.range(first, end, step):
+        packet = start + lanes
+        here = packet < end
+        words = ()
+        for i in tl.static_range(WORLD_SIZE - 1):
+            owner = (rank + 1 + i) % WORLD_SIZE
+            words = words + load_bytes(x + owner * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            at = peers[i] + place + packet * 16
+            store_packets(at, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+
+
+@triton.jit
+def sum_piece(
+    x, out, numel, place, slot_bytes, first, end, step, nbytes, rank,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum such packets of the own chunk; rank i's packet p lies at address `place` + i × `slot_bytes` + 16 p."""
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    for start in tl.range(first, end, step):
+        packet = start + lanes
+        here = packet < end
+        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            words = words + load_packets(place + i * slot_bytes + packet * 16, here & (rank != i))
+        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
 
 
 @triton.jit
@@ -112,94 +149,63 @@ def push_kernel(
     write_counter(local, epoch + num_chunks + 1, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-        "num_warps": Choice(8, 16),
-        "items": Choice(1, 2),
-        "num_chunks": PowerOfTwo(1, 128),
-        "split": Choice(False, True),
-    }
-)
-
-
-def _lanes(config: Config) -> int:
-    return int(config["num_blocks"]) // (2 if config["split"] else 1)
-
-
-def _rounds(problem: Problem, config: Config) -> int:
-    """How often a lane goes round."""
-    return grid_rounds(chunk_packets(problem), {**config, "num_blocks": max(_lanes(config), 1)})
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits):
-        return reason
-    packets, chunks, ring = chunk_packets(problem), int(config["num_chunks"]), int(RING.value)
-    per_block = 32 * int(config["num_warps"]) * int(config["items"])
-    if per_block * problem.world_size > 4096:
-        return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
-    if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
-        return "16 warps take as many packets a block with fewer of them a thread"
-    if config["split"] and chunks == 1 and limits.backend == "cuda":
-        return "reducers would wait for all pushers: num_chunks=1 has nothing to split"
-    if _lanes(config) < 1:
-        return "one block cannot be split into pushers and reducers"
-    rounds = _rounds(problem, config)
-    if rounds < chunks and chunks > 1:
-        return f"{rounds} rounds cannot be split into {chunks} chunks"
-    span = -(-rounds // chunks) * _lanes(config) * per_block
-    needed = problem.world_size * min(chunks, ring) * span * PACKET_BYTES
-    if needed > limits.staging_bytes:
-        return (
-            f"{min(chunks, ring)} of the {chunks} pieces of {problem.nbytes} bytes need {needed} bytes of staging; "
-            f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-        )
-    if _lanes(config) > 1 and (_lanes(config) - 1) * per_block >= packets:
-        return f"{packets} packets leave some of {_lanes(config)} lanes without work"
-    return blocks_and_threads(config, limits, 2 * packets if config["split"] else packets, most_rounds=64 * chunks)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = chunk_packets(problem)
-    wish: dict[str, float]
-    if limits.backend == "host":
-        wish = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2, "split": False}
-    else:
-        large = packets >= 1 << 18
-        blocks = 132 if large else min(packets / 512, 132)
-        chunks = max(packets / (1 << 17), 1)
-        wish = {"num_blocks": blocks, "num_warps": 16, "items": 1, "num_chunks": chunks, "split": large}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = {**constants_of(problem, config), "SPLIT": bool(config["split"])}
-    return CompileRequest.of(push_kernel, constants, num_warps=int(config["num_warps"]))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    extra = (workspace.layout.scatter, int(config["num_chunks"]))
-    return bind_plain(problem, config, workspace, _request(problem, config), *extra)
-
-
-PUSH = register_variant(
-    Variant(
-        op="reduce_scatter",
-        name="push",
-        numerics="ordered",
-        summary="chunks pushed to their owners piece by piece, sums made meanwhile; best at large sizes",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(push_kernel,),
-        compile_requests=_requests,
-        num_rounds=_rounds,
+class Push(ReduceScatterVariant):
+    name = "push"
+    summary = "chunks pushed to their owners piece by piece, sums made meanwhile; best at large sizes"
+    kernels = (push_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+            "num_warps": Choice(8, 16),
+            "items": Choice(1, 2),
+            "num_chunks": PowerOfTwo(1, 128),
+            "split": Choice(False, True),
+        }
     )
-)
+
+    def lanes(self, config: Config) -> int:
+        """Blocks that push; as many others sum where they are split."""
+        return int(config["num_blocks"]) // (2 if config["split"] else 1)
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """How often a lane goes round."""
+        return super().num_rounds(problem, {**config, "num_blocks": max(self.lanes(config), 1)})
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits):
+            return reason
+        packets, chunks, lanes = packets_of(problem.nbytes), int(config["num_chunks"]), self.lanes(config)
+        per_block = 32 * int(config["num_warps"]) * int(config["items"])
+        if per_block * problem.world_size > 4096:
+            return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
+        if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
+            return "16 warps take as many packets a block with fewer of them a thread"
+        if config["split"] and chunks == 1 and limits.backend == "cuda":
+            return "reducers would wait for all pushers: num_chunks=1 has nothing to split"
+        if lanes < 1:
+            return "one block cannot be split into pushers and reducers"
+        if reason := refuse_chunks(
+            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=lanes,
+            per_block=per_block, slots=problem.world_size, ring=RING.value,
+        ):  # fmt: skip
+            return reason
+        if lanes > 1 and (lanes - 1) * per_block >= packets:
+            return f"{packets} packets leave some of {lanes} lanes without work"
+        return blocks_and_threads(config, limits, 2 * packets if config["split"] else packets, most_rounds=64 * chunks)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2, "split": False}
+        packets = packets_of(problem.nbytes)
+        large = packets >= 1 << 18
+        blocks, chunks = 132 if large else min(packets / 512, 132), max(packets / (1 << 17), 1)
+        return {"num_blocks": blocks, "num_warps": 16, "items": 1, "num_chunks": chunks, "split": large}
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "SPLIT": bool(config["split"])}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.scatter, int(config["num_chunks"])
+
+
+PUSH = Push().register()
