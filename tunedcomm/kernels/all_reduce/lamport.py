@@ -19,36 +19,22 @@ synchronisation), redesigned for Triton: packets of 16 bytes, one thread each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import (
-    LAMPORT_SPACE,
-    blocks_and_threads,
-    lamport_wish,
-    refuse_launch_pdl,
-    refuse_stage,
-)
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     arm,
     insert_own,
     num_packets,
-    packets_of,
     read_elements,
     sum_packets,
     write_elements,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.space import Config
-from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
+from tunedcomm.kernels.common.variant import LamportVariant
 
 
 @triton.jit
@@ -91,26 +77,10 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class Lamport(AllReduceVariant):
+class Lamport(LamportVariant, AllReduceVariant):
     name = "lamport"
     summary = "one-shot push without flags: packets announce themselves; best at small sizes"
     kernels = (lamport_kernel,)
-    space = LAMPORT_SPACE
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        packets = packets_of(problem.nbytes)
-        return (
-            self.refuse(problem, limits)
-            or refuse_stage(problem, limits, packets * 16)
-            or refuse_launch_pdl(config, limits)
-            or blocks_and_threads(config, limits, packets, most_rounds=4)
-        )
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return lamport_wish(packets_of(problem.nbytes), limits)
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
 LAMPORT = Lamport().register()

@@ -123,15 +123,16 @@ class _Multimem(AllReduceVariant):
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(self.work_packets(problem) / 256, 32), "num_warps": 8}
 
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.lanes[problem.mode].multicast, *super().arguments(problem, config, workspace)
+
 
 class MultimemOneShot(_Multimem):
     name = "multimem_one_shot"
     numerics: Numerics = "unordered"
     summary = "every rank loads sums that the switch makes (NVLink multicast)"
     kernels = (multimem_one_shot_kernel,)
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.lanes[problem.mode].multicast, workspace.layout.one_shot, workspace.layout.one_shot_bytes
+    areas = ("one_shot", "one_shot_bytes")
 
 
 class MultimemTwoShot(_Multimem):
@@ -139,10 +140,8 @@ class MultimemTwoShot(_Multimem):
     numerics: Numerics = "library"
     summary = "the switch sums each slice for its owner, whose one store reaches every rank (NVLink multicast)"
     kernels = (multimem_two_shot_kernel,)
+    areas = ("scatter", "gather")
     sliced = True
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.lanes[problem.mode].multicast, workspace.layout.scatter, workspace.layout.gather
 
 
 MULTIMEM_ONE_SHOT = MultimemOneShot().register()

@@ -13,8 +13,6 @@ Source: the one-shot scheme of NCCL-free serving stacks and PyTorch's symmetric 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -40,9 +38,6 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -97,6 +92,7 @@ class OneShot(AllReduceVariant):
     name = "one_shot"
     summary = "every rank reads all inputs and sums them; one exchange of flags"
     kernels = (one_shot_kernel,)
+    areas = ("one_shot", "one_shot_bytes")
     space = READING_SPACE
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -112,9 +108,6 @@ class OneShot(AllReduceVariant):
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         symmetric = problem.input_kind == "symmetric" and not problem.in_place
         return {**super().constants(problem, config), "SYMMETRIC": symmetric}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
 
 
 ONE_SHOT = OneShot().register()

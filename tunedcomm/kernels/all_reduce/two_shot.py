@@ -163,6 +163,7 @@ class TwoShot(AllReduceVariant):
         }
     )
     sliced = True
+    areas = ("scatter", "gather")
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := self.refuse(problem, limits):
@@ -195,7 +196,7 @@ class TwoShot(AllReduceVariant):
         return {**super().constants(problem, config), "SYMMETRIC": _on_peers(problem)}
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.scatter, workspace.layout.gather, int(config["num_chunks"])
+        return *super().arguments(problem, config, workspace), int(config["num_chunks"])
 
 
 TWO_SHOT = TwoShot().register()

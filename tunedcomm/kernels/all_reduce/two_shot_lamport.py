@@ -13,8 +13,6 @@ Source: the packets of `lamport` in the two-shot scheme known from NCCL's LL pro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -26,9 +24,6 @@ from tunedcomm.kernels.common.packets import arm, insert_own, num_packets, read_
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -92,6 +87,7 @@ class TwoShotLamport(AllReduceVariant):
     name = "two_shot_lamport"
     summary = "reduce-scatter and all-gather by self-announcing packets in one kernel; best at medium sizes"
     kernels = (two_shot_lamport_kernel,)
+    areas = ("arena", "stage_bytes")
     space = Space(
         {
             "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 96, 132, 264),
@@ -111,9 +107,6 @@ class TwoShotLamport(AllReduceVariant):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return two_shot_lamport_wish(slice_packets(problem), limits)
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
 TWO_SHOT_LAMPORT = TwoShotLamport().register()

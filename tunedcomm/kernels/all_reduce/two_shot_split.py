@@ -182,6 +182,7 @@ class TwoShotSplit(AllReduceVariant):
         }
     )
     sliced = True
+    areas = ("scatter", "gather")
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """How often a lane goes round."""
@@ -219,7 +220,7 @@ class TwoShotSplit(AllReduceVariant):
         return {"num_blocks": 132, "num_warps": 16, "items": 1, "num_chunks": chunks}
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.scatter, workspace.layout.gather, int(config["num_chunks"])
+        return *super().arguments(problem, config, workspace), int(config["num_chunks"])
 
 
 TWO_SHOT_SPLIT = TwoShotSplit().register()

@@ -16,8 +16,6 @@ Source: the fused kernels of TensorRT-LLM and FlashInfer, after all_reduce's `la
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -36,9 +34,6 @@ from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_pa
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -91,6 +86,7 @@ class Lamport(RmsNormVariant):
     name = "lamport"
     summary = "one-shot push without flags, rows summed and normalised where they arrive; best for few tokens"
     kernels = (rms_norm_lamport_kernel,)
+    areas = ("arena", "stage_bytes")
     space = LAMPORT_ROWS_SPACE
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -102,9 +98,6 @@ class Lamport(RmsNormVariant):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return lamport_rows_wish(problem, limits, packets_of(problem.nbytes))
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
 LAMPORT = Lamport().register()

@@ -12,8 +12,6 @@ Source: all_reduce's `one_shot`, with the norm behind it as in Kraken's one-shot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -25,9 +23,6 @@ from tunedcomm.kernels.common.packets import insert_own, sum_packets
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -72,6 +67,7 @@ class OneShot(RmsNormVariant):
     name = "one_shot"
     summary = "every rank reads all ranks' rows, sums and normalises them; one exchange of flags"
     kernels = (rms_norm_one_shot_kernel,)
+    areas = ("one_shot", "one_shot_bytes")
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -85,9 +81,6 @@ class OneShot(RmsNormVariant):
         if limits.backend == "host":
             return {"num_blocks": 2, "num_warps": 16}
         return {"num_blocks": min(problem.shape[0], 128), "num_warps": row_warps(problem)}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
 
 
 ONE_SHOT = OneShot().register()

@@ -234,6 +234,7 @@ def rms_norm_two_shot_split_kernel(
 class _Chunked(RmsNormVariant):
     """Kernels that take `rows` rows of a block (of each kind) at a time, one chunk; `num_rounds` is their number."""
 
+    areas = ("scatter", "gather")
     kinds = 1
 
     def num_lanes(self, config: Config) -> int:
@@ -269,7 +270,8 @@ class _Chunked(RmsNormVariant):
         return refuse_grid(problem, config, limits)
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.scatter, workspace.layout.gather, self.num_rounds(problem, config), int(config["rows"])
+        areas = super().arguments(problem, config, workspace)
+        return *areas, self.num_rounds(problem, config), int(config["rows"])
 
 
 class TwoShot(_Chunked):

@@ -17,8 +17,6 @@ Source: the two-shot scheme of TensorRT-LLM's and FlashInfer's fused kernels, wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -37,9 +35,6 @@ from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_pa
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -106,6 +101,7 @@ class TwoShotLamport(RmsNormVariant):
     name = "two_shot_lamport"
     summary = "reduce-scatter and all-gather of sums by self-announcing packets, then the norm; for medium sizes"
     kernels = (rms_norm_two_shot_lamport_kernel,)
+    areas = ("arena", "stage_bytes")
     space = LAMPORT_ROWS_SPACE
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -120,9 +116,6 @@ class TwoShotLamport(RmsNormVariant):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return lamport_rows_wish(problem, limits, slice_packets(problem))
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
 TWO_SHOT_LAMPORT = TwoShotLamport().register()

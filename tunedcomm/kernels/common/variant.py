@@ -107,7 +107,12 @@ class KernelVariant(VariantBase):
 
     The kernel's arguments: `leading` (tensors and sizes), `local, q0 … q6, rank, timeout_ns, status`, the peers'
     addresses of the input x0 … x6 if it has the constant SYMMETRIC (zeros where that is false), `arguments`, constants.
+
+    Attributes:
+        areas: fields of the workspace's layout (offsets and sizes) that are the kernel's `arguments`.
     """
+
+    areas: tuple[str, ...] = ()
 
     def kernel(self, problem: Problem) -> Any:
         """The kernel that serves `problem`: the first of `kernels` where there is no choice."""
@@ -127,7 +132,7 @@ class KernelVariant(VariantBase):
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         """Last runtime arguments of the kernel."""
-        return ()
+        return tuple(int(getattr(workspace.layout, area)) for area in self.areas)
 
     def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
         """The launch of a bound kernel, which takes the stream and the addresses that `leading` leaves open."""
@@ -203,6 +208,7 @@ class LamportVariant(KernelVariant):
     """
 
     space = LAMPORT_SPACE
+    areas = ("arena", "stage_bytes")
     packet_bytes = PACKET_BYTES
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -216,9 +222,6 @@ class LamportVariant(KernelVariant):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return lamport_wish(self.work_packets(problem), limits)
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.arena, workspace.layout.stage_bytes
 
 
 def _never_infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
