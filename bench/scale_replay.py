@@ -4,9 +4,9 @@ python bench/scale_replay.py --workers 64 --trials 20000
 python bench/scale_replay.py --workers 16 --trials 4000 --kill 4 --heartbeat-s 2 --grace-s 8
 
 Every worker is a process that passes for a host with one gang. It claims a candidate of a recorded sweep, sleeps for as
-long as a trial takes, stores the row and tells; it looks for the rows of others when a claim is refused. Workers spread
-over the problems and join each other where none is left alone. The server is an embedded PostgreSQL, durable as
-PostgreSQL comes. At the end every candidate must have exactly one row. One line a run is appended to
+long as a trial takes, stores the row and releases the claim; it looks for the rows of others after every claim.
+Workers spread over the problems and join each other where none is left alone. The server is an embedded PostgreSQL,
+durable as PostgreSQL comes. At the end every candidate must have exactly one row. One line a run is appended to
 bench/results/replay/scale_replay.csv.
 """
 
@@ -36,17 +36,16 @@ from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord, utc_now
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.ledger import OptunaLedger, open_ledger
-from tunedcomm.tuner.owners import Owner
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.replay import Replay
+from tunedcomm.tuner.search.claims import Claims, owner_id
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 RESULTS = ROOT / "bench" / "results" / "replay" / "scale_replay.csv"
 sys.path.insert(0, str(ROOT / "tests"))  # the embedded server
 
-STEPS = ("claim", "look", "record", "tell")
+STEPS = ("claim", "look", "record", "release")
 COLUMNS = {
     "workers": "processes, each passing for a host with one gang",
     "trials": "candidates to run, each once",
@@ -61,12 +60,12 @@ COLUMNS = {
     "look_ms_p50": "to look for rows that others have stored",
     "record_ms_p50": "to store a row",
     "record_ms_p90": "the same, 90th percentile",
-    "tell_ms_p50": "to report the end",
-    "refused": "claims that another worker held or had told",
+    "tell_ms_p50": "to end the claim",
+    "refused": "claims that another worker held",
     "lost": "candidates without a row at the end",
     "doubled": "rows beyond one a candidate",
     "database_mib": "the tuned tables at the end",
-    "studies_mib": "Optuna's tables at the end",
+    "studies_mib": "Optuna's tables at the end, in rows of versions that kept claims there",
     "worker_cpu_ms": "processor time of the workers a trial",
     "server_cpu_ms": "processor time of the server a trial",
     "max_connections": "most sessions at once, as seen every second",
@@ -130,22 +129,27 @@ class Worker:
 
     def run(self) -> None:
         host = f"host{self.index}"
-        owner = replace(Owner.here(), name=host, kernel=host)
         environment = self.plan.records[0].environment.digest
-        options = {"heartbeat_s": self.plan.heartbeat_s, "grace_s": self.plan.grace_s}
-        ledger = open_ledger(self.plan.url, environment, lambda op: "replayed", owner=owner, **options)
         with Database.open(self.plan.url, patience_s=600) as database:
+            claims = Claims(
+                database,
+                environment,
+                lambda op: "replayed",
+                owner=owner_id(host=host, kernel=host),
+                heartbeat_s=self.plan.heartbeat_s,
+                grace_s=self.plan.grace_s,
+            )
             run_id = database.start_run(command="scale_replay", seed=self.index, budget="", host=host)
             offset = self.index * len(self.plan.problems) // self.plan.workers
             left = [*self.plan.problems[offset:], *self.plan.problems[:offset]]
             while left:
                 # A round over the problems; the candidates that others hold are looked at again in the next one.
                 before = self.claimed
-                left = [problem for problem in left if not self.search(problem, database, ledger, run_id)]
+                left = [problem for problem in left if not self.search(problem, database, claims, run_id)]
                 if left and self.claimed == before:
                     time.sleep(1.0)
             database.finish_run(run_id)
-        ledger.close()
+            claims.close()
         result = {"times": self.times, "refused": self.refused, "cpu": time.process_time()}
         (self.plan.folder / f"{self.index}.json").write_text(json.dumps(result))
 
@@ -157,34 +161,33 @@ class Worker:
                 self.seen[problem] = max(self.seen[problem], record.id or 0)
         return self.known[problem]
 
-    def search(self, problem: Problem, database: Database, ledger: OptunaLedger, run_id: int) -> bool:
+    def search(self, problem: Problem, database: Database, claims: Claims, run_id: int) -> bool:
         """Run what nobody else runs; True when every candidate has its row."""
         records = self.by_problem[problem]
         order = list(records)
         random.Random(self.index).shuffle(order)
         known = self.look(problem, database)
-        busy = ledger.in_flight(problem, final=False) if len(known) < len(records) else frozenset()
+        busy = claims.in_flight(problem, final=False) if len(known) < len(records) else frozenset()
         for candidate in order:
             if candidate in known or candidate in busy:
                 continue
             with self.timed("claim"):
-                claim = ledger.claim(problem, candidate, final=False)
+                claim = claims.acquire(problem, candidate, final=False)
+            known = self.look(problem, database)
             if claim is None:
                 self.refused += 1
-                busy = ledger.in_flight(problem, final=False)
-                known = self.look(problem, database)
-                if candidate not in busy and candidate not in known:
-                    # Who ran it died without storing its row.
-                    claim = ledger.claim(problem, candidate, final=False, again=True)
-            if claim is not None:
+                busy = claims.in_flight(problem, final=False)
+            elif candidate in known:
+                claims.release([claim])
+            else:
                 self.claimed += 1
                 time.sleep(self.plan.replay_trial_s)
                 row = replace(records[candidate], run_id=run_id, created_at=utc_now())
-                if ledger.holds(claim) or candidate not in self.look(problem, database):
+                if claims.holds(claim):
                     with self.timed("record"):
                         database.record([row])
-                with self.timed("tell"):
-                    ledger.tell(claim, row.latency_p50_us)
+                with self.timed("release"):
+                    claims.release([claim])
         return len(self.look(problem, database)) == len(records)
 
 
@@ -271,17 +274,15 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         span = "SELECT extract(epoch FROM max(created_at) - min(created_at))::float + %s FROM trial"
         ((seconds,),) = server.execute(span % args.replay_trial_s, database=name)
         sizes = (
-            "SELECT n.nspname, sum(pg_total_relation_size(c.oid))::float / 1048576 FROM pg_class c JOIN pg_namespace n "
-            "ON n.oid = c.relnamespace WHERE c.relkind = 'r' AND n.nspname IN ('public', 'optuna') GROUP BY 1"
+            "SELECT sum(pg_total_relation_size(c.oid))::float / 1048576 FROM pg_class c JOIN pg_namespace n "
+            "ON n.oid = c.relnamespace WHERE c.relkind = 'r' AND n.nspname = 'public'"
         )
-        mib = dict(server.execute(sizes, database=name))
+        ((mib,),) = server.execute(sizes, database=name)
         ((server_version,),) = server.execute("SHOW server_version")
         with Database.open(plan.url, readonly=True) as database:
             stored = Counter((row.problem, row.candidate) for row in database.trials())
     wanted = {(record.problem, record.candidate) for record in records}
-    times = {
-        key: [t for result in results for t in result["times"][key]] for key in ("claim", "look", "record", "tell")
-    }
+    times = {key: [t for result in results for t in result["times"][key]] for key in STEPS}
     values = (
         args.workers,
         args.trials,
@@ -296,12 +297,12 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         quantile(times["look"], 0.5),
         quantile(times["record"], 0.5),
         quantile(times["record"], 0.9),
-        quantile(times["tell"], 0.5),
+        quantile(times["release"], 0.5),
         sum(result["refused"] for result in results),
         len(wanted - set(stored)),
         sum(stored.values()) - len(stored),
-        f"{mib.get('public', 0):.1f}",
-        f"{mib.get('optuna', 0):.1f}",
+        f"{mib:.1f}",
+        "",
         f"{1000 * sum(result['cpu'] for result in results) / args.trials:.2f}",
         f"{1000 * server_cpu / args.trials:.2f}",
         most,

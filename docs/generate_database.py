@@ -8,7 +8,7 @@ from sqlalchemy import Column, Table
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tunedcomm.db.schema import HEAD as REVISION
-from tunedcomm.db.schema import Base
+from tunedcomm.db.schema import Base, WorkingBase
 
 PAGE = Path(__file__).with_name("database.md")
 
@@ -39,7 +39,7 @@ def type_of(column: Column[object]) -> str:
 def row(column: Column[object]) -> str:
     """One column."""
     notes = [column.comment or ""]
-    if column.primary_key:
+    if column.name == "id":
         notes = ["the row's number"]
     notes += [f"refers to `{key.target_fullname}`" for key in column.foreign_keys]
     if column.unique:
@@ -60,13 +60,12 @@ def section(table: Table, summary: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    models = [mapper.class_ for mapper in Base.registry.mappers]
-    by_name = {model.__tablename__: model for model in models}
-    order = [name for name in Base.metadata.tables if name in by_name]
     sections = []
-    for name in order:
-        summary = " ".join((by_name[name].__doc__ or "").split())
-        sections.append(section(Base.metadata.tables[name], summary))
+    for base in (Base, WorkingBase):
+        by_name = {mapper.class_.__tablename__: mapper.class_ for mapper in base.registry.mappers}
+        for name in (name for name in base.metadata.tables if name in by_name):
+            summary = " ".join((by_name[name].__doc__ or "").split())
+            sections.append(section(base.metadata.tables[name], summary))
     return "\n".join([HEAD, *sections])
 
 

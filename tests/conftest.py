@@ -121,14 +121,3 @@ def ordinary_user() -> Iterator[Path]:
         yield folder
         if is_root:
             os.seteuid(0)
-
-
-@pytest.fixture
-def pretended_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op of `ledger_bodies`, registered for one test."""
-    from ledger_bodies import variants
-
-    from tunedcomm import spec
-
-    for key, variant in variants().items():
-        monkeypatch.setitem(spec._variants, key, variant)

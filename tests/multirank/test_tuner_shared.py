@@ -25,9 +25,8 @@ SCRIPT = """
 import functools, sys
 import test_tuner_shared as t
 from tunedcomm.db.store import Database
-from tunedcomm.tuner import ledger
 from tunedcomm.tuner.search import sweep
-sweep.open_ledger = functools.partial(ledger.open_ledger, heartbeat_s=1, grace_s=4)
+sweep.Claims = functools.partial(sweep.Claims, heartbeat_s=1, grace_s=4)
 with Database.open(sys.argv[1], create=True, patience_s=90) as database:
     outcome = sweep.sweep(t.shared_spec(float(sys.argv[2])), database)
 assert outcome.reason == "done", outcome

@@ -16,12 +16,11 @@ import pytest
 
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed (extra `dashboard`)")
 
-from db_samples import H200, problem
+from db_samples import problem, trial
 
 from tunedcomm import kernels
-from tunedcomm.spec import Candidate
-from tunedcomm.tuner.ledger import open_ledger
-from tunedcomm.tuner.studies import journal_path
+from tunedcomm.db.store import Database
+from tunedcomm.tuner.search.study import StudyMirror, journal_path
 
 START_S = 60.0
 
@@ -39,19 +38,17 @@ def get(port: int, path: str) -> Any:
 
 def test_it_starts_on_a_journal_and_shows_candidates_and_latencies(tmp_path: Path) -> None:
     kernels.discover()
-    database, asked = tmp_path / "tuned.db", problem()
-    ran = Candidate.of("all_reduce", "lamport", {"num_blocks": 4, "num_warps": 2, "launch_pdl": True})
-    failed = Candidate.of("all_reduce", "library", {})
-    ledger = open_ledger(str(database), H200.digest, lambda op: "sources")
-    for candidate, latency_us in ((ran, 2.5), (failed, None)):
-        claim = ledger.claim(asked, candidate, final=False)
-        assert claim is not None
-        ledger.tell(claim, latency_us)
+    config = {"num_blocks": 4, "num_warps": 2, "launch_pdl": True}
+    with Database.open(tmp_path / "tuned.db", create=True) as database:
+        path = journal_path(database)
+    mirror = StudyMirror(path)
+    mirror.add([trial("lamport", 2.5, config=config), trial("library", None, status="crashed", reason="planted")])
+    mirror.close()
+    asked = problem()
     binary, port = Path(sysconfig.get_path("scripts"), "optuna-dashboard"), free_port()
     assert binary.is_file()
-    # While the sweep has it open.
     dashboard = subprocess.Popen(
-        [binary, str(journal_path(database)), "--port", str(port), "--server", "wsgiref", "--quiet"],
+        [binary, str(path), "--port", str(port), "--server", "wsgiref", "--quiet"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -77,4 +74,3 @@ def test_it_starts_on_a_journal_and_shows_candidates_and_latencies(tmp_path: Pat
     finally:
         dashboard.terminate()
         dashboard.wait(10)
-        ledger.close()

@@ -84,7 +84,7 @@ def test_every_kind_of_change_is_named(tmp_path: Path) -> None:
     code, text = diff(str(tmp_path / "before.db"), str(tmp_path / "after.db"))
     assert code == 1
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert any(line.endswith("before.db, schema 0002, 5 trials, 4 of them in it alone") for line in lines)
+    assert any(line.endswith("before.db, schema 0003, 5 trials, 4 of them in it alone") for line in lines)
     assert "4 of 5 problems are answered otherwise" in text
     row = next(line for line in lines if line.startswith("all_reduce 2048"))
     assert row.endswith("one_shot(num_blocks=4) 5.00 lamport(num_blocks=4) 4.00 1.25x as fast")

@@ -38,7 +38,7 @@ def test_says_what_the_file_is(tmp_path: Path, form: Form) -> None:
     data = out.read_bytes()
     assert manifest["file"] == out.name
     assert (manifest["sha256"], manifest["num_bytes"]) == (hashlib.sha256(data).hexdigest(), len(data))
-    assert (manifest["file_format"], manifest["schema"], manifest["everything"]) == (form, "0002", False)
+    assert (manifest["file_format"], manifest["schema"], manifest["everything"]) == (form, "0003", False)
     assert manifest["rows"] == export.rows
     assert manifest["left_out"] == export.left_out > 0
     assert [entry["digest"] for entry in manifest["environments"]] == [H200.digest, OLDER.digest]

@@ -15,11 +15,12 @@ from db_samples import H200, OLDER, candidate, problem
 
 import tunedcomm.db
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.schema import HEAD, REVISIONS, VERSION_TABLE, Base
+from tunedcomm.db.schema import HEAD, REVISIONS, VERSION_TABLE, Base, WorkingBase
 from tunedcomm.db.store import Database
 
 DATA = Path(__file__).parent.parent / "data"
 MIGRATIONS = Path(tunedcomm.db.__file__).parent / "migrations"
+MODELS = {**Base.metadata.tables, **WorkingBase.metadata.tables}
 
 
 def test_the_list_of_revisions_is_alembics() -> None:
@@ -37,12 +38,12 @@ def test_migrated_schema_equals_the_models(database_url: str) -> None:
         context = MigrationContext.configure(
             connection, opts={"version_table": VERSION_TABLE, "compare_type": True, "compare_server_default": True}
         )
-        assert compare_metadata(context, Base.metadata) == []
+        assert compare_metadata(context, [Base.metadata, WorkingBase.metadata]) == []  # type: ignore[arg-type]
         migrated = sa.MetaData()
         migrated.reflect(connection)
     engine.dispose()
     # What Alembic's comparison leaves out on SQLite: names of constraints, and NULL or NOT NULL.
-    for name, model in Base.metadata.tables.items():
+    for name, model in MODELS.items():
         table = migrated.tables[name]
         assert [c.name for c in table.columns] == [c.name for c in model.columns]
         assert {c.name: c.nullable for c in table.columns} == {c.name: c.nullable for c in model.columns}
@@ -61,14 +62,14 @@ def _name(constraint: sa.Constraint) -> str:
 
 
 def test_every_column_is_explained() -> None:
-    for name, model in Base.metadata.tables.items():
+    for name, model in MODELS.items():
         for column in model.columns:
             assert column.comment or column.name == "id", f"{name}.{column.name} has no comment"
 
 
 def test_comments_of_migrations_equal_the_models() -> None:
     """SQLite stores no comments, so the revisions' texts are looked through."""
-    stored = {column.comment for table in Base.metadata.tables.values() for column in table.columns if column.comment}
+    stored = {column.comment for table in MODELS.values() for column in table.columns if column.comment}
     text = "".join(path.read_text() for path in sorted((MIGRATIONS / "versions").glob("*.py")))
     assert sorted(comment for comment in stored if f'"{comment}"' not in text) == []
 

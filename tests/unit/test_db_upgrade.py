@@ -27,7 +27,7 @@ from tunedcomm.db.upgrade import upgrade_database
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseFullError, DatabaseVersionError
 
 ASSET = Path(__file__).parent.parent / "data" / f"revision_{schema.HEAD}.db"
-OLD, NEW = schema.HEAD, "0003"
+OLD, NEW = schema.HEAD, "0004"
 REVISION = f"""
 import sqlalchemy as sa
 from alembic import op
@@ -49,7 +49,7 @@ def downgrade() -> None:
 
 def make_revision(folder: Path, last_line: str = "") -> None:
     shutil.copytree(migrate.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "versions" / "r0003_colour.py").write_text(REVISION % last_line, encoding="utf-8")
+    (folder / "versions" / "r0004_colour.py").write_text(REVISION % last_line, encoding="utf-8")
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_upgrade_changes_the_file_and_keeps_a_copy(old: Path, newer: Path) -> No
     old.chmod(0o640)
     done = upgrade_database(old)
     assert (done.before, done.after, done.is_needed) == (OLD, NEW, True)
-    assert done.copy == old.with_name("tuned.db.bak-0002")
+    assert done.copy == old.with_name("tuned.db.bak-0003")
     assert contents(done.copy) == before
     assert stat.S_IMODE(done.copy.stat().st_mode) == 0o640
     assert {colour for (colour,) in rows(old, "SELECT colour FROM run")} == {"blue"}
@@ -101,20 +101,20 @@ def test_upgrade_changes_the_file_and_keeps_a_copy(old: Path, newer: Path) -> No
     # Again there is nothing to do, and no second copy.
     again = upgrade_database(old)
     assert (again.before, again.is_needed, again.copy) == (NEW, False, None)
-    assert sorted(path.name for path in old.parent.glob("*bak*")) == ["tuned.db.bak-0002"]
+    assert sorted(path.name for path in old.parent.glob("*bak*")) == ["tuned.db.bak-0003"]
 
 
 def test_copy_holds_what_is_in_the_write_ahead_log_and_takes_a_free_name(old: Path, newer: Path) -> None:
-    old.with_name("tuned.db.bak-0002").write_text("somebody's", encoding="utf-8")
+    old.with_name("tuned.db.bak-0003").write_text("somebody's", encoding="utf-8")
     with closing(sqlite3.connect(old)) as writer:
         writer.execute("PRAGMA journal_mode=WAL")
         writer.execute("INSERT INTO run SELECT 99, 'late', 1, '', '', '', '', started_at, NULL FROM run LIMIT 1")
         writer.commit()
         assert old.with_name("tuned.db-wal").stat().st_size > 0
         done = upgrade_database(old)
-    assert done.copy == old.with_name("tuned.db.bak-0002-2")
+    assert done.copy == old.with_name("tuned.db.bak-0003-2")
     assert rows(done.copy, "SELECT command FROM run WHERE id = 99") == [("late",)]
-    assert old.with_name("tuned.db.bak-0002").read_text(encoding="utf-8") == "somebody's"
+    assert old.with_name("tuned.db.bak-0003").read_text(encoding="utf-8") == "somebody's"
 
 
 def test_check_changes_nothing(old: Path, newer: Path) -> None:
@@ -170,7 +170,7 @@ def test_failed_upgrade_leaves_the_file_and_no_copy(old: Path, newer: Path) -> N
 def make_revision_failing(folder: Path) -> None:
     source = Path(schema.__file__).parent / "migrations"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "versions" / "r0003_colour.py").write_text(REVISION % "1 / 0", encoding="utf-8")
+    (folder / "versions" / "r0004_colour.py").write_text(REVISION % "1 / 0", encoding="utf-8")
 
 
 def _upgrade_and_die(path: Path, folder: Path) -> None:
@@ -197,7 +197,7 @@ def test_no_space_for_the_copy_is_named(old: Path, newer: Path, monkeypatch: pyt
 
     monkeypatch.setattr(shutil, "copymode", no_space)
     before = contents(old)
-    with pytest.raises(DatabaseFullError, match=r"bak-0002.*free some space"):
+    with pytest.raises(DatabaseFullError, match=r"bak-0003.*free some space"):
         upgrade_database(old)
     assert contents(old) == before
     assert [path.name for path in old.parent.glob(".*")] == []
@@ -206,7 +206,7 @@ def test_no_space_for_the_copy_is_named(old: Path, newer: Path, monkeypatch: pyt
 def test_reading_an_older_schema_names_the_verb_and_layers_go_on(
     old: Path, newer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(DatabaseVersionError, match=rf"schema 0002.*reads 0003.*tunedcomm db upgrade --db {old}"):
+    with pytest.raises(DatabaseVersionError, match=rf"schema 0003.*reads 0004.*tunedcomm db upgrade --db {old}"):
         Database.open(old, readonly=True)
     fresh = tmp_path / "fresh.db"
     with Database.open(fresh, create=True) as database:
@@ -222,8 +222,8 @@ def test_reading_an_older_schema_names_the_verb_and_layers_go_on(
 def test_opening_to_write_upgrades_with_a_copy_too(old: Path, newer: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "tunedcomm"), Database.open(old) as database:
         assert database.schema_version == NEW
-    assert old.with_name("tuned.db.bak-0002").exists()
-    assert "bak-0002 is as it was" in caplog.text
+    assert old.with_name("tuned.db.bak-0003").exists()
+    assert "bak-0003 is as it was" in caplog.text
 
 
 def _upgrade_at_once(path: Path, folder: Path, barrier: Any) -> None:
@@ -270,13 +270,13 @@ def test_verb(old: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB", str(old))
     code, text = invoke("--check")
     assert code == 1
-    assert "0002" in text
     assert "0003" in text
+    assert "0004" in text
     code, text = invoke("--check", "--json")
     assert (code, json.loads(text)["is_needed"]) == (1, True)
     code, text = invoke()
     assert code == 0
-    assert "tuned.db.bak-0002" in text
+    assert "tuned.db.bak-0003" in text
     assert invoke("--check")[0] == 0
     code, text = invoke("--json")
     assert code == 0

@@ -20,7 +20,7 @@ from tunedcomm.tuner.commands import Command, Outcome, Row
 from tunedcomm.tuner.job import Settings, StoredTrial
 from tunedcomm.tuner.recording import read_recording
 from tunedcomm.tuner.replay import Replay
-from tunedcomm.tuner.search.claims import Claim
+from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import search_space
 
@@ -53,57 +53,48 @@ class Store:
         return [trial for owner, trial in self.rows[begin:] if owner != supervisor and trial.problem == problem]
 
 
-class Claims:
-    """Stands in for the ledger that supervisors share."""
+class Table:
+    """Stands in for the claims of all supervisors."""
 
     def __init__(self) -> None:
-        self.keys = itertools.count()
-        self.held: dict[int, tuple[int, Claim]] = {}
-        self.told: set[tuple[Problem, Candidate, bool]] = set()
-
-    def of(self, supervisor: int) -> Ledger:
-        return Ledger(self, supervisor)
+        self.held: dict[str, tuple[int, Claim]] = {}
 
 
-class Ledger:
-    def __init__(self, claims: Claims, supervisor: int) -> None:
-        self.claims, self.supervisor = claims, supervisor
+class TableClaims(Claims):
+    """One supervisor's claims in a `Table`."""
 
-    def claim(self, problem: Problem, candidate: Candidate, *, final: bool, again: bool = False) -> Claim | None:
-        wanted = (problem, candidate, final)
-        running = {(claim.problem, claim.candidate, claim.final) for _, claim in self.claims.held.values()}
-        if wanted in running or (wanted in self.claims.told and not again):
-            return None
-        claim = Claim(problem=problem, candidate=candidate, final=final, key=next(self.claims.keys))
-        self.claims.held[claim.key] = (self.supervisor, claim)
-        return claim
+    def __init__(self, table: Table, supervisor: int) -> None:
+        self.table, self.supervisor = table, supervisor
 
-    def tell(self, claim: Claim, latency_us: float | None) -> None:
-        self.give_back(claim)
-        self.claims.told.add((claim.problem, claim.candidate, claim.final))
+    def acquire(self, problem: Problem, candidate: Candidate, *, final: bool) -> Claim | None:
+        claim = Claim(problem=problem, candidate=candidate, final=final, key=str((problem, candidate, final)))
+        holder, _ = self.table.held.setdefault(claim.key, (self.supervisor, claim))
+        return claim if holder == self.supervisor else None
 
     def holds(self, claim: Claim) -> bool:
-        return claim.key in self.claims.held
+        return self.table.held.get(claim.key, (-1, None))[0] == self.supervisor
 
-    def give_back(self, claim: Claim) -> None:
-        del self.claims.held[claim.key]
+    def release(self, claims: Iterable[Claim]) -> None:
+        for claim in claims:
+            if self.holds(claim):
+                del self.table.held[claim.key]
 
     def in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
         return frozenset(
             claim.candidate
-            for owner, claim in self.claims.held.values()
+            for owner, claim in self.table.held.values()
             if owner != self.supervisor and (claim.problem, claim.final) == (problem, final)
         )
 
     def close(self) -> None:
-        self.claims.held = {key: held for key, held in self.claims.held.items() if held[0] != self.supervisor}
+        self.table.held = {key: held for key, held in self.table.held.items() if held[0] != self.supervisor}
 
 
 class Site:
     """One supervisor with gangs that answer when they are told to."""
 
     def __init__(
-        self, number: int, store: Store, claims: Claims | None = None, *, gangs: int = 2, **changes: Any
+        self, number: int, store: Store, table: Table | None = None, *, gangs: int = 2, **changes: Any
     ) -> None:
         self.number, self.store = number, store
         self.unflushed: list[Row] = []
@@ -117,7 +108,7 @@ class Site:
             source_hash=replay().source_hash,
             on_row=self.unflushed.append,
             stored=known,
-            ledger=None if claims is None else claims.of(number),
+            claims=None if table is None else TableClaims(table, number),
             news=lambda problem: store.news(number, problem),
         )
         self.commands: dict[int, Command] = {}
@@ -178,14 +169,14 @@ def test_gangs_in_any_order_do_everything_once(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("changes", [{}, {"trials": 20}], ids=["exhaustive", "sampled"])
-def test_supervisors_that_share_a_ledger_do_everything_once(seed: int, changes: dict[str, Any]) -> None:
-    store, claims = Store(), Claims()
-    sites = [Site(number, store, claims, **changes) for number in range(3)]
+def test_supervisors_that_share_claims_do_everything_once(seed: int, changes: dict[str, Any]) -> None:
+    store, table = Store(), Table()
+    sites = [Site(number, store, table, **changes) for number in range(3)]
     run(sites, seed)
     asked = [entry for site in sites for entry in site.asked]
     assert len(asked) == len(set(asked))
     assert all(site.asked for site in sites)
-    assert not claims.held
+    assert not table.held
     searched = Counter(problem for problem, _, final in asked if not final)
     if changes:
         assert set(searched.values()) == {20}  # what others try counts
@@ -196,8 +187,8 @@ def test_supervisors_that_share_a_ledger_do_everything_once(seed: int, changes: 
 
 
 def test_what_a_dead_supervisor_had_claimed_is_taken_over() -> None:
-    store, claims = Store(), Claims()
-    dead, live = (Site(number, store, claims) for number in range(2))
+    store, table = Store(), Table()
+    dead, live = (Site(number, store, table) for number in range(2))
     for _ in range(5):
         dead.step(0)
         dead.step(1)
@@ -206,20 +197,30 @@ def test_what_a_dead_supervisor_had_claimed_is_taken_over() -> None:
         if live.step(gang) != "trial" and not live.commands:
             break
     assert live.step(0) == "wait"  # for what the other one still holds
-    Ledger(claims, dead.number).close()
+    TableClaims(table, dead.number).close()
     run([live], seed=0)
     done = {(trial.problem, trial.candidate) for _, trial in store.rows if not trial.final}
     assert everything() <= done
     assert {(c.problem, c.candidate) for c in dead.commands.values()} <= {entry[:2] for entry in live.asked}
 
 
-def test_claim_whose_row_got_lost_is_run_again() -> None:
-    store, claims = Store(), Claims()
-    replay()
-    claims.told.add((PROBLEMS[0], LIBRARY, False))
-    site = Site(0, store, claims)
-    run([site], seed=0)
-    assert {entry[:2] for entry in site.asked if not entry[2]} == everything()
+def test_trial_of_a_claim_that_was_taken_over_is_dropped_and_waited_for() -> None:
+    store, table = Store(), Table()
+    slow, live = (Site(number, store, table) for number in range(2))
+    slow.step(0)
+    mine = slow.commands[0]
+    assert mine.problem is not None
+    TableClaims(table, slow.number).close()  # as if it had sent no heartbeat
+    assert mine.candidate is not None
+    theirs = TableClaims(table, live.number).acquire(mine.problem, mine.candidate, final=False)
+    assert theirs is not None
+    slow.step(0)
+    assert (mine.problem, mine.candidate) not in {(trial.problem, trial.candidate) for _, trial in store.rows}
+    TableClaims(table, live.number).release([theirs])
+    run([slow], seed=0)
+    done = [(trial.problem, trial.candidate) for _, trial in store.rows if not trial.final]
+    assert len(done) == len(set(done))
+    assert everything() <= set(done)
 
 
 def begun(site: Site, gang: int) -> Candidate:
@@ -347,21 +348,21 @@ def test_what_took_a_gang_along_is_left_alone_at_other_sizes() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_supervisors_that_retry_do_nothing_twice(seed: int) -> None:
-    store, claims = Store(), Claims()
-    sites = [Site(number, store, claims, retry=True, trials=40) for number in range(2)]
+    store, table = Store(), Table()
+    sites = [Site(number, store, table, retry=True, trials=40) for number in range(2)]
     run(sites, seed)
     asked = [entry for site in sites for entry in site.asked]
     measured = [(trial.problem, trial.candidate, trial.final) for _, trial in store.rows if trial.status == "ok"]
     assert len(measured) == len(set(measured))
     assert len(asked) == len(set(asked))
-    assert not claims.held
+    assert not table.held
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_finals_wait_for_the_searches_of_others(seed: int) -> None:
     """One that is through with its own searches stays: nobody else may be going to run the finals."""
-    store, claims = Store(), Claims()
-    sites = [Site(0, store, claims, trials=10), Site(1, store, claims, trials=60, finals=False)]
+    store, table = Store(), Table()
+    sites = [Site(0, store, table, trials=10), Site(1, store, table, trials=60, finals=False)]
     run(sites, seed)
     assert {problem for problem, _, final in sites[0].asked if final} == set(PROBLEMS)
     assert not any(final for _, _, final in sites[1].asked)

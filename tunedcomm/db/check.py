@@ -12,6 +12,7 @@ from tunedcomm.db.check_rows import RowReport, check_rows
 from tunedcomm.db.engine import Target, file_uri, parse_target, prepare_file
 from tunedcomm.db.findings import Finding
 from tunedcomm.db.netfs import network_of
+from tunedcomm.db.schema import SOUND
 from tunedcomm.db.sources import SourceHash
 from tunedcomm.db.store import Database, cannot_change
 from tunedcomm.db.upgrade import upgrade_database
@@ -64,7 +65,7 @@ def invalid_rows(database: Database, source_hash: SourceHash) -> RowReport:
 def _content(target: str | Path, source_hash: SourceHash) -> list[Finding]:
     try:
         state = upgrade_database(target, check=True)
-        if state.is_needed:
+        if state.before not in SOUND:
             text = f"revision {state.before}, and this tunedcomm reads {state.after}"
             return [Finding("schema", "fail", text, f"`tunedcomm db upgrade --db {state.target}`")]
         with Database.open(target, readonly=True) as database:

@@ -29,8 +29,10 @@ __all__ = [
     "HEAD",
     "READABLE",
     "REVISIONS",
+    "SOUND",
     "VERSION_TABLE",
     "Base",
+    "ClaimRow",
     "EnvironmentRow",
     "PinRow",
     "ProblemRow",
@@ -38,13 +40,16 @@ __all__ = [
     "TrialRow",
     "UtcDateTime",
     "VariantRow",
+    "WorkingBase",
 ]
 
 # Every schema revision, oldest first: an up-to-date database opens without importing Alembic.
-REVISIONS: tuple[str, ...] = ("0001", "0002")
+REVISIONS: tuple[str, ...] = ("0001", "0002", "0003")
 HEAD = REVISIONS[-1]
-# Revisions with the tables of HEAD: readers take them as they are.
-READABLE = frozenset({"0001", HEAD})
+# Revisions with the stored tables of HEAD: readers take them as they are.
+READABLE = frozenset({"0001", "0002", HEAD})
+# Of those, the ones whose rows are as in HEAD, too.
+SOUND = frozenset({"0002", HEAD})
 # Not Alembic's default name: a shared server may hold other applications' tables, each with its own version.
 VERSION_TABLE = "tunedcomm_version"
 
@@ -210,3 +215,25 @@ class PinRow(Base):
     reason: Mapped[str] = mapped_column(Text, comment="why, in the person's words")
     user: Mapped[str] = mapped_column(Text, comment="login name; empty where unknown")
     created_at: Mapped[datetime] = mapped_column(UtcDateTime, comment="UTC")
+
+
+class WorkingBase(DeclarativeBase):
+    """Tables that only running commands use: never exported, merged, counted or compared."""
+
+    metadata = MetaData(naming_convention=Base.metadata.naming_convention)
+
+
+class ClaimRow(WorkingBase):
+    """A candidate that a supervisor runs now; deleted once its trial is stored."""
+
+    __tablename__ = "claim"
+
+    key: Mapped[str] = mapped_column(
+        String(32), primary_key=True, comment="SHA-256 over search and candidate, 32 hex digits"
+    )
+    search: Mapped[str] = mapped_column(
+        String(32), index=True, comment="SHA-256 over problem, environment, sources and stage, 32 hex digits"
+    )
+    candidate: Mapped[str] = mapped_column(Text, comment="JSON list: variant, config")
+    owner: Mapped[str] = mapped_column(Text, comment="JSON list: host, kernel, pid, start, nonce of the supervisor")
+    heartbeat_at: Mapped[datetime] = mapped_column(UtcDateTime, comment="UTC by the clock of the database")

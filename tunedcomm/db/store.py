@@ -190,6 +190,15 @@ class Database:
         """Run `change` in one transaction that writes, all or nothing; it may be run again after a failure."""
         return self._write(lambda connection, _: change(connection))
 
+    def ask(self, ask: Callable[[Connection], T]) -> T:
+        """Run `ask` in one transaction that reads, again while the database is away."""
+
+        def attempt(_: bool) -> T:
+            with self.reading() as connection:
+                return ask(connection)
+
+        return self._patience.run(attempt)
+
     def _read(self, query_: Callable[[Connection], T]) -> T:
         """One read transaction, tried again while the database is away."""
 

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["die_with_parent", "is_alive", "kernel_identity", "kill_group", "kill_processes", "send_kill"]
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -27,13 +25,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def is_alive(pid: int) -> bool:
-    """True unless the process is gone, or dead and only waits to be reaped."""
+def process_start(pid: int) -> int | None:
+    """When a living process was started, in the kernel's ticks since boot; None if it has ended, reaped or not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def is_alive(pid: int) -> bool:
+    """True unless the process has ended."""
+    return process_start(pid) is not None
 
 
 def kill_group(pid: int) -> None:

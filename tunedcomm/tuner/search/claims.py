@@ -1,54 +1,208 @@
-"""What a coordinator asks of whoever sees to it that several supervisors do not run the same candidate.
+"""Claims: which supervisor runs which candidate now, in one table of the tuned database.
 
-The ledger only says who runs what now; the tuned database is the only truth about results.
+A supervisor inserts a claim before it runs a candidate, and deletes it after the trial is stored. So whoever gets a
+claim and then finds no stored trial is the only one that runs the candidate. A claim has expired when its owner has
+ended, as far as this kernel can tell, or has sent no heartbeat for `GRACE_S`; anyone may take it over then.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import datetime, timedelta
 
+from sqlalchemy import Connection, Select, delete, func, insert, select, type_coerce, update
+from sqlalchemy.exc import IntegrityError
+
+from tunedcomm.db.records import canonical_json
+from tunedcomm.db.schema import ClaimRow, UtcDateTime
+from tunedcomm.db.store import Database
+from tunedcomm.errors import DatabaseError
 from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.processes import kernel_identity, process_start
 
-__all__ = ["Claim", "Ledger"]
+HEARTBEAT_S = 20.0
+GRACE_S = 90.0
+_CLOSE_S = 5.0
+_log = logging.getLogger("tunedcomm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The right to run a candidate, until it is told or given back.
+    """The right to run a candidate, until it is released.
 
     Attributes:
         problem, candidate: what may be run.
         final: in the finals.
-        key: the ledger's own name for it.
+        key: of its row.
     """
 
     problem: Problem
     candidate: Candidate
     final: bool
-    key: int
+    key: str
 
 
-class Ledger(Protocol):
-    """Shared by the supervisors that write to one database."""
+def owner_id(*, host: str = "", kernel: str = "", pid: int = 0) -> str:
+    """An owner's name in the table: by default this process, and different at every call."""
+    pid = pid or os.getpid()
+    return canonical_json(
+        [host or socket.gethostname(), kernel or kernel_identity(), pid, process_start(pid), uuid.uuid4().hex]
+    )
 
-    def claim(self, problem: Problem, candidate: Candidate, *, final: bool, again: bool = False) -> Claim | None:
-        """Claim a candidate; None if another supervisor runs it now, or has run it: its row is stored then.
 
-        With `again`, that it has been run does not matter.
-        """
+def owner_lives(owner: str) -> bool | None:
+    """True if the owner's process runs, False if it has ended, None if this kernel cannot tell."""
+    _, kernel, pid, start, _ = json.loads(owner)
+    if kernel != kernel_identity():
+        return None
+    return start is not None and process_start(pid) == start
 
-    def tell(self, claim: Claim, latency_us: float | None) -> None:
-        """Report a claim's end, after its row was stored: the latency, or None if it did not get that far."""
+
+class Claims:
+    """This supervisor's view of the claims in a database. Make it after a fork, not before.
+
+    Args:
+        database: writable.
+        environment: digest of the environment in which trials run.
+        source_digest: an op's name to a digest of the sources of its variants.
+        owner: this supervisor, see `owner_id`.
+        heartbeat_s: between two heartbeats, sent from a thread.
+        grace_s: an owner that this kernel cannot see is dead after so long without a heartbeat.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        environment: str,
+        source_digest: Callable[[str], str],
+        *,
+        owner: str = "",
+        heartbeat_s: float = HEARTBEAT_S,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._database, self._environment, self._source_digest = database, environment, source_digest
+        self.owner = owner or owner_id()
+        self._heartbeat_s, self._grace_s = heartbeat_s, grace_s
+        self._searches: dict[tuple[Problem, bool], str] = {}
+        # When each heartbeat was first seen to be too old. A clock that jumps, or a server that was away, makes living
+        # owners look dead until they send the next one.
+        self._suspects: dict[tuple[str, datetime], float] = {}
+        self._beaten = _uptime_s()
+        self._is_late = False
+        self._closing = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="tunedcomm-heartbeat", daemon=True)
+        self._heart.start()
+
+    def acquire(self, problem: Problem, candidate: Candidate, *, final: bool) -> Claim | None:
+        """Claim a candidate; None while another supervisor has it. Look for its stored trial after that."""
+        search = self._search(problem, final)
+        text = canonical_json([candidate.variant, candidate.config_dict])
+        key = _digest([search, text])
+
+        def attempt(connection: Connection) -> bool:
+            now = _now(connection)
+            mine = {"owner": self.owner, "heartbeat_at": now}
+            held = connection.execute(_held().where(ClaimRow.key == key)).one_or_none()
+            if held is None:
+                try:
+                    with connection.begin_nested():
+                        connection.execute(insert(ClaimRow).values(key=key, search=search, candidate=text, **mine))
+                except IntegrityError:
+                    return False
+                return True
+            if held.owner == self.owner or not self._has_expired(held.owner, held.heartbeat_at, now):
+                return bool(held.owner == self.owner)
+            same = (ClaimRow.key == key, ClaimRow.owner == held.owner, ClaimRow.heartbeat_at == held.heartbeat_at)
+            return connection.execute(update(ClaimRow).where(*same).values(**mine)).rowcount == 1
+
+        if not self._database.change(attempt):
+            return None
+        return Claim(problem=problem, candidate=candidate, final=final, key=key)
 
     def holds(self, claim: Claim) -> bool:
-        """False if others took this supervisor for dead meanwhile, and may have run the candidate themselves."""
+        """False if another supervisor has taken the claim over; ask before storing its trial."""
+        if not self._is_late and _uptime_s() - self._beaten < self._grace_s:
+            return True
+        query = select(ClaimRow.key).where(ClaimRow.key == claim.key, ClaimRow.owner == self.owner)
+        return self._database.ask(lambda connection: connection.execute(query).one_or_none()) is not None
 
-    def give_back(self, claim: Claim) -> None:
-        """End a claim whose candidate was not run after all."""
+    def release(self, claims: Iterable[Claim]) -> None:
+        """End claims: their trials are stored, or were not run after all. Ignores those that were taken over."""
+        if keys := [claim.key for claim in claims]:
+            ended = delete(ClaimRow).where(ClaimRow.key.in_(keys), ClaimRow.owner == self.owner)
+            self._database.change(lambda connection: connection.execute(ended))
 
     def in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
-        """What other live supervisors run of this problem."""
+        """Candidates of a problem that other live supervisors run."""
+        query = _held().where(ClaimRow.search == self._search(problem, final), ClaimRow.owner != self.owner)
+        rows, now = self._database.ask(lambda connection: (connection.execute(query).all(), _now(connection)))
+        live = [row for row in rows if not self._has_expired(row.owner, row.heartbeat_at, now)]
+        return frozenset(Candidate.of(problem.op, *json.loads(row.candidate)) for row in live)
 
     def close(self) -> None:
-        """Give every claim back and stop."""
+        """Release every claim and stop."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._heart.join(_CLOSE_S)
+        with contextlib.suppress(DatabaseError):  # they expire
+            self._database.change(lambda c: c.execute(delete(ClaimRow).where(ClaimRow.owner == self.owner)))
+
+    def _search(self, problem: Problem, final: bool) -> str:
+        if (problem, final) not in self._searches:
+            sources = self._source_digest(problem.op)
+            self._searches[problem, final] = _digest([problem.digest, self._environment, sources, final])
+        return self._searches[problem, final]
+
+    def _has_expired(self, owner: str, heartbeat_at: datetime, now: datetime) -> bool:
+        lives = owner_lives(owner)
+        if lives is not None:
+            return not lives
+        if now - heartbeat_at < timedelta(seconds=self._grace_s):
+            return False
+        seen = self._suspects.setdefault((owner, heartbeat_at), time.monotonic())
+        return time.monotonic() - seen >= 2 * self._heartbeat_s
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._heartbeat_s):
+            begin = _uptime_s()
+            try:
+                self._database.change(self._send_heartbeat)
+            except DatabaseError as error:  # the main thread meets and reports it too
+                _log.debug("no heartbeat: %s", error)
+                continue
+            # Others may have taken claims over meanwhile: from now on `holds` asks.
+            self._is_late = self._is_late or begin - self._beaten >= self._grace_s
+            self._beaten = begin
+
+    def _send_heartbeat(self, connection: Connection) -> None:
+        now = _now(connection)
+        connection.execute(update(ClaimRow).where(ClaimRow.owner == self.owner).values(heartbeat_at=now))
+
+
+def _held() -> Select[str, str, datetime]:
+    return select(ClaimRow.candidate, ClaimRow.owner, ClaimRow.heartbeat_at)
+
+
+def _now(connection: Connection) -> datetime:
+    """The time by the database's clock."""
+    return connection.execute(select(type_coerce(func.now(), UtcDateTime))).scalar_one()
+
+
+def _digest(values: list[object]) -> str:
+    return hashlib.sha256(canonical_json(values).encode()).hexdigest()[:32]
+
+
+def _uptime_s() -> float:
+    """Seconds that also pass while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

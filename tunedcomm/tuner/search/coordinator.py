@@ -20,7 +20,7 @@ from tunedcomm.tuner.finals import Finals
 from tunedcomm.tuner.job import FAILED, Settings, StoredTrial
 from tunedcomm.tuner.one_environment import other_environment
 from tunedcomm.tuner.problem_search import ProblemSearch
-from tunedcomm.tuner.search.claims import Claim, Ledger
+from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.knowledge import Knowledge
 from tunedcomm.tuner.search.study import default_candidates, families, infeasible_variants
 
@@ -40,13 +40,13 @@ class Coordinator:
         source_hash: (op, variant) to the hash of its kernels.
         on_row: called with every trial that ended, as soon as it did.
         stored, environments: what was known before, oldest first, and digest to environment of it.
-        ledger: shared with other supervisors; None if there are none.
-        news: trials of a problem that other supervisors have stored since the last call; asked where there is a ledger.
+        claims: shared with other supervisors; None if there are none.
+        news: trials of a problem that other supervisors have stored since the last call; asked where there are claims.
         clock, seconds_left: seconds, and how many the budget has left; None is no bound.
 
     Attributes:
         environment, limits: of the gangs; None until the first is ready.
-        ledger: may be set until the first command is asked for, by when the environment is known.
+        claims: may be set until the first command is asked for, by when the environment is known.
         searched: problems whose search is over, in that order.
     """
 
@@ -60,7 +60,7 @@ class Coordinator:
         stored: Iterable[StoredTrial] = (),
         environments: Mapping[str, Environment] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        ledger: Ledger | None = None,
+        claims: Claims | None = None,
         news: Callable[[Problem], Iterable[StoredTrial]] = lambda problem: (),
         seconds_left: float | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Coordinator:
         self.searched: list[Problem] = []
         self._settings, self._source_hash, self._on_row = settings, source_hash, on_row
         self._stored, self._environments = tuple(stored), environments or {}
-        self._clock, self.ledger, self._news = clock, ledger, news
+        self._clock, self.claims, self._news = clock, claims, news
         self._budget = Budget(clock, seconds_left)
         self._families = families(problems)
         self._searches: dict[Problem, ProblemSearch | None] = {p: None for family in self._families for p in family}
@@ -80,7 +80,7 @@ class Coordinator:
         self._running: dict[int, Assignment] = {}
         self._blocked, self._too_large = set[Problem](), set[Problem]()  # others' searches that finals wait for
         self._lost, self._killed = Counter[str](), Counter[tuple[Problem, Candidate]]()
-        self._untold: list[tuple[Claim, float | None]] = []
+        self._finished: list[Claim] = []  # their trials are not in the database yet
 
     # What gangs say
 
@@ -127,10 +127,11 @@ class Coordinator:
             self._skip(running, outcome.reason)
             return None
         if self._was_taken_over(running):
+            self._give_back(running)  # the other supervisor stores its row
             return None
         row = self._store(running.problem, running.candidate, outcome, final=running.command.final)
         if running.claim is not None:
-            self._untold.append((running.claim, outcome.latency_us))
+            self._finished.append(running.claim)
         if not running.command.final:
             self._search(running.problem).tell(running.candidate, outcome.latency_us)
         if outcome.status in LOST:
@@ -169,11 +170,10 @@ class Coordinator:
         return row
 
     def rows_stored(self) -> None:
-        """Take in that every row so far is in the database: the ledger may know now."""
-        told, self._untold = self._untold, []
-        for claim, latency_us in told:
-            assert self.ledger is not None
-            self.ledger.tell(claim, latency_us)
+        """Release the claims of all rows so far, which are in the database now."""
+        if self.claims is not None:
+            self.claims.release(self._finished)
+        self._finished = []
 
     # What others want to know
 
@@ -237,7 +237,7 @@ class Coordinator:
                 self._known_limits,
                 searched=self.searched,
                 dropped=self.dropped,
-                shared=self.ledger is not None,
+                shared=self.claims is not None,
             )
         return search
 
@@ -245,12 +245,12 @@ class Coordinator:
         search = self._search(problem)
         if self._at.get(gang) != (problem, False):
             self._grant_time(search)
-        if self.ledger is not None:
+        if self.claims is not None:
             search.recheck(self._in_flight(problem, final=False))
-        claims: list[Claim] = []
-        candidate = search.ask(self._clock(), partial(self._claim, problem, claims, final=False))
+        taken: list[Claim] = []
+        candidate = search.ask(self._clock(), partial(self._claim, problem, taken, final=False))
         if candidate is not None:
-            return self._assign(gang, problem, candidate, claims, final=False)
+            return self._assign(gang, problem, candidate, taken, final=False)
         if not search.is_out and not search.over:
             search.over = True
             self.searched.append(problem)
@@ -279,13 +279,11 @@ class Coordinator:
             finals.recheck(problem, self._in_flight(problem, final=True))
         own = next((problem for problem, final in [self._at.get(gang, (None, False))] if final), None)
         others = {problem for other, (problem, final) in self._at.items() if other != gang and final}
-        claims: list[Claim] = []
-        found = finals.ask(own, others, self.dropped, lambda p, c: self._claim(p, claims, c, final=True))
-        return None if found is None else self._assign(gang, *found, claims, final=True)
+        taken: list[Claim] = []
+        found = finals.ask(own, others, self.dropped, lambda p, c: self._claim(p, taken, c, final=True))
+        return None if found is None else self._assign(gang, *found, taken, final=True)
 
-    def _assign(
-        self, gang: int, problem: Problem, candidate: Candidate, claims: list[Claim], *, final: bool
-    ) -> Command:
+    def _assign(self, gang: int, problem: Problem, candidate: Candidate, taken: list[Claim], *, final: bool) -> Command:
         library = self._libraries.get(problem)
         if library is None:
             library = self._libraries[problem] = default_candidates(problem, self._known_limits)[0]
@@ -299,7 +297,7 @@ class Coordinator:
             full_check=not self._knowledge.checked(problem, candidate),
             final=final,
         )
-        self._running[gang] = Assignment(command, problem, candidate, claims[0] if claims else None)
+        self._running[gang] = Assignment(command, problem, candidate, taken[0] if taken else None)
         self._at[gang] = (problem, final)
         return command
 
@@ -307,30 +305,26 @@ class Coordinator:
 
     def _in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
         """What other supervisors run of a problem; what they had stored by then is known."""
-        if self.ledger is None:
+        if self.claims is None:
             return frozenset()
-        running = self.ledger.in_flight(problem, final=final)  # first: a row is stored before its claim ends
+        running = self.claims.in_flight(problem, final=final)  # first: a row is stored before its claim ends
         self._refresh(problem)
         return running
 
-    def _claim(self, problem: Problem, claims: list[Claim], candidate: Candidate, *, final: bool) -> bool:
+    def _claim(self, problem: Problem, taken: list[Claim], candidate: Candidate, *, final: bool) -> bool:
         """Claim a candidate; False if another supervisor runs it, or has run it, which is known then."""
-        if self.ledger is None:
+        if self.claims is None:
             return True
-        claim = self.ledger.claim(problem, candidate, final=final, again=self._settings.retry)
+        claim = self.claims.acquire(problem, candidate, final=final)
+        # A row is stored before its claim ends, so this look sees whatever was run before this claim was made.
+        self._refresh(problem)
         if claim is None:
-            running = candidate in self._in_flight(problem, final=final)
-            if running or self._knowledge.measured(problem, candidate, final=final):
-                return False
-            claim = self.ledger.claim(problem, candidate, final=final, again=True)
-        # A row is stored before its claim ends, so that one look now sees what was run before this claim was made.
-        if claim is not None and self._settings.retry:
-            self._refresh(problem)
-            if self._knowledge.measured(problem, candidate, final=final):
-                self.ledger.give_back(claim)
-                return False
-        claims += [claim] if claim is not None else []
-        return claim is not None
+            return False
+        if self._knowledge.measured(problem, candidate, final=final):
+            self.claims.release([claim])
+            return False
+        taken.append(claim)
+        return True
 
     def _refresh(self, problem: Problem) -> None:
         """Take in what other supervisors have stored of a problem."""
@@ -343,11 +337,11 @@ class Coordinator:
                 search.tell(trial.candidate, trial.latency_us if trial.status not in FAILED else None)
 
     def _was_taken_over(self, running: Assignment) -> bool:
-        """True if we were taken for dead, and what we ran was run by another supervisor."""
-        if self.ledger is None or running.claim is None or self.ledger.holds(running.claim):
+        """True if another supervisor took this one for dead, and runs or has run what this one ran."""
+        if self.claims is None or running.claim is None or self.claims.holds(running.claim):
             return False
         self._refresh(running.problem)
-        return self._knowledge.measured(running.problem, running.candidate, final=running.command.final)
+        return True
 
     def _is_elsewhere(self) -> bool:
         """True if other supervisors run something that is to be waited for."""
@@ -356,8 +350,8 @@ class Coordinator:
 
     def _give_back(self, running: Assignment) -> None:
         if running.claim is not None:
-            assert self.ledger is not None
-            self.ledger.give_back(running.claim)
+            assert self.claims is not None
+            self.claims.release([running.claim])
         if running.command.final:
             family = next(family for family in self._families if running.problem in family)
             self._finals[family[0]].give_back(running.problem, running.candidate)
@@ -392,8 +386,8 @@ class Coordinator:
     def _note_infeasible(self, problem: Problem) -> None:
         """One row for each variant that has no feasible config at all, so that `explain` can say why."""
         for candidate, reason in infeasible_variants(problem, self._known_limits, self._settings.policy):
-            claims: list[Claim] = []
+            taken: list[Claim] = []
             known = self._knowledge.status(problem, candidate) is not None
-            if not known and self._claim(problem, claims, candidate, final=False):
+            if not known and self._claim(problem, taken, candidate, final=False):
                 self._store(problem, candidate, Outcome(status="infeasible", reason=reason), final=False)
-                self._untold += [(claim, None) for claim in claims]
+                self._finished += taken

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
+import queue
 import random
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from sqlalchemy import make_url
 
+from tunedcomm.db.home import data_directory
+from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.store import Database
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
 from tunedcomm.tuner.job import Settings
 
-__all__ = [
-    "Search",
-    "default_candidates",
-    "families",
-    "infeasible_variants",
-    "interleave",
-    "search_space",
-    "stray_defaults",
-]
-
 # Candidates drawn at random before the model is trusted; seeds and stored trials count.
 _STARTUP_TRIALS = 16
 # Draws before a candidate is taken at random: only where a draw's variant has nothing left.
 _MAX_DRAWS = 4
+_MIRROR_CLOSE_S = 30.0
+_log = logging.getLogger("tunedcomm")
 
 
 def families(problems: Iterable[Problem]) -> list[list[Problem]]:
@@ -210,23 +213,8 @@ class Search:
     def _flush(self, study: optuna.Study) -> None:
         for candidate, latency_us in self._history:
             if candidate.variant in self._spaces:
-                study.add_trial(self._frozen(candidate, latency_us))
+                study.add_trial(_optuna_trial(candidate, self._spaces, latency_us))
         self._history.clear()
-
-    def _frozen(self, candidate: Candidate, latency_us: float | None) -> optuna.trial.FrozenTrial:
-        space = self._spaces[candidate.variant]
-        params = {"variant": candidate.variant}
-        distributions: dict[str, optuna.distributions.BaseDistribution] = {
-            "variant": optuna.distributions.CategoricalDistribution(sorted(self._spaces))
-        }
-        for name, axis in space.axes:
-            key = f"{candidate.variant}.{name}"
-            params[key] = candidate.config_dict[name]  # type: ignore[assignment]
-            distributions[key] = optuna.distributions.CategoricalDistribution(list(axis.values()))
-        # A failed candidate is told as pruned: to TPE it is worse than everything that ran.
-        ran = latency_us is not None
-        state = optuna.trial.TrialState.COMPLETE if ran else optuna.trial.TrialState.PRUNED
-        return optuna.trial.create_trial(params=params, distributions=distributions, value=latency_us, state=state)
 
     def _sampler(self) -> optuna.Study:
         if self._study is None:
@@ -269,3 +257,73 @@ def _distance(space: Space, one: Candidate, other: Candidate) -> int:
     """Steps along the axes from one config to another."""
     a, b = one.config_dict, other.config_dict
     return sum(abs(axis.values().index(a[name]) - axis.values().index(b[name])) for name, axis in space.axes)
+
+
+def _optuna_trial(
+    candidate: Candidate, spaces: Mapping[str, Space], latency_us: float | None, **attributes: str
+) -> optuna.trial.FrozenTrial:
+    """A finished trial; a failed one counts as pruned, which to TPE is worse than everything that ran."""
+    params: dict[str, Any] = {"variant": candidate.variant}
+    distributions: dict[str, optuna.distributions.BaseDistribution] = {
+        "variant": optuna.distributions.CategoricalDistribution(sorted(spaces))
+    }
+    for name, axis in spaces[candidate.variant].axes:
+        params[f"{candidate.variant}.{name}"] = candidate.config_dict[name]
+        distributions[f"{candidate.variant}.{name}"] = optuna.distributions.CategoricalDistribution(list(axis.values()))
+    state = optuna.trial.TrialState.PRUNED if latency_us is None else optuna.trial.TrialState.COMPLETE
+    return optuna.trial.create_trial(
+        params=params, distributions=distributions, value=latency_us, state=state, user_attrs=attributes
+    )
+
+
+def journal_path(database: Database) -> Path:
+    """The Optuna journal of a database: beside a file, and for a server in the data directory of this host."""
+    path = database.path or data_directory() / (make_url(database.target).database or "tuned")
+    return path.with_name(path.name + ".studies.journal")
+
+
+class StudyMirror:
+    """Copies stored trials to an Optuna journal, where optuna-dashboard shows them; nothing reads them back.
+
+    A thread writes them: the journal waits for the disk at every trial.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._trials: queue.SimpleQueue[TrialRecord | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="tunedcomm-studies", daemon=True)
+        self._thread.start()
+
+    def add(self, trials: Iterable[TrialRecord]) -> None:
+        """Copy stored trials soon."""
+        for trial in trials:
+            self._trials.put(trial)
+
+    def close(self) -> None:
+        """Wait for the last copy, but not for ever."""
+        self._trials.put(None)
+        self._thread.join(_MIRROR_CLOSE_S)
+
+    def _run(self) -> None:
+        studies: dict[str, optuna.Study] = {}
+        storage = None
+        while (trial := self._trials.get()) is not None:
+            name = f"{str(trial.problem)[:400]} [{trial.environment.digest[:12]}]{' final' if trial.final else ''}"
+            try:
+                storage = storage or _open_journal(self._path)
+                if name not in studies:
+                    studies[name] = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+                spaces = {variant.name: variant.space for variant in variants(trial.problem.op).values()}
+                ran = trial.latency_p50_us if trial.status == "ok" else None
+                studies[name].add_trial(
+                    _optuna_trial(trial.candidate, spaces, ran, status=trial.status, reason=trial.reason)
+                )
+            except Exception as error:  # noqa: BLE001 - whatever Optuna raises: a sweep needs no journal
+                _log.warning("Optuna's dashboard sees no more trials: %s cannot be written (%s)", self._path, error)
+                return
+
+
+def _open_journal(path: Path) -> JournalStorage:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return JournalStorage(JournalFileBackend(str(path)))

@@ -14,19 +14,18 @@ from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord, canonical_json
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
-from tunedcomm.settings import db_patience_s
 from tunedcomm.spec import Problem, get_variant, variants
 from tunedcomm.tuner.commands import Outcome, Row
 from tunedcomm.tuner.compile_ahead import compile_ahead
 from tunedcomm.tuner.fates import num_failed, variant_fates
 from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
 from tunedcomm.tuner.job import Settings, StoredTrial
-from tunedcomm.tuner.ledger import open_ledger
 from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.outcome import GangProgress, ProblemResult, Progress, SweepOutcome, summarise_problem
 from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
-from tunedcomm.tuner.search.claims import Ledger
+from tunedcomm.tuner.search.claims import Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.study import StudyMirror, journal_path
 from tunedcomm.tuner.tally import Tally
 
 __all__ = ["GangProgress", "ProblemResult", "Progress", "SweepOutcome", "SweepSpec", "resolve", "sweep"]
@@ -87,7 +86,8 @@ class _Sweep:
         self._pending: list[TrialRecord] = []
         self._told_s = -_PROGRESS_S
         self._ahead: Iterator[int] | None = None
-        self._ledger: Ledger | None = None
+        self._claims: Claims | None = None
+        self._mirror = StudyMirror(journal_path(database))
         self._seen = {problem: {r.id or 0 for r in found} for problem, found in self._records.items()}
         self._compiled_ahead = 0
         self._coordinator = Coordinator(
@@ -124,8 +124,9 @@ class _Sweep:
         try:
             self._flush()
         finally:
-            if self._ledger is not None:
-                self._ledger.close()
+            if self._claims is not None:
+                self._claims.close()
+            self._mirror.close()
         self._database.finish_run(self._run_id)
 
     def run(self) -> SweepOutcome:
@@ -162,10 +163,8 @@ class _Sweep:
         """The first gang that is ready says in what environment trials run, and for what machine to compile."""
         del slot
         here, limits = self._coordinator.environment, self._coordinator.limits
-        if self._ledger is None and here is not None:
-            self._ledger = self._coordinator.ledger = open_ledger(
-                self._database.target, here.digest, _source_digest, patience_s=db_patience_s()
-            )
+        if self._claims is None and here is not None:
+            self._claims = self._coordinator.claims = Claims(self._database, here.digest, _source_digest)
         if self._pool is None or self._ahead is not None or here is None or limits is None:
             return
         self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
@@ -197,8 +196,9 @@ class _Sweep:
     def _flush(self) -> None:
         if self._pending:
             self._database.record(self._pending)
-            self._pending = []
             self._coordinator.rows_stored()
+            self._mirror.add(self._pending)
+            self._pending = []
 
     def _news(self, problem: Problem) -> list[StoredTrial]:
         """What other supervisors have stored of a problem since the last call."""
