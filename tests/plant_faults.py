@@ -28,7 +28,7 @@ AREAS = {
     "dispatch": [
         "multirank/test_dispatch*.py", "multirank/test_agreement.py", "multirank/test_nan_check.py",
         "multirank/test_miss_counts.py", "multirank/test_communicator.py", "multirank/test_pins.py",
-        "multirank/test_lost_peer.py", "unit/test_miss*.py",
+        "multirank/test_lost_peer.py", "multirank/test_bad_input.py", "unit/test_miss*.py",
     ],
     "db": ["unit/test_db_*.py", "unit/test_manifest*.py", "unit/test_transfer*.py"],
     "tuner": ["unit/test_tuner_*.py", "multirank/test_tuner_faults.py", "multirank/test_verify.py"],
@@ -276,7 +276,7 @@ def score(tree: Path, found: Fault, timeout_s: float) -> tuple[str, str, float]:
             return "gone", "", 0.0
         files = sorted({str(path) for pattern in AREAS[found.area] for path in (copy / "tests").glob(pattern)})
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files]
-        environment = os.environ | {"PYTHONPATH": str(copy), "TUNEDCOMM_DB": str(Path(folder) / "none.db")}
+        environment = os.environ | {"PYTHONPATH": str(copy)}
         try:
             done = subprocess.run(
                 command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
