@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import importlib
 import inspect
 import types
 import typing
@@ -30,15 +28,15 @@ This page is written by `python docs/generate_cli.py`.
 """
 
 
-def verbs(command: Any, name: str = "tunedcomm", prefix: str = "") -> Iterator[tuple[str, Callable[..., None]]]:
+def verbs(command: Any, name: str = "tunedcomm") -> Iterator[tuple[str, Callable[..., None]]]:
     """Every verb's full name and its function."""
     context = typer.Context(command, info_name=name)
     for verb in command.list_commands(context):
         found = command.get_command(context, verb)
         if hasattr(found, "list_commands"):
-            yield from verbs(found, f"{name} {verb}", f"{verb}_")
+            yield from verbs(found, f"{name} {verb}")
         else:
-            yield f"{name} {verb}", getattr(importlib.import_module(f"tunedcomm.cli.{prefix}{verb}"), prefix + verb)
+            yield f"{name} {verb}", found.callback
 
 
 def option(name: str, annotation: Any, default: object) -> str:
@@ -55,12 +53,11 @@ def option(name: str, annotation: Any, default: object) -> str:
         # In an annotation the first name stands where a default would.
         given = [info.default] if isinstance(info.default, str) else []
         names = ", ".join([*given, *(info.param_decls or ())] or [f"--{name.replace('_', '-')}"]).replace("/", ", ")
-    if isinstance(base, type) and issubclass(base, enum.Enum):
-        value = ", ".join(f"`{choice.value}`" for choice in base)
+    if typing.get_origin(base) is typing.Literal:
+        value = ", ".join(f"`{choice}`" for choice in typing.get_args(base))
     else:
         value = {bool: "", str: "text", int: "whole number", float: "number", Path: "path"}[base]
     value += ", several" if several else ""
-    default = default.value if isinstance(default, enum.Enum) else default
     is_required = default is inspect.Parameter.empty
     shown = "required" if is_required else "" if default in (None, False, "") else f"`{default}`"
     return f"| {', '.join(f'`{part}`' for part in names.split(', '))} | {value} | {shown} | {cell(info.help or '')} |"

@@ -242,7 +242,7 @@ def test_doctor_has_one_line_for_a_package_that_brings_nothing(tmp_path: Path) -
     install(tmp_path / "other", "of-no-op", "broken", text, value)
     install(tmp_path / "other", "registers-nothing", "empty", "", "empty")
     code = (
-        "from tunedcomm.cli._checks import check_packages\n"
+        "from tunedcomm.cli.doctor import check_packages\n"
         "for check in check_packages(): print(check.level, check.detail)"
     )
     done = subprocess.run(

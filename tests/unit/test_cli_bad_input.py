@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tunedcomm.cli import _gang, main, tune
+from tunedcomm.cli import main, options, tune
 from tunedcomm.db import engine, store
 from tunedcomm.db.store import Database
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
@@ -19,8 +19,7 @@ from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec
 
 @pytest.fixture(autouse=True)
 def _no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_gang, tune):
-        monkeypatch.setattr(module, "num_gpus", lambda: 0)
+    monkeypatch.setattr(options, "num_gpus", lambda: 0)
 
 
 def refuse(spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None) -> SweepOutcome:
@@ -98,7 +97,7 @@ def test_tune_says_what_is_wrong(
 
 @pytest.mark.parametrize("verb", ["tune", "bench", "demo"])
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    monkeypatch.setattr(_gang, "num_gpus", lambda: 4)
+    monkeypatch.setattr(options, "num_gpus", lambda: 4)
     monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", refuse)
     op = "" if verb == "demo" else "--op all_reduce"
     assert "8 ranks need 8 GPUs, this machine has 4" in refused(f"{verb} {op} --world-size 8", capsys)

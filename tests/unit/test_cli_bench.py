@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tunedcomm.bench import csv as bench_csv
 from tunedcomm.bench import runner
-from tunedcomm.cli import _gang, bench, main
+from tunedcomm.cli import main, options
 
 
 def row(contender: str, latency_us: float) -> dict[str, Any]:
@@ -63,8 +63,7 @@ class Gang:
 
 def start(gang: Gang, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Any:
     monkeypatch.setattr(runner, "run_module", gang)
-    monkeypatch.setattr(bench, "num_gpus", lambda: gpus)
-    monkeypatch.setattr(_gang, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(options, "num_gpus", lambda: gpus)
     return CliRunner().invoke(main.app, ["bench", "--op", "all_reduce", *arguments])
 
 
@@ -223,9 +222,9 @@ def test_failed_ranks_are_exit_code_1(monkeypatch: pytest.MonkeyPatch, gang: Gan
 
 def test_more_ranks_than_gpus_is_bad_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(Gang([]), monkeypatch, "--world-size", "8", gpus=4).exit_code == 2
-    monkeypatch.setattr(_gang, "num_gpus", lambda: 4)
+    monkeypatch.setattr(options, "num_gpus", lambda: 4)
     with pytest.raises(typer.BadParameter, match="8 ranks need 8 GPUs, this machine has 4"):
-        _gang.local_ranks(8)
+        options.local_ranks(8)
 
 
 @pytest.mark.slow

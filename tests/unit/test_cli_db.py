@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tunedcomm.cli import main
-from tunedcomm.cli._fates import show_command
-from tunedcomm.cli._stored import winner
+from tunedcomm.cli.stored import winner
+from tunedcomm.cli.tune import show_command
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 from verify_samples import SIZES, Change, at_ratio, run, tuned, tuned_copy
 
-from tunedcomm.cli import db_verify, main
+from tunedcomm.cli import main, options, verify
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate
@@ -47,8 +47,7 @@ class Verify:
 
 def start(stand_in: Verify, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     monkeypatch.setattr("tunedcomm.tuner.verify.verify", stand_in)
-    monkeypatch.setattr(db_verify, "num_gpus", lambda: 4)
-    monkeypatch.setattr(db_verify, "swept_ranks", lambda ranks, backend: ranks or 4)
+    monkeypatch.setattr(options, "num_gpus", lambda: 4)
     return CliRunner().invoke(main.app, ["db", "verify", *arguments])
 
 
@@ -99,12 +98,11 @@ def test_bad_tolerance(text: str, monkeypatch: pytest.MonkeyPatch, path: Path, t
 
 def test_shares() -> None:
     shares = {"10%": 0.1, "0.25": 0.25, "7.5 %": 0.075, "0": 0.0}
-    assert {text: db_verify.parse_share(text) for text in shares} == pytest.approx(shares)
+    assert {text: verify.parse_share(text) for text in shares} == pytest.approx(shares)
 
 
 def test_missing_database_is_bad_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(db_verify, "num_gpus", lambda: 4)
-    monkeypatch.setattr(db_verify, "swept_ranks", lambda ranks, backend: 4)
+    monkeypatch.setattr(options, "num_gpus", lambda: 4)
     with pytest.raises(SystemExit) as caught:
         main.run(["db", "verify", "--db", str(tmp_path / "none.db")])
     assert caught.value.code == 2

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tunedcomm.cli import _checks, _db_checks, main
-from tunedcomm.cli._checks import Check
+from tunedcomm.cli import doctor, main
+from tunedcomm.cli.output import Line
 from tunedcomm.db.netfs import own_file
 from tunedcomm.kernels import plugins
 
 
-def by_name(checks: list[Check], name: str) -> Check:
+def by_name(checks: list[Line], name: str) -> Line:
     return next(check for check in checks if check.name == name)
 
 
 def test_every_line_is_complete() -> None:
-    checks = _checks.run_checks()
+    checks = doctor.run_checks()
     assert {"python", "torch", "triton", "gpus", "host backend", "shared memory", "user database"} <= {
         check.name for check in checks
     }
@@ -30,17 +30,17 @@ def test_every_line_is_complete() -> None:
 
 def test_network_file_system_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")
-    check = by_name([c for c in _db_checks.check_databases() if c.level == "warn"], "user database")
+    check = by_name([c for c in doctor.check_databases() if c.level == "warn"], "user database")
     assert "per-host" in check.detail
     assert own_file(tmp_path / "user.db").name in check.detail
     assert f"tunedcomm db merge {tmp_path} --into FILE" in check.fix
     assert "PostgreSQL" in check.fix
     monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "no")
-    assert all(c.level == "ok" for c in _db_checks.check_databases())
+    assert all(c.level == "ok" for c in doctor.check_databases())
 
 
 def test_missing_user_database_is_no_fault() -> None:
-    check = by_name(list(_db_checks.check_databases()), "user database")
+    check = by_name(list(doctor.check_databases()), "user database")
     assert check.level == "ok"
     assert "tunedcomm tune" in check.detail
 
@@ -49,7 +49,7 @@ def test_damaged_database_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     path = tmp_path / "damaged.db"
     path.write_bytes(b"no database at all " * 100)
     monkeypatch.setenv("TUNEDCOMM_DB", str(path))
-    check = by_name(list(_db_checks.check_databases()), "user database")
+    check = by_name(list(doctor.check_databases()), "user database")
     assert check.level == "fail"
     assert str(path) in check.detail
 
@@ -58,11 +58,11 @@ def test_a_site_database_that_is_not_there_is_to_be_made_or_named_right(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", str(tmp_path / "gone.db"))
-    check = by_name(list(_db_checks.check_databases()), "site database")
+    check = by_name(list(doctor.check_databases()), "site database")
     assert check.level == "fail"
     assert "make it or correct TUNEDCOMM_DB_PATH" in check.fix
     (tmp_path / "gone.db").write_text("not a database, but there")
-    check = by_name(list(_db_checks.check_databases()), "site database")
+    check = by_name(list(doctor.check_databases()), "site database")
     assert "repair, upgrade or remove it" in check.fix
 
 
@@ -70,13 +70,13 @@ def test_packages_with_variants_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(plugins, "brought", {"nice": ["all_reduce.gather_sum", "all_reduce.swap"]})
     monkeypatch.setattr(plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
-    (good, bad) = _checks.check_packages()
+    (good, bad) = doctor.check_packages()
     assert (good.level, good.detail) == ("ok", "nice brings all_reduce.gather_sum, all_reduce.swap")
     assert good.name == bad.name == "variants"
     assert (bad.level, "broken brings no variants" in bad.detail) == ("warn", True)
     monkeypatch.setattr(plugins, "brought", {})
     monkeypatch.setattr(plugins, "failed", {})
-    (none,) = _checks.check_packages()
+    (none,) = doctor.check_packages()
     assert none.level == "ok"
 
 
@@ -84,7 +84,7 @@ def test_a_package_that_brings_nothing_is_told_what_to_do(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(plugins, "brought", {"empty": [], "broken": []})
     monkeypatch.setattr(plugins, "failed", {"broken": "its entry point x = y failed: ImportError: z"})
-    (empty, broken) = _checks.check_packages()
+    (empty, broken) = doctor.check_packages()
     assert (empty.level, empty.detail) == ("warn", "empty brings nothing: its import registers no variant")
     assert "call register_variant" in empty.fix
     assert broken.detail.startswith("broken brings no variants: "), "one line, not two that contradict each other"
@@ -114,7 +114,7 @@ def test_an_entry_point_in_a_group_that_means_nothing(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(plugins, "brought", {})
     monkeypatch.setattr(plugins, "failed", {})
-    (check,) = _checks.check_packages()
+    (check,) = doctor.check_packages()
     assert check.level == ("warn" if is_meant else "ok")
     if is_meant:
         assert f"nice-variants has an entry point in the group {group!r}" in check.detail
@@ -126,7 +126,7 @@ def test_settings_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_PEER_TIMEOUT_S", "soon")
     monkeypatch.setenv("TUNEDCOMM_TIMEOUT", "3")
     monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "three_shot")
-    found = list(_checks.check_variables())
+    found = list(doctor.check_variables())
     failed = " ".join(check.detail for check in found if check.level == "fail")
     warned = " ".join(check.detail for check in found if check.level == "warn")
     assert "TUNEDCOMM_PEER_TIMEOUT_S='soon'" in failed
@@ -138,23 +138,23 @@ def test_settings_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     ("version", "level"), [(None, "fail"), ("2.8.1", "fail"), ("2.9.0", "ok"), ("2.13.0+cpu", "ok"), ("2.10.0a1", "ok")]
 )
 def test_old_and_missing_packages_fail(monkeypatch: pytest.MonkeyPatch, version: str | None, level: str) -> None:
-    monkeypatch.setattr(_checks, "_version", lambda package: version)
-    assert by_name(list(_checks.check_versions()), "torch").level == level
+    monkeypatch.setattr(doctor, "_version", lambda package: version)
+    assert by_name(list(doctor.check_versions()), "torch").level == level
 
 
 def test_triton_too_old_for_the_host_backend_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks, "_version", lambda package: "3.6.0")
-    check = by_name(list(_checks.check_symmetric_memory()), "host backend")
+    monkeypatch.setattr(doctor, "_version", lambda package: "3.6.0")
+    check = by_name(list(doctor.check_symmetric_memory()), "host backend")
     assert check.level == "warn"
     assert "triton>=3.9" in check.fix
 
 
 def test_a_check_that_raises_is_a_line() -> None:
-    def check_nothing() -> Iterator[Check]:
+    def check_nothing() -> Iterator[Line]:
         raise OSError("no such device")
         yield
 
-    found = _checks.run_checks((check_nothing, _checks.check_versions))
+    found = doctor.run_checks((check_nothing, doctor.check_versions))
     assert found[0].level == "fail"
     assert found[0].name == "nothing"
     assert "no such device" in found[0].detail
@@ -162,9 +162,9 @@ def test_a_check_that_raises_is_a_line() -> None:
 
 
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
-def test_exit_code(monkeypatch: pytest.MonkeyPatch, level: _checks.Level, code: int) -> None:
-    def checks(**options: object) -> list[Check]:
-        return [Check("links", level, "found", "" if level == "ok" else "do this")]
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, level: doctor.Level, code: int) -> None:
+    def checks(**options: object) -> list[Line]:
+        return [Line("links", level, "found", "" if level == "ok" else "do this")]
 
     monkeypatch.setattr("tunedcomm.cli.doctor.run_checks", checks)
     plain = CliRunner().invoke(main.app, ["doctor"])

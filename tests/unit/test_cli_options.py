@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import typer
 
-from tunedcomm.cli import _options
-from tunedcomm.cli._output import format_bytes, format_ratio, format_us
+from tunedcomm.cli import options
+from tunedcomm.cli.output import format_bytes, format_ratio, format_us
 from tunedcomm.errors import UnknownNameError
 
 
@@ -13,28 +13,28 @@ from tunedcomm.errors import UnknownNameError
     [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("1h30m", 5400.0), ("0.5h", 1800.0), ("1M", 60.0)],
 )
 def test_budgets(text: str, seconds: float) -> None:
-    assert _options.parse_budget(text) == seconds
+    assert options.parse_budget(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "0m", "-5m", "10m5h", "1d"])
 def test_bad_budget_is_bad_usage(text: str) -> None:
     with pytest.raises(typer.BadParameter) as caught:
-        _options.parse_budget(text)
+        options.parse_budget(text)
     assert repr(text) in str(caught.value)
 
 
-def options(**changes: object) -> _options.ProblemOptions:
+def named(**changes: object) -> options.ProblemOptions:
     values: dict[str, object] = {"op": "all_reduce", "shape": "98304", "dtype": "bfloat16", "world_size": 4, **changes}
-    return _options.ProblemOptions(**values)  # type: ignore[arg-type]
+    return options.ProblemOptions(**values)  # type: ignore[arg-type]
 
 
 def test_options_become_a_problem() -> None:
-    problem = options(mode=_options.CallMode.eager, input_kind=_options.Kind.symmetric, reduction="avg").problem()
+    problem = named(mode="eager", input_kind="symmetric", reduction="avg").problem()
     assert str(problem) == "all_reduce 98304 bfloat16 world_size=4 eager (avg, symmetric)"
 
 
 def test_reduction_defaults_to_the_first_of_the_op() -> None:
-    assert options().problem().reduction == "sum"
+    assert named().problem().reduction == "sum"
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_reduction_defaults_to_the_first_of_the_op() -> None:
 )
 def test_what_does_not_fit_the_op_is_bad_usage(changes: dict[str, object], parts: list[str]) -> None:
     with pytest.raises(typer.BadParameter) as caught:
-        options(**changes).problem()
+        named(**changes).problem()
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_unknown_op_comes_with_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'all_reduce'"):
-        options(op="allreduce").problem()
+        named(op="allreduce").problem()
 
 
 @pytest.mark.parametrize(

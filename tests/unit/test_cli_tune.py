@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tunedcomm.cli import _gang, main, tune
-from tunedcomm.cli._fates import show_command
-from tunedcomm.cli._progress import JsonLines, LiveView, PlainLines, describe
+from tunedcomm.cli import main, options
+from tunedcomm.cli.progress import JsonLines, LiveView, PlainLines, describe
+from tunedcomm.cli.tune import show_command
 from tunedcomm.db.records import Status, TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
@@ -84,8 +84,7 @@ class Sweep:
 
 def start(sweep: Sweep, monkeypatch: pytest.MonkeyPatch, *arguments: str, gpus: int = 0) -> Any:
     monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", sweep)
-    monkeypatch.setattr(_gang, "num_gpus", lambda: gpus)
-    monkeypatch.setattr(tune, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(options, "num_gpus", lambda: gpus)
     return CliRunner().invoke(main.app, ["tune", "--op", "all_reduce", *arguments])
 
 

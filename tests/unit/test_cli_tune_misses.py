@@ -13,7 +13,7 @@ from db_samples import H200, START
 from typer.testing import CliRunner
 
 from tunedcomm import kernels
-from tunedcomm.cli import _gang, _misses, main, tune
+from tunedcomm.cli import main, options, tune
 from tunedcomm.db.miss_log import Miss, append, read
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
@@ -92,8 +92,7 @@ def log(tmp_path: Path) -> Path:
 def sweeps(monkeypatch: pytest.MonkeyPatch) -> Sweeps:
     found = Sweeps()
     monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", found)
-    for module in (_gang, tune, _misses):
-        monkeypatch.setattr(module, "num_gpus", lambda: 0)
+    monkeypatch.setattr(options, "num_gpus", lambda: 0)
     return found
 
 
@@ -183,15 +182,13 @@ def test_other_machines_world_sizes_and_nonsense_are_left_out(sweeps: Sweeps, lo
 
 def test_gpus_are_asked_for_their_own_misses(sweeps: Sweeps, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append(log, [miss(replace(OFTEN, shape=(1026,), mode="graph", world_size=4), 7, H200)])
-    monkeypatch.setattr(_gang, "num_gpus", lambda: 4)
-    monkeypatch.setattr(tune, "num_gpus", lambda: 4)
-    monkeypatch.setattr(_misses, "num_gpus", lambda: 4)
-    monkeypatch.setattr(_misses, "_DETECT", f"print({json.dumps(H200.to_dict())!r})")
+    monkeypatch.setattr(options, "num_gpus", lambda: 4)
+    monkeypatch.setattr(tune, "_DETECT", f"print({json.dumps(H200.to_dict())!r})")
     assert start().exit_code == 0
     assert [p.shape for p in sweeps.specs[0].problems] == [(1026,)]
     start("--backend", "host")
     assert sweeps.specs[1].problems == (OFTEN, RARE)
-    monkeypatch.setattr(_misses, "_DETECT", "raise RuntimeError('no driver')")
+    monkeypatch.setattr(tune, "_DETECT", "raise RuntimeError('no driver')")
     assert "no driver; run `tunedcomm doctor`" in str(start().exception)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tunedcomm.cli import _gang, main, tune
+from tunedcomm.cli import main, options
 from tunedcomm.db.store import Database
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
 from tunedcomm.tuner.models import catalog
@@ -45,8 +45,7 @@ class Sweep:
 def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
     stand_in = Sweep()
     monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", stand_in)
-    for module in (_gang, tune):
-        monkeypatch.setattr(module, "num_gpus", lambda: 4)
+    monkeypatch.setattr(options, "num_gpus", lambda: 4)
     return stand_in
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from db_samples import H200, candidate, problem, trial
 
-from tunedcomm.cli._choice import read_layers
+from tunedcomm.cli.stored import read_layers
 from tunedcomm.db.layers import Layer, is_absent, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (

@@ -13,7 +13,7 @@ import pytest
 from db_samples import H200, OLDER, candidate, decide, problem, trial
 from transfer_samples import SIZES, config, everything, in_words, snapshot_of, store, sweep
 
-from tunedcomm.cli._choice import _stored_reasons
+from tunedcomm.cli.explain import _stored_reasons
 from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quick import QUICK
 
-from tunedcomm.cli._output import emit, note, table
+from tunedcomm.cli.output import emit, note, table
 from tunedcomm.db.layers import Layer, load_snapshot
 
 ROOT = Path(__file__).parents[2]

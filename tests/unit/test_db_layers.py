@@ -13,7 +13,7 @@ import pytest
 from db_samples import H200, problem, trial
 
 from tunedcomm.cli import main
-from tunedcomm.cli._choice import read_layers
+from tunedcomm.cli.stored import read_layers
 from tunedcomm.db import home, miss_log, once, sight
 from tunedcomm.db import layers as layers_module
 from tunedcomm.db.layers import layers, load_snapshot, site_databases, user_database, writable_database

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.cli.db_prune import parse_age
+from tunedcomm.cli.db import parse_age
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.prune import FAILURES, Pruned, Selection, prune
 from tunedcomm.db.records import FAILED, STATUSES, TrialRecord

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.cli.db_stats import format_age
+from tunedcomm.cli.db import format_age
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.schema import HEAD

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tunedcomm import kernels
 from tunedcomm.bench import runner
 from tunedcomm.cli import main
-from tunedcomm.cli._db_checks import check_borrowing, check_this_machine
+from tunedcomm.cli.doctor import check_borrowing, check_this_machine
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
@@ -311,7 +311,7 @@ def test_explain_says_from_what_is_borrowed(databases: str) -> None:
 
 def test_explain_names_the_nearest_hardware(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
     b200 = replace(H200, gpu="NVIDIA B200", compute_capability=100)
-    monkeypatch.setattr("tunedcomm.cli._choice.environment_here", lambda: b200)
+    monkeypatch.setattr("tunedcomm.cli.stored.environment_here", lambda: b200)
     shown = CliRunner().invoke(main.app, ["explain", *ASK]).stdout
     assert "nothing is stored for this hardware; the nearest is NVIDIA H" in shown
     assert "compute_capability is 100 here and 90 there: another architecture; tune here" in shown
@@ -322,11 +322,11 @@ def test_explain_names_the_nearest_hardware(databases: str, monkeypatch: pytest.
 
 
 def test_doctor_knows_this_machine(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunedcomm.cli._db_checks.environment_here", lambda: replace(H200, driver="999"))
+    monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda: replace(H200, driver="999"))
     (line,) = check_this_machine()
     assert line.level == "ok"
     assert "driver 570.1 → 999" in line.detail
-    monkeypatch.setattr("tunedcomm.cli._db_checks.environment_here", lambda: replace(H200, multicast=True))
+    monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda: replace(H200, multicast=True))
     first, second = check_this_machine()
     assert (first.level, second.level) == ("warn", "warn")
     assert "the nearest is NVIDIA H200" in first.detail
@@ -337,7 +337,7 @@ def test_doctor_knows_this_machine(databases: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_doctor_says_what_may_be_borrowed(databases: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunedcomm.cli._db_checks.environment_here", lambda: H200)
+    monkeypatch.setattr("tunedcomm.cli.doctor.environment_here", lambda: H200)
     unknown, may, cannot = check_borrowing(["B300", "H100", "A100"])
     assert (unknown.level, may.level, cannot.level) == ("warn", "ok", "warn")
     assert "'B300'" in unknown.detail

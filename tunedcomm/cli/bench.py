@@ -12,26 +12,30 @@ from typing import Annotated, Any
 
 import typer
 
-from tunedcomm.cli._gang import local_ranks, num_gpus
-from tunedcomm.cli._models import ModelOptions, TokensOption
-from tunedcomm.cli._options import (
+from tunedcomm.cli.options import (
     BorrowOption,
     JsonOption,
     LayoutOption,
+    LinkOption,
     OpOption,
     ScalingOption,
     SweptKind,
     SweptMode,
+    backend_or_default,
     borrowed,
     check_dtype,
     check_layout,
     check_problem,
     check_scaling,
     check_shape,
+    kinds_of,
     known_op,
+    local_ranks,
+    modes_of,
     split,
 )
-from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note
+from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, note
+from tunedcomm.cli.tune import ModelOptions, TokensOption
 from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, format_shape, variants
 
 # Column to its unit, as nccl-tests has them in two lines.
@@ -69,7 +73,7 @@ def bench(
     mode: Annotated[
         SweptMode | None, typer.Option(help="Inside CUDA graphs, outside, or both. Default: graph, eager on the host.")
     ] = None,
-    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = SweptKind.plain,
+    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain",
     layout: LayoutOption = None,
     scaling: ScalingOption = None,
     contender: Annotated[
@@ -80,10 +84,7 @@ def bench(
         list[str] | None,
         typer.Option(help="Adapters for other projects: a Python file, or a directory of some, as bench/peers is."),
     ] = None,
-    link_gb_s: Annotated[
-        float | None,
-        typer.Option(min=1e-3, help="What one GPU sends to its peers at most, in 1e9 bytes/s. Known for H200."),
-    ] = None,
+    link_gb_s: LinkOption = None,
     borrow: BorrowOption = None,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this CSV file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
@@ -108,12 +109,12 @@ def bench(
     spec = known_op(op)
     named = ModelOptions.of(model, tp=tp, tokens=tokens, shape=shape)
     ranks = local_ranks(named.ranks(world_size))
-    on_gpu = num_gpus() >= 2
-    modes = (mode or (SweptMode.graph if on_gpu else SweptMode.eager)).values
+    backend = backend_or_default()
+    modes = modes_of(mode or ("graph" if backend == "cuda" else "eager"))
     dtypes = [check_dtype(name, spec) for name in split(dtype) or named.dtypes or ["bfloat16"]]
     shapes = list(named.shapes(spec.name, ranks)) or [check_shape(text, spec) for text in split(shape)]
     if not shapes:
-        shapes = spec.default_shapes("cuda" if on_gpu else "host", ITEMSIZE[dtypes[0]])
+        shapes = spec.default_shapes(backend, ITEMSIZE[dtypes[0]])
     for extents in shapes:
         check_problem(Problem(spec.name, extents, dtypes[0], ranks))
     files = _adapter_files(peers or [])
@@ -124,7 +125,7 @@ def bench(
         "shapes": [format_shape(extents) for extents in shapes],
         "dtypes": dtypes,
         "modes": list(modes),
-        "input_kinds": list(input_kind.values),
+        "input_kinds": list(kinds_of(input_kind)),
         "layout": check_layout(layout, spec),
         "scalings": {name: check_scaling(scaling, spec, name) for name in dtypes},
         "contenders": _check_contenders(split(contender), spec.name, files) or None,

@@ -1,23 +1,23 @@
-"""`tunedcomm demo`: tune, explain and run all_reduce on what this machine has."""
+"""`tunedcomm demo`: tune, explain and run all_reduce on what this machine has.
+
+Its last step runs this module on every rank.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunedcomm.cli._choice import choose
-from tunedcomm.cli._gang import local_ranks, num_gpus
-from tunedcomm.cli._options import CallMode, JsonOption, ProblemOptions, known_op
-from tunedcomm.cli._output import emit, emit_json, note
-from tunedcomm.cli.explain import explanation
+from tunedcomm.cli.explain import choose, explanation
+from tunedcomm.cli.options import CallOptions, JsonOption, backend_or_default, known_op, local_ranks
+from tunedcomm.cli.output import emit, emit_json, note
 from tunedcomm.cli.tune import report, run_sweep
-from tunedcomm.spec import format_shape
+from tunedcomm.spec import format_shape, parse_shape
 
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
-
-__all__ = ["demo"]
 
 # Small, medium and large: enough to see the choice change, short enough to watch.
 GPU_SHAPES = ((2048,), (32768,), (524288,), (8388608,))
@@ -40,21 +40,22 @@ def demo(
 
     op = known_op("all_reduce")
     ranks = local_ranks(world_size)
-    on_gpu = num_gpus() >= 2
-    shapes = GPU_SHAPES if on_gpu else tuple(op.default_shapes("host", 2))
+    backend = backend_or_default()
+    on_gpu = backend == "cuda"
+    shapes = GPU_SHAPES if on_gpu else tuple(op.default_shapes(backend, 2))
     note(f"1/3 tune all_reduce on {ranks} {'GPUs' if on_gpu else 'host ranks (no two GPUs found)'}")
     spec = SweepSpec(
         op=op.name,
         shapes=shapes,
         modes=("eager",),
         world_size=ranks,
-        backend="cuda" if on_gpu else "host",
+        backend=backend,
         budget_s=GPU_BUDGET_S if on_gpu else HOST_BUDGET_S,
         command="tunedcomm demo",
     )
     outcome, url = run_sweep(spec, db)
     if not as_json:
-        report(outcome, url, as_json=False)
+        report(outcome, url)
     if outcome.unsolved or outcome.environment is None:
         note("no candidate runs here; `tunedcomm doctor` says what is missing")
         raise typer.Exit(1)
@@ -63,7 +64,7 @@ def demo(
     _explain(texts, ranks, outcome.environment, db, as_json=as_json)
     note("3/3 run tunedcomm.all_reduce through that database and check the sums")
     code = run_module(
-        "tunedcomm.cli._demo_rank",
+        "tunedcomm.cli.demo",
         texts,
         world_size=ranks,
         environment={"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"},
@@ -79,7 +80,7 @@ def _explain(shapes: list[str], world_size: int, environment: Environment, db: s
     note("2/3 explain what dispatch chooses, and why")
     choices = [
         choose(
-            ProblemOptions(op="all_reduce", shape=shape, dtype="bfloat16", world_size=world_size, mode=CallMode.eager),
+            CallOptions(op="all_reduce", shape=shape, world_size=world_size, mode="eager"),
             hardware=environment.digest,
             database=db,
         )
@@ -91,3 +92,39 @@ def _explain(shapes: list[str], world_size: int, environment: Environment, db: s
     for choice in choices:
         for line in explanation(choice):
             emit(line)
+
+
+def main(shapes: list[str]) -> int:
+    """Body of one rank: reduce small whole numbers, exact in bf16; returns 0 if every rank has every sum right."""
+    import torch
+    import torch.distributed as dist
+
+    import tunedcomm
+    from tunedcomm.bench.runner import start_group
+    from tunedcomm.dispatch.communicator import release_communicators
+
+    device = start_group()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    wrong = 0
+    for text in shapes:
+        (numel,) = parse_shape(text)
+        pattern = torch.arange(numel, device=device) % 5
+        x = (pattern + rank).to(torch.bfloat16)
+        expected = (pattern * world_size + world_size * (world_size - 1) // 2).to(torch.bfloat16)
+        right = bool(torch.equal(tunedcomm.all_reduce(x), expected))
+        wrong += not right
+        verdict = torch.tensor([int(not right)], device=device)
+        dist.all_reduce(verdict)
+        if rank == 0:
+            state = "sum right on every rank" if not int(verdict) else f"SUM WRONG on {int(verdict)} ranks"
+            sys.stdout.write(f"  all_reduce of {numel} elements on {world_size} ranks: {state}\n")
+            sys.stdout.flush()
+    dist.barrier()
+    # A communicator that outlives its group keeps gloo's threads alive into the interpreter's end, which then aborts.
+    release_communicators()
+    dist.destroy_process_group()
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

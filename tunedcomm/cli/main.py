@@ -6,15 +6,17 @@ Exit codes: 0 done, 1 a check failed or the work could not be finished, 2 bad us
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from tunedcomm import errors
-from tunedcomm.cli._output import note
-from tunedcomm.cli._verbs import lazy_group
-
-__all__ = ["app", "code_of", "run"]
+from tunedcomm.cli.output import note
 
 BAD_USAGE = (
     errors.ConfigError,
@@ -23,36 +25,70 @@ BAD_USAGE = (
     errors.UnknownNameError,
     errors.UnsupportedInputError,
 )
-
-# Verb `v` is the function `v` of the module `v` here, and `db v` the function `db_v` of the module `db_v`.
-db_app = lazy_group(
-    "Look into tuning databases, keep them in order and ship them.",
-    (
-        "list",
-        "show",
-        "stats",
-        "pin",
-        "unpin",
-        "check",
-        "verify",
-        "prune",
-        "upgrade",
-        "export",
-        "import",
-        "merge",
-        "diff",
-    ),
-    prefix="db_",
-)
-app = lazy_group(
-    "Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.",
-    ("tune", "lookup", "explain", "bench", "report", "doctor", "demo"),
-    groups={"db": db_app},
-)
-
-
 # Verbs that launch nothing and leave nothing open: a person or a script waits for little but their start and end.
 _QUICK = (("lookup",), ("explain",), ("report",), ("db", "list"), ("db", "show"))
+_STYLE: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None}
+
+
+class LazyGroup(TyperGroup):
+    """A group of verbs each of which is imported when it is asked for, after click's documentation."""
+
+    verbs: ClassVar[dict[str, str]]  # to the module in tunedcomm.cli that has a function of the verb's full name
+    prefix: ClassVar[str] = ""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*self.verbs, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.verbs:
+            # For the question which verb was meant, click looks at these.
+            self.commands = {**dict.fromkeys(self.verbs), **self.commands}  # type: ignore[dict-item]
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"tunedcomm.cli.{self.verbs[cmd_name]}")
+        verb = typer.Typer(**_STYLE)
+        verb.command(cmd_name)(getattr(module, self.prefix + cmd_name))
+        return get_command(verb)
+
+
+class _Verbs(LazyGroup):
+    verbs: ClassVar[dict[str, str]] = {
+        "tune": "tune",
+        "lookup": "explain",
+        "explain": "explain",
+        "bench": "bench",
+        "report": "report",
+        "doctor": "doctor",
+        "demo": "demo",
+    }
+
+
+class _DatabaseVerbs(LazyGroup):
+    prefix = "db_"
+    verbs: ClassVar[dict[str, str]] = {
+        "list": "db",
+        "show": "db",
+        "stats": "db",
+        "pin": "db",
+        "unpin": "db",
+        "check": "db",
+        "verify": "verify",
+        "prune": "db",
+        "upgrade": "db",
+        "export": "transfer",
+        "import": "transfer",
+        "merge": "transfer",
+        "diff": "transfer",
+    }
+
+
+def _group(verbs: type[LazyGroup], help_text: str) -> typer.Typer:
+    group = typer.Typer(cls=verbs, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, **_STYLE)
+    group.callback()(lambda: None)  # without a verb of its own, only a callback makes a group of it
+    return group
+
+
+app = _group(_Verbs, "Tune GPU communication kernels, look up what was chosen and why, and compare it with its peers.")
+app.add_typer(_group(_DatabaseVerbs, "Look into tuning databases, keep them in order and ship them."), name="db")
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
@@ -63,7 +99,11 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         os.environ.setdefault("TRITON_INTERPRET", "0")
     code = code_of(arguments)
     if is_quick:
-        _leave(code)
+        # To take apart what was imported takes a tenth of a second.
+        with contextlib.suppress(OSError):  # of a closed pipe or a full disk Python tells as it always does
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     sys.exit(code)
 
 
@@ -77,14 +117,6 @@ def code_of(arguments: list[str] | None) -> int:
     except SystemExit as ended:  # how typer ends
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return 0
-
-
-def _leave(code: int) -> None:
-    """End the process at once: to take apart what was imported takes a tenth of a second."""
-    with contextlib.suppress(OSError):  # of a closed pipe or a full disk Python tells as it always does
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":

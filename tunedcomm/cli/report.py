@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tunedcomm.cli._options import JsonOption
-from tunedcomm.cli._output import emit, emit_json, format_bytes, note
-
-__all__ = ["report"]
+from tunedcomm.cli.options import JsonOption, LinkOption
+from tunedcomm.cli.output import emit, emit_json, format_bytes, note
+from tunedcomm.cli.stored import read_layers
 
 
 def report(
@@ -28,10 +27,7 @@ def report(
     csv: Annotated[list[Path] | None, typer.Option(help="CSV file of `tunedcomm bench`; may be repeated.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write every figure as an image into this directory, too.")] = None,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    link_gb_s: Annotated[
-        float | None,
-        typer.Option(min=1e-3, help="What one GPU sends to its peers at most, in 1e9 bytes/s. Known for H200."),
-    ] = None,
+    link_gb_s: LinkOption = None,
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "tunedcomm report",
     as_json: JsonOption = False,
 ) -> None:
@@ -72,8 +68,6 @@ def report(
 
 
 def _layers(targets: list[str] | None) -> list[Any]:
-    from tunedcomm.cli._choice import read_layers
-
     if not targets:
         return list(read_layers(None))
     return [layer for target in targets for layer in read_layers(target)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -11,19 +10,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunedcomm.cli._gang import num_gpus, swept_ranks
-from tunedcomm.cli._options import JsonOption, SweptMode, check_dtype, known_op, parse_gangs, split
-from tunedcomm.cli._output import emit, emit_json, format_ratio, format_us, note, table
-from tunedcomm.cli._problems import kind_of, message_of
-from tunedcomm.cli._progress import shown
-from tunedcomm.cli.tune import Backend, is_spare_copy
+from tunedcomm.cli.options import (
+    BackendOption,
+    JsonOption,
+    SweptMode,
+    backend_or_default,
+    check_dtype,
+    known_op,
+    local_ranks,
+    modes_of,
+    parse_gangs,
+    split,
+)
+from tunedcomm.cli.output import (
+    emit,
+    emit_json,
+    environment_dict,
+    format_ratio,
+    format_us,
+    kind_of,
+    message_of,
+    note,
+    table,
+)
+from tunedcomm.cli.progress import say, shown
+from tunedcomm.cli.tune import is_spare_copy
 from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.verdict import Verified
     from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
-
-__all__ = ["db_verify", "parse_share", "run_verify"]
 
 COLUMNS = (
     "shape",
@@ -58,7 +74,7 @@ def db_verify(
     *,
     op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only these dtypes.")] = None,
-    mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = SweptMode.both,
+    mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = "both",
     limit: Annotated[
         int | None,
         typer.Option(min=1, help="Most problems: first those measured under other software, then the oldest."),
@@ -68,9 +84,7 @@ def db_verify(
         typer.Option(help="How much longer a winner may take, by itself and against the library, besides the noise."),
     ] = "10%",
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
-    backend: Annotated[
-        Backend | None, typer.Option(help="By default cuda where there are two GPUs or more, else host.")
-    ] = None,
+    backend: BackendOption = None,
     gangs: Annotated[
         str, typer.Option(help="Groups of ranks that measure side by side; auto fills the machine.")
     ] = "auto",
@@ -102,17 +116,15 @@ def db_verify(
     from tunedcomm.db.layers import named_layers
     from tunedcomm.tuner.verify import VerifySpec
 
-    ranks = swept_ranks(world_size, None if backend is None else backend.value)
-    on_host = backend is Backend.host or (backend is None and num_gpus() < 2)
     spec = VerifySpec(
         ops=tuple(known_op(name).name for name in split(op)),
         dtypes=tuple(check_dtype(name) for name in split(dtype)),
-        modes=mode.values,
+        modes=modes_of(mode),
         limit=limit,
         tolerance=parse_share(tolerance),
         layers=None if db is None else tuple(named_layers(db)),
-        world_size=ranks,
-        backend="host" if on_host else "cuda",
+        world_size=local_ranks(world_size, backend),
+        backend=backend_or_default(backend),
         gangs=parse_gangs(gangs),
         command=shlex.join(["tunedcomm", *sys.argv[1:]]),
     )
@@ -139,9 +151,6 @@ def run_verify(
     from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.verify import verify
 
-    def say(text: str) -> None:
-        note(json.dumps({"event": "note", "text": text}) if as_json else text)
-
     with ExitStack() as stack:
         opened = None
         if store:
@@ -150,13 +159,13 @@ def run_verify(
             stack.enter_context(opened)
         url = None if opened is None else str(opened.path or opened.url)
         if spec.backend == "host":
-            say("verifying the host backend, whose timings say nothing about GPUs")
-        say("timing the stored winners again" + ("" if url is None else f", storing in {url}"))
+            say("verifying the host backend, whose timings say nothing about GPUs", as_json=as_json)
+        say("timing the stored winners again" + ("" if url is None else f", storing in {url}"), as_json=as_json)
         try:
             with shown(as_json=as_json) as progress:
                 return verify(spec, opened, progress), url
         except KeyboardInterrupt:
-            say("stopped" + ("" if url is None else "; what was measured is stored"))
+            say("stopped" + ("" if url is None else "; what was measured is stored"), as_json=as_json)
             raise typer.Exit(1) from None
 
 
@@ -166,7 +175,7 @@ def _report(outcome: VerifyOutcome, url: str | None) -> None:
     if not outcome.results:
         emit(f"no winner is stored for {where}; `tunedcomm tune` finds some, `tunedcomm db list` prints what there is")
         return
-    table(COLUMNS, [_cells(result) for result in outcome.results], title=where)
+    table(COLUMNS, map(_cells, outcome.results), title=where)
     if here is not None:
         changes = sorted({change for result in outcome.results for change in here.drift(result.winner.environment)})
         if changes:
@@ -208,7 +217,7 @@ def _to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]:
     return {
         "database": url,
         "run_id": outcome.run_id,
-        "environment": None if here is None else {"digest": here.digest, **here.to_dict()},
+        "environment": None if here is None else environment_dict(here),
         "world_size": outcome.world_size,
         "num_trials": outcome.num_trials,
         "num_gangs": outcome.num_gangs,

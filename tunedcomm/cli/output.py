@@ -1,15 +1,17 @@
-"""Where the command line writes: results on stdout, progress and messages on stderr."""
+"""Output of the command line: results on stdout, progress and messages on stderr, and how values are written."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tunedcomm.errors import printable
+from tunedcomm.errors import UnknownNameError, printable
+from tunedcomm.spec import OpSpec, Problem, get_op
 
-__all__ = ["emit", "emit_json", "format_bytes", "format_ratio", "format_us", "note", "table"]
+if TYPE_CHECKING:
+    from tunedcomm.hardware import Environment
 
 KIB = 1024
 
@@ -90,3 +92,57 @@ def _plain(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequen
             for text, width, to_right in zip(row, widths, right, strict=True)
         ]
         emit("  ".join(padded).rstrip())
+
+
+def _spec(problem: Problem) -> OpSpec | None:
+    from tunedcomm import kernels  # what reads no problem needs no op
+
+    kernels.discover()
+    try:
+        return get_op(problem.op)
+    except UnknownNameError:
+        return None
+
+
+def message_of(problem: Problem) -> str:
+    """The bytes by which sizes of the op are compared, as `192 KiB`; `-` of an op that nothing here has registered."""
+    spec = _spec(problem)
+    return "-" if spec is None else format_bytes(spec.message_bytes(problem))
+
+
+def kind_of(problem: Problem) -> str:
+    """`symmetric, nk+gathered, in place`: where the input lies, and what is not the op's usual."""
+    spec, usual = _spec(problem), ("", "", "")
+    if spec is not None:
+        usual = next(iter(spec.reductions), ""), spec.layouts[0], spec.scalings_of(problem.dtype)[0]
+    asked = problem.reduction, problem.layout, problem.scaling
+    words = [problem.input_kind, *(text for text, norm in zip(asked, usual, strict=True) if text != norm)]
+    return ", ".join([*filter(None, words), *(["in place"] if problem.in_place else [])])
+
+
+def environment_dict(environment: Environment) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {"digest": environment.digest, **environment.to_dict()}
+
+
+def named(environment: Environment) -> str:
+    """`4 x NVIDIA H200 [1a2b3c4d]`: in words, with the digits that `--hardware` takes."""
+    return f"{environment} [{environment.digest[:8]}]"
+
+
+class Line(NamedTuple):
+    """One line of a check-up: what was looked at, `ok`, `warn` or `fail`, what was found, and what to do."""
+
+    name: str
+    level: str
+    detail: str
+    fix: str = ""
+
+
+def print_lines(lines: Sequence[Line]) -> None:
+    """Print a check-up on stdout, aligned."""
+    width = max(len(line.name) for line in lines)
+    for line in lines:
+        emit(f"{line.level:<4}  {line.name:<{width}}  {line.detail}")
+        if line.fix:
+            emit(f"{'':4}  {'':{width}}  -> {line.fix}")

@@ -1,4 +1,4 @@
-"""How a sweep is shown while it runs: one live view on a terminal, lines otherwise; on stderr either way."""
+"""Progress of a sweep on stderr while it runs: one live view on a terminal, lines or JSON otherwise."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.cli._output import format_ratio, format_us, note
+from tunedcomm.cli.output import format_ratio, format_us, note
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tunedcomm.tuner.search.sweep import GangProgress, Progress
 
-__all__ = ["JsonLines", "LiveView", "PlainLines", "describe", "shown"]
-
 # Between problems a long search still says now and then that it is alive.
 QUIET_S = 30.0
 # Between two JSON lines while nothing comes to an end.
 EVENT_S = 1.0
 _BAR_WIDTH = 30
+
+
+def say(text: str, *, as_json: bool) -> None:
+    """Write a line on stderr; with --json, an event."""
+    note(json.dumps({"event": "note", "text": text}) if as_json else text)
 
 
 def _failures(failures: Mapping[str, int]) -> str:

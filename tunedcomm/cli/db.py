@@ -1,0 +1,743 @@
+"""Verbs of `tunedcomm db` that look into databases and keep them in order."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tunedcomm.cli.options import (
+    DatabaseOption,
+    HardwareOption,
+    JsonOption,
+    OnlyOpOption,
+    ProblemOptions,
+    WrittenOption,
+    split,
+    takes,
+)
+from tunedcomm.cli.output import (
+    Line,
+    emit,
+    emit_json,
+    environment_dict,
+    format_bytes,
+    format_ratio,
+    format_us,
+    kind_of,
+    message_of,
+    named,
+    note,
+    print_lines,
+    table,
+)
+from tunedcomm.cli.stored import (
+    Contest,
+    contests,
+    environment_for,
+    library_us,
+    listed,
+    match_environments,
+    pin_to_dict,
+    print_pins,
+    read_each,
+    read_layers,
+    read_pins,
+    read_trials,
+    winner,
+)
+from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError
+from tunedcomm.spec import Mode, admits, format_shape, get_variant
+
+if TYPE_CHECKING:
+    from tunedcomm.db.layers import Layer
+    from tunedcomm.db.prune import Pruned
+    from tunedcomm.db.records import PinRecord, TrialRecord
+    from tunedcomm.db.stats import DatabaseStats, GroupStats
+    from tunedcomm.db.store import Database
+    from tunedcomm.hardware import Environment
+    from tunedcomm.spec import Candidate, Limits, Problem, Variant
+
+
+_LIST_COLUMNS = (
+    "shape",
+    "bytes",
+    "dtype",
+    "ranks",
+    "mode",
+    "input",
+    "winner",
+    "p50 us",
+    "library us",
+    "speed-up",
+    "trials",
+)
+
+
+def db_list(
+    *,
+    op: OnlyOpOption = None,
+    hardware: HardwareOption = None,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List stored problems by environment with the fastest trial of each, then the pins.
+
+    Example: tunedcomm db list --op all_reduce --hardware H200
+    """
+    found: list[Contest] = []
+    for layer, trials in read_trials(db, op=op, hardware=hardware):
+        found += contests(layer, trials)
+    pins = read_pins(db, op=op, hardware=hardware)
+    if as_json:
+        emit_json([*(_contest_to_dict(contest, pins) for contest in found), *_only_pinned(found, pins)])
+        return
+    if not found and not pins:
+        emit("no trials stored; `tunedcomm tune --op all_reduce` makes some")
+        return
+    headings: dict[tuple[str, str, str], list[Contest]] = {}
+    for contest in found:
+        headings.setdefault((contest.layer, contest.environment.digest, contest.problem.op), []).append(contest)
+    for (layer, _, name), members in headings.items():
+        title = f"{name} on {named(members[0].environment)} in the {layer} database"
+        table(_LIST_COLUMNS, [_list_cells(contest) for contest in members], title=title)
+    print_pins(pins)
+
+
+def _is_about(contest: Contest, layer: str, pin: PinRecord) -> bool:
+    same_hardware = pin.environment.hard_key == contest.environment.hard_key
+    return layer == contest.layer and pin.problem == contest.problem and same_hardware
+
+
+def _only_pinned(found: list[Contest], pins: list[tuple[str, PinRecord]]) -> list[dict[str, Any]]:
+    """Entries for pins of problems without a trial."""
+    alone = [(name, pin) for name, pin in pins if not any(_is_about(contest, name, pin) for contest in found)]
+    return [_contest_to_dict(Contest(name, pin.environment, pin.problem, ()), pins) for name, pin in alone]
+
+
+def _list_cells(contest: Contest) -> list[object]:
+    problem, best = contest.problem, winner(contest.trials)
+    library = None if best is None else library_us(best)
+    return [
+        format_shape(problem.shape),
+        message_of(problem),
+        problem.dtype,
+        problem.world_size,
+        problem.mode,
+        kind_of(problem),
+        "(none ran)" if best is None else best.candidate,
+        format_us(None if best is None else best.latency_p50_us),
+        format_us(library),
+        format_ratio(library, None if best is None else best.latency_p50_us),
+        len(contest.trials),
+    ]
+
+
+def _contest_to_dict(contest: Contest, pins: list[tuple[str, PinRecord]]) -> dict[str, Any]:
+    best = winner(contest.trials)
+    pinned = [pin_to_dict(pin) for name, pin in pins if _is_about(contest, name, pin)]
+    return {
+        "layer": contest.layer,
+        "environment": environment_dict(contest.environment),
+        "problem": contest.problem.to_dict(),
+        "trials": len(contest.trials),
+        "winner": None
+        if best is None
+        else {
+            "variant": best.variant,
+            "config": best.config,
+            "latency_p50_us": best.latency_p50_us,
+            "library_us": library_us(best),
+            "trial_id": best.id,
+        },
+        "pin": pinned[0] if pinned else None,
+    }
+
+
+_SHOW_COLUMNS = (
+    "trial",
+    "status",
+    "candidate",
+    "p10 us",
+    "p50 us",
+    "p90 us",
+    "library us",
+    "speed-up",
+    "error",
+    "reason",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShownOptions(ProblemOptions):
+    mode: Annotated[
+        Mode | None, typer.Option(help="Inside CUDA graphs or not; by default what is stored of either.")
+    ] = None
+
+
+@takes(_ShownOptions)
+def db_show(
+    options: _ShownOptions,
+    *,
+    hardware: HardwareOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most trials to print for one environment.")] = 50,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every stored trial of one problem, fastest first, and its pins; exit code 1 if there is no trial.
+
+    Example: tunedcomm db show --op all_reduce --shape 98304 --world-size 4 --hardware H200
+    """
+    op, problem = options.op, options.problem()
+    asked = {problem} if options.mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}
+    found: list[Contest] = []
+    stored: list[tuple[str, Problem]] = []
+    for layer, trials in read_trials(db, op=op, hardware=hardware):
+        found += contests(layer, [trial for trial in trials if trial.problem in asked])
+        stored += dict.fromkeys((layer, trial.problem) for trial in trials)
+    if as_json:
+        emit_json([_trial_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
+    for contest in [] if as_json else found:
+        title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
+        table(_SHOW_COLUMNS, [_trial_cells(trial) for trial in _by_speed(contest)[:limit]], title=title)
+        if len(contest.trials) > limit:
+            note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
+    if not as_json:
+        print_pins((name, pin) for name, pin in read_pins(db, op=op, hardware=hardware) if pin.problem in asked)
+    if not found:
+        note(f"no trial of {_in_words(asked)} is stored{_hint(asked, stored)}; `tunedcomm db list` prints what is")
+        raise typer.Exit(1)
+
+
+def _in_words(asked: set[Problem]) -> str:
+    """One problem, or one that was asked for in either mode."""
+    first = min(asked)
+    return str(first) if len(asked) == 1 else str(first).replace(f" {first.mode}", " in either mode", 1)
+
+
+def _hint(asked: set[Problem], stored: Sequence[tuple[str, Problem]]) -> str:
+    """The options under which this very shape is stored, else the nearest shapes that are."""
+    problem = min(asked)
+    if same := [(layer, other) for layer, other in stored if other.shape == problem.shape]:
+        nearest = same[0][0]
+        ways = {_change_to(other, asked) for layer, other in same if layer == nearest}
+        fewest = sorted(ways, key=lambda way: (way.count("--"), way))[:3]
+        return f"; {format_shape(problem.shape)} is stored in the {nearest} database: {' or '.join(fewest)}"
+    families = {one.family for one in asked}
+    near = nearest_shapes(problem, {other for _, other in stored if other.family in families})
+    return f"; the nearest shapes stored are {', '.join(near)}" if near else ""
+
+
+def _change_to(other: Problem, asked: set[Problem]) -> str:
+    """What to change in the command that asked, to have it ask for the other problem."""
+    problem = next((one for one in asked if one.mode == other.mode), min(asked))
+    named = {
+        "--dtype": (problem.dtype, other.dtype),
+        "--world-size": (str(problem.world_size), str(other.world_size)),
+        "--mode": (problem.mode, other.mode),
+        "--reduction": (problem.reduction, other.reduction),
+        "--input-kind": (problem.input_kind, other.input_kind),
+        "--layout": (problem.layout, other.layout),
+        "--scaling": (problem.scaling, other.scaling),
+    }
+    changed = [f"{option} {there or 'none'}" for option, (here, there) in named.items() if here != there]
+    changed += ["--in-place"] if other.in_place and not problem.in_place else []
+    parts = [f"pass {' '.join(changed)}"] if changed else []
+    parts += ["leave out --in-place"] if problem.in_place and not other.in_place else []
+    return " and ".join(parts)
+
+
+def nearest_shapes(problem: Problem, others: Iterable[Problem]) -> list[str]:
+    """Shapes of the problems nearest in size, at most three, nearest first, each once."""
+
+    def distance(other: Problem) -> tuple[float, Problem]:
+        return abs(math.log((other.numel + 1) / (problem.numel + 1))), other
+
+    return list(dict.fromkeys(format_shape(other.shape) for other in sorted(others, key=distance)))[:3]
+
+
+def _by_speed(contest: Contest) -> list[TrialRecord]:
+    """Ok trials by their median, then the others by status."""
+    return sorted(contest.trials, key=lambda t: (t.status != "ok", t.status, t.latency_p50_us or 0.0, t.id or 0))
+
+
+def _trial_cells(trial: TrialRecord) -> list[str]:
+    return [
+        "-" if trial.id is None else str(trial.id),
+        trial.status + (" (final)" if trial.final else ""),
+        str(trial.candidate),
+        format_us(trial.latency_p10_us),
+        format_us(trial.latency_p50_us),
+        format_us(trial.latency_p90_us),
+        format_us(library_us(trial)),
+        format_ratio(library_us(trial), trial.latency_p50_us),
+        "-" if trial.error is None else f"{trial.error:.1e}",
+        trial.reason,
+    ]
+
+
+def _trial_to_dict(layer: str, trial: TrialRecord) -> dict[str, Any]:
+    return {
+        "layer": layer,
+        "trial_id": trial.id,
+        "environment": trial.environment.digest,
+        "gpu": trial.environment.gpu,
+        "problem": trial.problem.to_dict(),
+        "variant": trial.variant,
+        "config": trial.config,
+        "numerics": trial.numerics,
+        "source_hash": trial.source_hash,
+        "status": trial.status,
+        "reason": trial.reason,
+        "final": trial.final,
+        "latency_p10_us": trial.latency_p10_us,
+        "latency_p50_us": trial.latency_p50_us,
+        "latency_p90_us": trial.latency_p90_us,
+        "samples": trial.samples,
+        "baseline_p50_us": trial.baseline_p50_us,
+        "error": trial.error,
+        "run_id": trial.run_id,
+        "created_at": trial.created_at.isoformat(),
+    }
+
+
+@takes(ProblemOptions)
+def db_pin(
+    options: ProblemOptions,
+    *,
+    variant: Annotated[str, typer.Option(help="Variant to run.")],
+    reason: Annotated[str, typer.Option(help="Why, for whoever finds the pin later.")],
+    config: Annotated[
+        list[str] | None,
+        typer.Option(help="Config as num_blocks=8,num_warps=4; by default the variant's own for this problem."),
+    ] = None,
+    hardware: HardwareOption = None,
+    db: WrittenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have dispatch run one variant for one problem on this hardware, however fast others are; replaces an earlier pin.
+
+    Groups that are made from now on go by it. `tunedcomm explain` names the pin and its reason. What failed its check,
+    crashed or hung there is refused, and not run where a pin of it was made before.
+
+    Example: tunedcomm db pin --op all_reduce --shape 98304 --world-size 4 --variant library --reason "until ticket 12"
+    """
+    if not reason.strip():
+        raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
+    chosen = get_variant(options.problem().op, variant)
+    from tunedcomm.db.layers import may_be_made, writable_database
+    from tunedcomm.db.pins import pinnable
+    from tunedcomm.db.store import Database
+    from tunedcomm.dispatch.communicator import limits_for
+
+    layers = _with_every_layer(db)
+    environment = environment_for(hardware, layers)
+    problem = options.problem_in(environment)
+    limits = limits_for(environment, problem.world_size)
+    parts = split(config)
+    try:
+        candidate = pinnable(problem, chosen.name, parse_config(parts, chosen) if parts else None, limits=limits)
+    except InfeasibleError as error:
+        raise typer.BadParameter(str(error), param_hint="--variant") from None
+    _check_measured(problem, candidate, environment, limits, layers)
+    if not admits("default", chosen.numerics):
+        note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")
+    with Database.open(writable_database(db), create=may_be_made(db)) as opened:
+        id_ = opened.pin(problem, candidate, environment=environment, reason=reason.strip())
+        (pin,) = [pin for pin in opened.pins() if pin.id == id_]
+        where = str(opened.path or opened.url)
+    if as_json:
+        emit_json({"database": where, **pin_to_dict(pin)})
+    else:
+        emit(f"{problem} runs {candidate} on {environment}: pinned in {where}")
+
+
+def _with_every_layer(database: str | None) -> list[Layer]:
+    return [*([] if database is None else read_layers(database)), *read_layers(None)]
+
+
+def _check_measured(
+    problem: Problem, candidate: Candidate, environment: Environment, limits: Limits, layers: Sequence[Layer]
+) -> None:
+    """Refuse what dispatch would not run though it were pinned, and say if nothing is known of it."""
+    from tunedcomm.db.layers import load_snapshot
+    from tunedcomm.dispatch import dispatcher
+    from tunedcomm.selection.snapshot import Pinned
+
+    snapshot = load_snapshot(environment, problem.world_size, layers=layers, like=problem)
+    pin = Pinned(problem=problem, candidate=candidate, reason="", layer="")
+    decision = dispatcher.decide(problem, replace(snapshot, pins=(pin,)), limits, policy="any")
+    if decision.source != "pin":
+        reason = dict(decision.passed_over)[str(candidate)].removeprefix("pinned, but ")
+        raise typer.BadParameter(
+            f"{candidate} {reason}; mend it and have `tunedcomm tune --retry` measure it, or pin another",
+            param_hint="--variant",
+        )
+    if candidate.variant != "library" and decision.latency_us is None:
+        note(f"no good trial of {candidate} is stored for this problem: it runs unchecked; `tunedcomm tune` checks it")
+
+
+def parse_config(parts: list[str], variant: Variant) -> dict[str, Any]:
+    """Read `num_blocks=8` and so on; a value that its axis does not have stays for the space to refuse.
+
+    Raises:
+        ConfigError: not of that form, or an axis that is given twice.
+    """
+    axes = dict(variant.space.axes)
+    values: dict[str, Any] = {}
+    for part in parts:
+        name, separator, text = (piece.strip() for piece in part.partition("="))
+        if not separator or name in values:
+            wrong = "is given twice" if name in values else "is not of the form AXIS=VALUE"
+            raise ConfigError(f"config {part!r} {wrong}; e.g. --config num_blocks=8,num_warps=4")
+        known = {str(value).lower(): value for value in axes[name].values()} if name in axes else {}
+        values[name] = known.get(text.lower(), int(text) if text.isdecimal() else text)
+    return values
+
+
+@takes(ProblemOptions)
+def db_unpin(
+    options: ProblemOptions,
+    *,
+    hardware: HardwareOption = None,
+    db: WrittenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove the pin of one problem on this hardware; exit code 1 if there is none, or another host has one.
+
+    Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
+    """
+    from tunedcomm.db.layers import Layer, is_absent, named_layers, writable_database
+    from tunedcomm.db.store import Database
+
+    environment = environment_for(hardware, _with_every_layer(db))
+    problem = options.problem_in(environment)
+    where, removed = writable_database(db), False
+    others = [layer for layer in named_layers(db) if layer.target != where]
+    if not others or not is_absent(Layer("user", where)):
+        with Database.open(where) as opened:
+            removed = opened.unpin(problem, environment=environment)
+            where = str(opened.path or opened.url)
+    left = _pinned_in(others, problem, environment)
+    if as_json:
+        emit_json({"database": where, "problem": problem.to_dict(), "removed": removed, "still_pinned_in": left})
+    elif removed:
+        emit(f"{problem} is not pinned any more on {environment} in {where}")
+    if left:
+        note(f"{problem} is still pinned in {', '.join(left)}, which other hosts write; run this command there")
+    elif not removed:
+        note(f"no pin of {problem} on {environment} is in {where}; `tunedcomm db list` prints the pins of every layer")
+    if left or not removed:
+        raise typer.Exit(1)
+
+
+def _pinned_in(layers: Iterable[Layer], problem: Problem, environment: Environment) -> list[str]:
+    """Those of the layers that hold a pin of the problem for such hardware; unreadable ones hold none."""
+    return [
+        layer.target
+        for layer, pins in read_each(layers, lambda opened: opened.pins(), is_quiet=True)
+        if any(pin.problem == problem and pin.environment.hard_key == environment.hard_key for pin in pins)
+    ]
+
+
+_STATS_COLUMNS = (
+    "ranks",
+    "dtype",
+    "mode",
+    "problems",
+    "trials",
+    "finals",
+    "ok",
+    "not ok",
+    "winners",
+    "library wins",
+    "speed-up",
+    "stale",
+    "newest",
+)
+
+
+def db_stats(
+    *,
+    op: OnlyOpOption = None,
+    hardware: HardwareOption = None,
+    db: DatabaseOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Sum up stored trials by environment, op, world size, dtype and mode.
+
+    `winners` counts the problems that each variant wins under the default numerics policy; `speed-up` is the geometric
+    mean over the problems of the library's latency over the winner's; `stale` counts trials of kernels that have
+    changed since.
+
+    Example: tunedcomm db stats --db cluster.db
+    """
+    from tunedcomm import kernels
+    from tunedcomm.db.stats import collect_stats
+    from tunedcomm.dispatch.dispatcher import source_hash_of
+
+    kernels.discover()
+    read = read_each(read_layers(db), lambda opened: collect_stats(opened, source_hash_of), is_strict=db is not None)
+    found = [(layer.name, _filtered(stats, op, hardware)) for layer, stats in read]
+    if as_json:
+        emit_json([_stats_to_dict(name, stats) for name, stats in found])
+        return
+    for name, stats in found:
+        _print_stats(name, stats)
+    if not found:
+        emit("no database is there; `tunedcomm tune --op all_reduce` makes one")
+
+
+def _filtered(stats: DatabaseStats, op: str | None, hardware: str | None) -> DatabaseStats:
+    groups = [group for group in stats.groups if op in (None, group.op)]
+    if hardware is not None:
+        wanted = {e.digest for e in match_environments(hardware, [group.environment for group in groups])}
+        groups = [group for group in groups if group.environment.digest in wanted]
+    return replace(stats, groups=tuple(groups))
+
+
+def _print_stats(name: str, stats: DatabaseStats) -> None:
+    size = "" if stats.num_bytes is None else f"{format_bytes(stats.num_bytes)}, "
+    held = ", ".join(f"{stats.rows[key]} {key}" for key in ("trials", "problems", "environments", "runs", "pins"))
+    emit(f"{name} database {stats.target}: {size}schema {stats.schema}, {held}")
+    titles: dict[str, list[GroupStats]] = {}
+    for group in stats.groups:
+        there = group.environment
+        software = f"torch {there.torch}, triton {there.triton}" + (f", driver {there.driver}" if there.driver else "")
+        titles.setdefault(f"{group.op} on {named(there)}, {software}", []).append(group)
+    for title, groups in titles.items():
+        table(_STATS_COLUMNS, [_group_cells(group) for group in groups], title=title)
+    if unknown := sum(group.unknown for group in stats.groups):
+        emit(f"{unknown} trials are of variants that this tunedcomm does not have")
+
+
+def _group_cells(group: GroupStats) -> list[str]:
+    share = group.library_share
+    not_ok = ", ".join(f"{count} {status}" for status, count in sorted(group.trials.items()) if status != "ok")
+    return [
+        str(group.world_size),
+        group.dtype,
+        group.mode,
+        str(group.problems),
+        str(sum(group.trials.values())),
+        str(group.finals),
+        str(group.trials.get("ok", 0)),
+        not_ok or "-",
+        ", ".join(f"{count} {variant}" for variant, count in group.winners.items()) or "-",
+        "-" if share is None else f"{share:.0%}",
+        "-" if group.speedup is None else f"{group.speedup:.2f}x",
+        str(group.stale),
+        format_age(group.newest),
+    ]
+
+
+def format_age(then: datetime | None) -> str:
+    """`3 d ago`, in the largest unit of which one has passed; `-` where there is no time."""
+    if then is None:
+        return "-"
+    seconds = max(0.0, (datetime.now(timezone.utc) - then).total_seconds())
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return "now"
+
+
+def _stats_to_dict(name: str, stats: DatabaseStats) -> dict[str, Any]:
+    return {
+        "layer": name,
+        "database": stats.target,
+        "num_bytes": stats.num_bytes,
+        "schema": stats.schema,
+        "rows": stats.rows,
+        "groups": [
+            {
+                **asdict(group),
+                "environment": environment_dict(group.environment),
+                "library_share": group.library_share,
+                "oldest": None if group.oldest is None else group.oldest.isoformat(),
+                "newest": None if group.newest is None else group.newest.isoformat(),
+            }
+            for group in stats.groups
+        ],
+    }
+
+
+def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
+    """Look at a file, its schema and every row of it; exit code 1 if something is not sound.
+
+    Each finding is ok, warn (it works, and somebody should know) or fail, with what to do. Nothing is changed.
+
+    Example: tunedcomm db check --db cluster.db
+    """
+    from tunedcomm import kernels
+    from tunedcomm.db.check import check_database
+    from tunedcomm.db.engine import parse_target
+    from tunedcomm.dispatch.dispatcher import source_hash_of
+
+    kernels.discover()
+    found = {
+        (layer.name, str(parse_target(layer.target))): check_database(layer.target, source_hash_of)
+        for layer in read_layers(db)
+    }
+    if as_json:
+        emit_json(
+            [
+                {"layer": name, "database": target, "findings": [asdict(finding) for finding in findings]}
+                for (name, target), findings in found.items()
+            ]
+        )
+    for (name, target), findings in {} if as_json else found.items():
+        emit(f"{name} database {target}")
+        print_lines([Line(finding.name, finding.level, finding.detail, finding.mend) for finding in findings])
+    if any(finding.level == "fail" for findings in found.values() for finding in findings):
+        raise typer.Exit(1)
+
+
+_PRUNE_COLUMNS = ("environment", "gpu", "op", "variant", "status", "trials", "finals")
+_AGE = re.compile(r"(\d{1,7})\s*([hdw])")
+_HOURS = {"h": 1, "d": 24, "w": 168}
+# A longer time ago no calendar reaches.
+_MAX_HOURS = 1000 * 365 * 24
+
+
+def parse_age(text: str) -> timedelta:
+    """Read `36h`, `90d`, `12w`.
+
+    Raises:
+        BadParameter: anything else.
+    """
+    match = _AGE.fullmatch(text.strip().lower())
+    if match is None or (hours := int(match[1]) * _HOURS[match[2]]) > _MAX_HOURS:
+        raise typer.BadParameter(
+            f"{text!r} is not an age such as 36h, 90d or 12w, at most 1000 years", param_hint="--older-than"
+        )
+    return timedelta(hours=hours)
+
+
+def db_prune(
+    *,
+    stale: Annotated[bool, typer.Option("--stale", help="Trials of kernels that have changed since.")] = False,
+    superseded: Annotated[
+        bool, typer.Option("--superseded", help="Trials that neither dispatch nor explain needs.")
+    ] = False,
+    failed: Annotated[
+        bool,
+        typer.Option(
+            "--failed", help="Trials that failed, and good ones of the same candidates, to have them tried again."
+        ),
+    ] = False,
+    invalid: Annotated[bool, typer.Option("--invalid", help="Trials that `db check` finds to make no sense.")] = False,
+    environment: Annotated[
+        str | None, typer.Option(help="Trials of this hardware: part of the GPU's name, or of an environment's digest.")
+    ] = None,
+    older_than: Annotated[str | None, typer.Option(help="Trials stored longer ago than, e.g., 36h, 90d, 12w.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only counted.")] = False,
+    db: Annotated[
+        str | None, typer.Option("--db", help="File or SQLAlchemy URL to prune; by default the user database.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count the trials that all of the options given apply to, and with --yes remove them.
+
+    With them goes what nothing refers to any more, and the file is compacted. Pins stay. A later `tunedcomm tune` of
+    the same problems tries again what was removed. With the failures of a candidate go its good trials, which they keep
+    from being used; a failure that hides good trials of another database stays.
+
+    Example: tunedcomm db prune --superseded --older-than 30d --yes
+    """
+    from tunedcomm import kernels
+    from tunedcomm.db.layers import layers_beside, writable_database
+    from tunedcomm.db.prune import Selection, prune
+    from tunedcomm.db.store import Database
+    from tunedcomm.dispatch.dispatcher import source_hash_of
+
+    kernels.discover()
+    if not any((stale, superseded, failed, invalid, environment, older_than)):
+        raise typer.BadParameter(
+            "say which trials: --stale, --superseded, --failed, --invalid, --environment or --older-than, or several"
+        )
+    before = None if older_than is None else datetime.now(timezone.utc) - parse_age(older_than)
+    with Database.open(writable_database(db), readonly=not yes) as opened:
+        selection = Selection(
+            stale=stale,
+            superseded=superseded,
+            failed=failed,
+            invalid=invalid,
+            environments=() if environment is None else _matching(environment, opened),
+            before=before,
+        )
+        elsewhere = layers_beside(db) if failed else []
+        done = prune(opened, selection, source_hash_of, dry_run=not yes, elsewhere=elsewhere)
+    if as_json:
+        emit_json({**asdict(done), "trials": done.trials})
+    else:
+        _print_pruned(done)
+
+
+def _matching(text: str, database: Database) -> tuple[str, ...]:
+    stored = database.environments()
+    if found := match_environments(text, stored):
+        return tuple(there.digest for there in found)
+    raise UnknownNameError(f"no stored environment matches --environment {text!r}; stored are: {listed(stored)}")
+
+
+def _print_pruned(done: Pruned) -> None:
+    if done.groups:
+        cells = [(g.environment[:8], g.gpu, g.op, g.variant, g.status, g.trials, g.finals) for g in done.groups]
+        table(_PRUNE_COLUMNS, cells)
+    unused = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in done.unused.items())
+    what = f"{done.trials} of {done.held} trials" + (f", with {unused} that nothing else refers to" if unused else "")
+    if done.along:
+        note(f"good trials among them, of candidates that failed since or at another size: {done.along}")
+    if done.kept:
+        note(
+            f"failures that stay, for they keep good trials of other databases from being used: {done.kept}; "
+            "`tunedcomm tune --retry` tries those candidates again"
+        )
+    if done.dry_run:
+        emit(f"would be removed from {done.target}: {what}")
+        if done.trials or done.unused:
+            note("nothing was removed; the same command with --yes does it")
+        return
+    emit(f"removed from {done.target}: {what}")
+    if done.bytes_before is None or done.bytes_after is None:
+        return
+    emit(f"{format_bytes(done.bytes_before)} before, {format_bytes(done.bytes_after)} now")
+    if not done.compacted:
+        note("the file was not compacted, for another process uses it or the disk is full; prune it again later")
+
+
+def db_upgrade(
+    *,
+    db: Annotated[
+        str | None, typer.Option("--db", help="File or SQLAlchemy URL to upgrade; by default the user database.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit code 1 if there is something to upgrade.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Upgrade a database of an older tunedcomm, all or nothing; a file is copied to NAME.bak-REVISION before.
+
+    Example: tunedcomm db upgrade --db cluster.db
+    """
+    from tunedcomm.db.layers import writable_database
+    from tunedcomm.db.upgrade import upgrade_database
+
+    done = upgrade_database(writable_database(db), check=check)
+    if as_json:
+        emit_json({**asdict(done), "is_needed": done.is_needed})
+    elif not done.is_needed:
+        emit(f"{done.target} has schema {done.after} already")
+    elif check:
+        emit(f"{done.target} has schema {done.before}; `tunedcomm db upgrade --db {done.target}` makes it {done.after}")
+    else:
+        emit(f"{done.target} was upgraded from schema {done.before} to {done.after}")
+        emit(f"as it was: {done.copy}" if done.copy else "no copy was made: of a server, make dumps with its own tools")
+    if check and done.is_needed:
+        raise typer.Exit(1)

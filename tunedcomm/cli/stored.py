@@ -1,0 +1,265 @@
+"""Databases as verbs read them: their layers, environments, trials and pins, and which trial of a problem won."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tunedcomm.cli.output import environment_dict, kind_of, note, table
+from tunedcomm.errors import DatabaseError, UnknownNameError
+from tunedcomm.spec import Problem, format_shape
+
+if TYPE_CHECKING:
+    from tunedcomm.db.layers import Layer
+    from tunedcomm.db.records import PinRecord, TrialRecord
+    from tunedcomm.db.store import Database
+    from tunedcomm.hardware import Environment
+
+T = TypeVar("T")
+_PIN_COLUMNS = ("shape", "dtype", "ranks", "mode", "input", "pinned", "reason", "by", "since", "on")
+
+
+def read_layers(database: str | None) -> Sequence[Layer]:
+    """Every layer, without a user database that was never made; or only the database that was named."""
+    from tunedcomm.db.layers import is_absent, layers, named_layers
+
+    if database is not None:
+        return named_layers(database)
+    return [layer for layer in layers() if not is_absent(layer)]
+
+
+def open_layer(layer: Layer) -> Database:
+    """Open for reading; what ships with the package cannot change while it is open.
+
+    Raises:
+        DatabaseError: it cannot be read.
+    """
+    from tunedcomm.db.store import Database
+
+    return Database.open(layer.target, readonly=True, immutable=True if layer.name == "packaged" else None)
+
+
+def read_each(
+    layers: Iterable[Layer], read: Callable[[Database], T], *, is_strict: bool = False, is_quiet: bool = False
+) -> Iterator[tuple[Layer, T]]:
+    """What `read` returns for each layer; a layer that cannot be read is noted on stderr and skipped.
+
+    Args:
+        layers: databases to open.
+        read: called with each of them.
+        is_strict: raise instead of skipping.
+        is_quiet: skip without a note.
+
+    Raises:
+        DatabaseError: one cannot be read, and `is_strict`.
+    """
+    for layer in layers:
+        try:
+            with open_layer(layer) as opened:
+                found = read(opened)
+        except DatabaseError as error:
+            if is_strict:
+                raise
+            if not is_quiet:
+                note(f"skipped the {layer.name} database: {error}")
+            continue
+        yield layer, found
+
+
+def environment_here() -> Environment:
+    """This machine's environment: of its first GPU, or of the host backend."""
+    import torch
+
+    from tunedcomm.hardware import detect
+
+    return detect(0 if torch.cuda.is_available() else None)
+
+
+def stored_environments(
+    layers: Iterable[Layer], serving: Problem | None = None, *, is_quiet: bool = False
+) -> dict[Environment, bool]:
+    """Environments of all readable layers, nearest layer first, each once.
+
+    Each with True if something has run there that serves the op and world size of the problem `serving`.
+    """
+
+    def read(database: Database) -> tuple[list[Environment], list[Environment]]:
+        used = [] if serving is None else database.environments(op=serving.op, world_size=serving.world_size)
+        return database.environments(), used
+
+    found: dict[Environment, bool] = {}
+    for _, (known, used) in read_each(layers, read, is_quiet=is_quiet):
+        for environment in known:
+            found[environment] = environment in used or found.get(environment, False)
+    return found
+
+
+def match_environments(text: str, environments: Iterable[Environment]) -> list[Environment]:
+    """Environments whose GPU name holds `text` or fits it as a pattern, or whose digest begins with it.
+
+    Each is returned as often as it is given.
+    """
+    from tunedcomm.selection.snapshot import matches
+
+    return [environment for environment in environments if matches(text, environment)]
+
+
+def listed(environments: Iterable[Environment]) -> str:
+    """`NVIDIA H200 (1a2b3c4d), ...`, or none."""
+    return ", ".join(sorted({f"{there.gpu} ({there.digest[:8]})" for there in environments})) or "none"
+
+
+def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Problem | None = None) -> Environment:
+    """This machine's environment, or the one stored in a layer that `--hardware` means.
+
+    Args:
+        hardware: part of a GPU's name or of a digest; None for this machine.
+        layers: where to look, nearest first.
+        serving: prefer environments in which something has run that serves this problem.
+
+    Raises:
+        UnknownNameError: nothing stored matches, or several kinds of hardware do.
+    """
+    if hardware is None:
+        here = environment_here()
+        if here.is_host:
+            note("no GPU here: answering for the host backend; use --hardware for stored GPU environments")
+        return here
+    stored = stored_environments(layers, serving)
+    matching = match_environments(hardware, stored)
+    if not matching:
+        raise UnknownNameError(f"no stored environment matches --hardware {hardware!r}; stored are: {listed(stored)}")
+    preferred = [there for there in matching if stored[there]] or matching
+    if len({there.hard_key for there in preferred}) > 1:
+        choices = "; ".join(f"{there.digest[:8]} = {there}" for there in preferred)
+        raise UnknownNameError(f"--hardware {hardware!r} matches several environments, give a digest: {choices}")
+    return preferred[0]
+
+
+def nearest_stored(environment: Environment, stored: Iterable[Environment]) -> Environment | None:
+    """The stored environment that differs least in hardware; None where this very hardware is stored, or nothing."""
+    from tunedcomm.hardware import nearest
+
+    found = nearest(environment, stored)
+    return None if found is None or found.hard_key == environment.hard_key else found
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """All trials of one problem in one environment in one layer.
+
+    Attributes:
+        layer: name of the layer that holds them.
+        environment, problem: what they were measured in and for.
+        trials: at least one, but for a problem that is pinned only.
+    """
+
+    layer: str
+    environment: Environment
+    problem: Problem
+    trials: tuple[TrialRecord, ...]
+
+
+def _on(hardware: str | None, records: list[T]) -> list[T]:
+    """The trials or pins of hardware that matches."""
+    if hardware is None:
+        return records
+    places: Any = [record.environment for record in records]  # type: ignore[attr-defined]
+    wanted = {there.digest for there in match_environments(hardware, places)}
+    return [record for record, place in zip(records, places, strict=True) if place.digest in wanted]
+
+
+def read_trials(
+    database: str | None, *, op: str | None = None, hardware: str | None = None
+) -> Iterator[tuple[str, list[TrialRecord]]]:
+    """(layer's name, its trials) for the named database or for every layer that can be read.
+
+    Raises:
+        DatabaseError: the named database cannot be read.
+    """
+    layers = read_layers(database)
+    for layer, trials in read_each(layers, lambda opened: opened.trials(op=op), is_strict=database is not None):
+        yield layer.name, _on(hardware, trials)
+
+
+def contests(layer: str, trials: Iterable[TrialRecord]) -> list[Contest]:
+    """Group trials by environment and problem; sorted by GPU, world size, op, dtype, mode and size."""
+    groups: dict[tuple[str, Problem], list[TrialRecord]] = {}
+    environments = {}
+    for trial in trials:
+        environments[trial.environment.digest] = trial.environment
+        groups.setdefault((trial.environment.digest, trial.problem), []).append(trial)
+    found = [
+        Contest(layer, environments[digest], problem, tuple(members)) for (digest, problem), members in groups.items()
+    ]
+    return sorted(found, key=_order)
+
+
+def _order(contest: Contest) -> tuple[object, ...]:
+    environment, p = contest.environment, contest.problem
+    return (environment.gpu, environment.digest, p.op, p.world_size, p.dtype, p.mode, p.family, p.numel)
+
+
+def library_us(trial: TrialRecord) -> float | None:
+    """The library's median in the trial's own run; its own latency where the trial is the library."""
+    return trial.latency_p50_us if trial.variant == "library" else trial.baseline_p50_us
+
+
+def winner(trials: Sequence[TrialRecord]) -> TrialRecord | None:
+    """The fastest ok trial beside the library, of those in the finals where there are any; None if none is ok."""
+    from tunedcomm.db.records import fastest
+
+    ran = [trial for trial in trials if trial.status == "ok"]
+    return fastest([trial for trial in ran if trial.final] or ran)
+
+
+def read_pins(
+    database: str | None, *, op: str | None = None, hardware: str | None = None
+) -> list[tuple[str, PinRecord]]:
+    """(layer's name, pin) for the named database or for every layer that can be read."""
+    # Quiet: who reads the trials too says which layers cannot be read.
+    found = read_each(read_layers(database), lambda opened: opened.pins(), is_quiet=True)
+    return [
+        (layer.name, pin)
+        for layer, pins in found
+        for pin in _on(hardware, [pin for pin in pins if op in (None, pin.problem.op)])
+    ]
+
+
+def print_pins(pins: Iterable[tuple[str, PinRecord]]) -> None:
+    """Print a table of the pins of each layer; nothing where there are none."""
+    by_layer: dict[str, list[PinRecord]] = {}
+    for layer, pin in pins:
+        by_layer.setdefault(layer, []).append(pin)
+    for layer, members in by_layer.items():
+        table(_PIN_COLUMNS, map(_pin_cells, members), title=f"pins in the {layer} database")
+
+
+def _pin_cells(pin: PinRecord) -> tuple[object, ...]:
+    problem = pin.problem
+    return (
+        format_shape(problem.shape),
+        problem.dtype,
+        problem.world_size,
+        problem.mode,
+        kind_of(problem),
+        pin.candidate,
+        pin.reason,
+        pin.user or "-",
+        pin.created_at.date().isoformat(),
+        pin.environment,
+    )
+
+
+def pin_to_dict(pin: PinRecord) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "problem": pin.problem.to_dict(),
+        "environment": environment_dict(pin.environment),
+        "variant": pin.candidate.variant,
+        "config": pin.candidate.config_dict,
+        "reason": pin.reason,
+        "user": pin.user,
+        "created_at": pin.created_at.isoformat(),
+    }
