@@ -18,7 +18,7 @@ from bodies import stream
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.kernels.gemm.problem import TOLERANCE
+from tunedcomm.kernels.gemm.op import TOLERANCE
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 
 OP = os.environ.get("GEMM_OP", "gemm_rs")

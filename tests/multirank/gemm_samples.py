@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tunedcomm.kernels.gemm.problem import TOLERANCE
+from tunedcomm.kernels.gemm.op import TOLERANCE
 
 __all__ = ["DTYPES", "FP8", "HOW", "drawn", "mine_of", "near", "scale", "stored", "sums"]
 

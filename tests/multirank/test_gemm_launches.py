@@ -16,7 +16,7 @@ from tunedcomm.kernels.common import copies
 from tunedcomm.kernels.common.launch import ManyLaunch
 from tunedcomm.kernels.gemm import ag_products as _products
 from tunedcomm.kernels.gemm import ar_one_shot as one_shot
-from tunedcomm.kernels.gemm.problem import operands_of
+from tunedcomm.kernels.gemm.op import operands_of
 from tunedcomm.ops import ag_gemm as ag_module
 from tunedcomm.ops import gemm_ar as ar_module
 from tunedcomm.ops import gemm_rs as rs_module

@@ -11,7 +11,7 @@ from compile_corners import LIMITS
 from tunedcomm.errors import ConfigError
 from tunedcomm.kernels import discover
 from tunedcomm.kernels.common.packets import PACKET_BYTES
-from tunedcomm.kernels.gemm.problem import out_itemsize
+from tunedcomm.kernels.gemm.op import out_itemsize
 from tunedcomm.kernels.gemm.variant import tile_space
 from tunedcomm.space import Choice, Space
 from tunedcomm.spec import Candidate, Problem, candidates, check_candidate, get_op, get_variant, variants

@@ -22,7 +22,7 @@ from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
 from tunedcomm.kernels.all_reduce_rms_norm.op import Given, given_of
-from tunedcomm.kernels.gemm.problem import operands_of, product, product_reference, wanted_of
+from tunedcomm.kernels.gemm.op import operands_of, product, product_reference, wanted_of
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 from tunedcomm.tuner.measure.timing import further_turns, num_turns

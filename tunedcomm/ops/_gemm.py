@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.gemm.problem import Wanted, layout_of, operands_of, product
+from tunedcomm.kernels.gemm.op import Wanted, layout_of, operands_of, product
 from tunedcomm.ops._checks import FLOATS, is_nk
 from tunedcomm.ops._many import ManyForm, Tensors
 from tunedcomm.spec import Problem

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.gemm.problem import operands_of, product
+from tunedcomm.kernels.gemm.op import operands_of, product
 from tunedcomm.ops import torch_ops
 from tunedcomm.ops._checks import check_apart, check_differentiable, check_fits, check_input, check_out
 from tunedcomm.ops._gemm import GemmForm

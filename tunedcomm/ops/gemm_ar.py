@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
-from tunedcomm.kernels.gemm.problem import operands_of, wanted_of
+from tunedcomm.kernels.gemm.op import operands_of, wanted_of
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath
 from tunedcomm.ops._path import world

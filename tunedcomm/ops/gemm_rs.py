@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.gemm.problem import operands_of, wanted_of
+from tunedcomm.kernels.gemm.op import operands_of, wanted_of
 from tunedcomm.ops._checks import check_reduction
 from tunedcomm.ops._gemm import GemmForm
 from tunedcomm.ops._many import ManyPath, Tensors

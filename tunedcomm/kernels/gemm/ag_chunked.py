@@ -27,8 +27,8 @@ from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.gemm.ag_common import (
     panel_bytes,
-    refuse,
     refuse_chunks,
+    refuse_gather,
     rows_of,
     rows_of_chunk,
     scales_offset,
@@ -92,7 +92,7 @@ _SPACE = Space(
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
     senders, by_copies = int(config["comm_blocks"]), config["transport"] == "copy_engine"
-    if reason := refuse(problem, limits, descriptors=not by_copies):
+    if reason := refuse_gather(problem, limits, descriptors=not by_copies):
         return reason
     if reason := refuse_products(problem, limits):
         return reason

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import closest
-from tunedcomm.kernels.gemm.problem import out_itemsize, refuse_gemm
+from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm
 from tunedcomm.kernels.gemm.variant import num_tiles, refuse_tiles, tile_space, tile_wish
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
@@ -27,8 +27,8 @@ __all__ = [
     "is_packed",
     "panel_bytes",
     "queue_length",
-    "refuse",
     "refuse_chunks",
+    "refuse_gather",
     "refuse_queue",
     "rows_of",
     "rows_of_chunk",
@@ -93,7 +93,7 @@ def grid_of(device: Any, most: int, per_sm: int = 1) -> int:
     return min(most, per_sm * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def refuse(problem: Problem, limits: Limits, *, descriptors: bool = True) -> str | None:
+def refuse_gather(problem: Problem, limits: Limits, *, descriptors: bool = True) -> str | None:
     """Why no variant with panels can run `problem`, whatever the config; None if one might."""
     if problem.shape[0] % problem.world_size:
         return f"{problem.shape[0]} rows are not the same number on each of {problem.world_size} ranks"
@@ -115,7 +115,7 @@ def refuse_chunks(problem: Problem, config: Config, limits: Limits, multiple: in
 
 def refuse_queue(problem: Problem, config: Config, limits: Limits) -> str | None:
     """Why a queue of tiles does not suit a problem, or None."""
-    if reason := refuse(problem, limits):
+    if reason := refuse_gather(problem, limits):
         return reason
     if reason := refuse_tiles(problem, config, limits, rows=rows_of(problem), shards=problem.world_size):
         return reason

@@ -35,8 +35,8 @@ from tunedcomm.kernels.gemm.ag_common import (
     scales_offset,
 )
 from tunedcomm.kernels.gemm.ag_push import make_gathered, make_pushes
+from tunedcomm.kernels.gemm.op import wanted_of
 from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request, bind_begin, call_number
-from tunedcomm.kernels.gemm.problem import wanted_of
 from tunedcomm.kernels.gemm.variant import tile_request, tile_space, two_fit
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import Limits, Problem, Variant, register_variant

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.gemm.ag_common import panel_bytes, refuse, rows_of
+from tunedcomm.kernels.gemm.ag_common import panel_bytes, refuse_gather, rows_of
 from tunedcomm.kernels.gemm.ag_products import Piece, bind_products, refuse_products
 from tunedcomm.kernels.gemm.ag_push import make_pushes
 from tunedcomm.kernels.gemm.panels import await_chunk, begin_panels_kernel, begin_request, call_number
@@ -49,7 +49,7 @@ def await_ranks_kernel(panels, first, count, timeout_ns, status):
 
 
 def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse(problem, limits, descriptors=False) or refuse_products(problem, limits):
+    if reason := refuse_gather(problem, limits, descriptors=False) or refuse_products(problem, limits):
         return reason
     count = problem.world_size
     if count < _LEAST_RANKS or count & (count - 1):

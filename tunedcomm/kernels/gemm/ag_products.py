@@ -11,8 +11,8 @@ from tunedcomm.kernels.common.copies import NUM_EVENTS, copies_of
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.gemm.ag_common import gathered_in, scales_in
 from tunedcomm.kernels.gemm.ag_push import make_gathered
+from tunedcomm.kernels.gemm.op import Operands, operands_of, product, ready_to_cut, wanted_of
 from tunedcomm.kernels.gemm.panels import bind_begin
-from tunedcomm.kernels.gemm.problem import Operands, operands_of, product, ready_to_cut, wanted_of
 from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from tunedcomm.kernels.gemm.ag_common import (
 )
 from tunedcomm.kernels.gemm.ag_push import make_gathered
 from tunedcomm.kernels.gemm.ag_send import send_shard
+from tunedcomm.kernels.gemm.op import wanted_of
 from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request, bind_begin, call_number, is_last
-from tunedcomm.kernels.gemm.problem import wanted_of
 from tunedcomm.kernels.gemm.variant import tile_request, tile_space
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant

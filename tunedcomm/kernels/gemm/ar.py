@@ -21,7 +21,7 @@ from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.gemm.ar_launches import bind_addresses
 from tunedcomm.kernels.gemm.ar_sums import refuse_packets
-from tunedcomm.kernels.gemm.problem import out_itemsize, wanted_of
+from tunedcomm.kernels.gemm.op import out_itemsize, wanted_of
 from tunedcomm.kernels.gemm.tiles import element_type, rounded
 from tunedcomm.kernels.gemm.variant import (
     num_tiles,

@@ -35,7 +35,7 @@ from tunedcomm.kernels.common.packets import PACKET_BYTES, arm
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.gemm.ar_launches import bind_addresses
 from tunedcomm.kernels.gemm.ar_sums import refuse_packets, sum_and_bias
-from tunedcomm.kernels.gemm.problem import out_itemsize
+from tunedcomm.kernels.gemm.op import out_itemsize
 from tunedcomm.kernels.gemm.tiles import (
     element_type,
     matrix,

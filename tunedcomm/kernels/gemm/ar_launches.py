@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunedcomm.kernels.common.launch import BoundKernel, ManyLaunch
-from tunedcomm.kernels.gemm.problem import wanted_of
+from tunedcomm.kernels.gemm.op import wanted_of
 from tunedcomm.spec import Problem
 
 __all__ = ["bind_addresses"]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.packets import PACKET_BYTES, narrow, widen
 from tunedcomm.kernels.common.sync import load_packets
-from tunedcomm.kernels.gemm.problem import out_itemsize, refuse_gemm
+from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm
 from tunedcomm.spec import Limits, Problem
 
 __all__ = ["refuse_packets"]

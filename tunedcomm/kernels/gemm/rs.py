@@ -1,24 +1,87 @@
-"""What persistent GEMM kernels do with shards, which are the rows of one rank's result, in chunks of tile rows."""
+"""gemm_rs in one persistent GEMM: tiles are walked shard by shard, and go to the ranks that own them.
+
+A shard is the rows of one rank's result. The shard of rank + 1 comes first and the own one last, each chunk by chunk
+(`chunks` groups of tile rows). A rank's panels hold one *slot* for each rank's partial result of its rows, of the
+result's dtype, rows × N each; slots follow each other at whole packets.
+
+- push_reduce: a tile of another rank's shard is rounded and stored into this rank's slot of the owner's panels; the
+  block that comes last to a chunk's counter raises the owner's flag of that chunk. A tile of the own shard stays in the
+  accumulator until the peers' flags of its chunk are up; then their partial results are added, and the sum goes to the
+  result. There is no other pass. With `late` a block comes to a tile's counter only when its next product is made: what
+  it stored to the peer has arrived by then, and it does not stand still for that.
+- copy_engine: tiles of other ranks' shards are stored into this rank's own panels, behind its slots, and counted. Side
+  streams wait for the counters (`cuStreamWaitValue32`, by the copy engines' own front end), copy a chunk into this
+  rank's slot at the owner when all of its tiles are there, then the call's number into the owner's flag. So the GEMM's
+  SMs store nothing over the links.
+- reduce_add: tiles are added, in fp32 and as they come, to a sum in their owner's panels, by relaxed reductions of 16
+  bytes each. A tile of the own shard waits for the peers' flags and takes the sum from memory. Only one matrix of a
+  shard's size is kept, and it is read once. The sum is zeroed before the begin tells the peers that they may write.
+- multimem: tiles are stored into this rank's slot of that owner in its own panels, those of the own shard too. When a
+  block has no tiles left it waits for the flags of all ranks chunk by chunk and loads sums of the own rows with
+  `multimem.ld_reduce`. The block that is the last to have read raises a further flag at all peers and waits for theirs,
+  for nobody may write into panels that peers still read. Refused where the fabric reports no multicast.
+
+`epilogue` says how the peers' partial results are read: through descriptors, three on their way at once, or by plain
+loads.
+
+Waits end: all blocks are resident, and every block does and counts all its tiles for others before it waits for its
+first own one, so that each rank's flags go up whether or not the peers' have. Copies take no SM, so they go on while
+the GEMM holds all of them; their counters are cleared behind the last copy, where nothing that runs waits for it, for
+that may be a kernel of the driver's; the GEMM is launched before the waits are queued. On the host a launch ends before
+copies can be asked for, so there the own shard is a second launch. The peers' slots may be overwritten from the next
+call's begin on, which comes after this kernel in stream order.
+
+Numerics: push_reduce and copy_engine ordered; multimem library (each element is summed once, for its one owner, in the
+switch's order); reduce_add unordered, but with a single rounding. Graph-safe: flags hold call numbers, counters end at
+0, side streams fork from the caller's and join it.
+Source: fused GEMM + reduce-scatter kernels with an owner-last order, without their separate reduce pass; signals a
+chunk between a GEMM and copy engines, as in Triton-distributed and FLUX; NVLink SHARP as PyTorch's multimem operators
+use it.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.packets import _mean
+from tunedcomm.kernels.common.copies import copies_of
+from tunedcomm.kernels.common.feasibility import Launch, refuse_multicast
+from tunedcomm.kernels.common.lane import address_of
+from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, mean_packets, num_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET
-from tunedcomm.kernels.gemm.panels import await_chunk_of_all
-from tunedcomm.kernels.gemm.tiles import (
-    element_type,
-    matrix,
-    rounded,
-    scaled,
-    tile_of,
-    tile_product,
+from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, rows_of
+from tunedcomm.kernels.gemm.panels import (
+    announce,
+    announce_to,
+    await_chunk_of_all,
+    begin_panels_kernel,
+    bind_begin,
+    call_number,
+    is_last,
 )
+from tunedcomm.kernels.gemm.tiles import element_type, matrix, operand_b, rounded, scaled, tile_of, tile_product
+from tunedcomm.kernels.gemm.variant import (
+    GemmVariant,
+    addresses,
+    num_tiles,
+    refuse_tiles,
+    tile_space,
+    tile_wish,
+    two_fit,
+)
+from tunedcomm.space import Axis, Choice, Config, Value
+from tunedcomm.spec import Limits, Numerics, Problem
 from tunedcomm.symm import layout
+from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_COUNTERS_OFFSET, PANEL_DATA, PANEL_NUMBER_OFFSET
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 DATA = tl.constexpr(layout.PANEL_DATA)
 COUNTERS = tl.constexpr(layout.PANEL_COUNTERS_OFFSET)
@@ -196,3 +259,485 @@ def finish_added(
         if AVG:
             total = _mean(total, WORLD_SIZE)
         store_rounded(out, total, row, column + i * WIDTH, rows, n, BLOCK_M, WIDTH, OUT, ALIGNED)
+
+
+@triton.jit
+def _count(panels, peers, rank, step, chunk, tiles, number, CHUNKS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Count a tile of the chunk that goes to rank + 1 + step, and tell that rank of the last one."""
+    if is_last(panels, step * CHUNKS + chunk, tiles):
+        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
+        announce_to(address_of(peers, panels, owner, rank, WORLD_SIZE), rank, chunk, number)
+
+
+@triton.jit
+def push_reduce_kernel(
+    a, b, scale_a, scale_b, out, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status, slot_bytes,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
+    AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr, DESCRIPTOR: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """See the module's text."""
+    peers = (p0, p1, p2, p3, p4, p5, p6)
+    number = call_number(panels)
+    rows = (m // WORLD_SIZE).to(tl.int32)
+    tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
+    shard = tile_rows * tile_columns
+    x = matrix(a, m, depth, BLOCK_M, BLOCK_K, DTYPE)
+    y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
+    staged = staged_matrix(panels, rows, n, BLOCK_M, BLOCK_N // PIECES, OUT, WORLD_SIZE, DESCRIPTOR)
+    due = tl.program_id(0) * 0  # tiles stored, but not counted
+    last_step, last_chunk, last_count = due, due, due
+    for tile in tl.range(tl.program_id(0), shard * WORLD_SIZE, tl.num_programs(0)):
+        step = tile // shard
+        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
+        chunk, tile_row, tile_column, count = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
+        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        total = partial_tile(
+            x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
+        )  # fmt: skip
+        if LATE:  # noqa: SIM102 - the compiler's choice, then the GPU's
+            if due > 0:
+                _count(panels, peers, rank, last_step, last_chunk, last_count, number, CHUNKS, WORLD_SIZE)
+                due -= 1
+        if step < WORLD_SIZE - 1:
+            target = address_of(peers, panels, owner, rank, WORLD_SIZE)
+            slot = target + DATA + rank * slot_bytes
+            store_rounded(slot, total, row, column, rows, n, BLOCK_M, BLOCK_N, OUT, ALIGNED)
+            if LATE:
+                due, last_step, last_chunk, last_count = due + 1, step, chunk, count
+            else:
+                _count(panels, peers, rank, step, chunk, count, number, CHUNKS, WORLD_SIZE)
+        else:
+            finish_tile(
+                total, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, number, timeout_ns, status,
+                BLOCK_M, BLOCK_N, PIECES, OUT, WORLD_SIZE, DESCRIPTOR, AVG, ALIGNED,
+            )  # fmt: skip
+    if LATE:  # noqa: SIM102
+        if due > 0:
+            _count(panels, peers, rank, last_step, last_chunk, last_count, number, CHUNKS, WORLD_SIZE)
+
+
+@triton.jit
+def counted_gemm_kernel(
+    a, b, scale_a, scale_b, out, first, end, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status,
+    slot_bytes,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
+    AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
+    """Tiles `first` to `end` of those of all shards; see the module's text."""
+    number = call_number(panels)
+    rows = (m // WORLD_SIZE).to(tl.int32)
+    tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
+    shard = tile_rows * tile_columns
+    x = matrix(a, m, depth, BLOCK_M, BLOCK_K, DTYPE)
+    y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
+    staged = staged_matrix(panels, rows, n, BLOCK_M, BLOCK_N // PIECES, OUT, WORLD_SIZE, DESCRIPTOR)
+    for tile in tl.range(first.to(tl.int32) + tl.program_id(0), end.to(tl.int32), tl.num_programs(0)):
+        step = tile // shard
+        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
+        chunk, tile_row, tile_column, _ = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
+        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        total = partial_tile(
+            x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
+        )  # fmt: skip
+        if step < WORLD_SIZE - 1:
+            place = panels + DATA + (WORLD_SIZE + step) * slot_bytes
+            store_rounded(place, total, row, column, rows, n, BLOCK_M, BLOCK_N, OUT, ALIGNED)
+            count_tile(panels, step * CHUNKS + chunk)
+        else:
+            finish_tile(
+                total, staged, panels, slot_bytes, out, rank, row, column, rows, n, chunk, number, timeout_ns, status,
+                BLOCK_M, BLOCK_N, PIECES, OUT, WORLD_SIZE, DESCRIPTOR, AVG, ALIGNED,
+            )  # fmt: skip
+
+
+@triton.jit
+def reduce_add_kernel(
+    a, b, scale_a, scale_b, out, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status, slot_bytes,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
+    AVG: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """See the module's text."""
+    peers = (p0, p1, p2, p3, p4, p5, p6)
+    number = call_number(panels)
+    rows = (m // WORLD_SIZE).to(tl.int32)
+    tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
+    shard = tile_rows * tile_columns
+    x = matrix(a, m, depth, BLOCK_M, BLOCK_K, DTYPE)
+    y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
+    for tile in tl.range(tl.program_id(0), shard * WORLD_SIZE, tl.num_programs(0)):
+        step = tile // shard
+        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
+        chunk, tile_row, tile_column, count = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
+        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        total = partial_tile(
+            x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
+        )  # fmt: skip
+        if step < WORLD_SIZE - 1:
+            target = address_of(peers, panels, owner, rank, WORLD_SIZE)
+            add_tile(target + DATA, total, row, column, rows, n, BLOCK_M, BLOCK_N, ALIGNED)
+            if is_last(panels, step * CHUNKS + chunk, count):
+                announce_to(target, rank, chunk, number)
+        else:
+            await_chunk_of_all(panels, chunk, rank, number, timeout_ns, status, WORLD_SIZE)
+            finish_added(
+                total, panels, out, row, column, rows, n, BLOCK_M, BLOCK_N, PIECES, OUT, WORLD_SIZE, AVG, ALIGNED
+            )  # fmt: skip
+
+
+@triton.jit
+def _load_sums(
+    out, panels, peers, multicast, slot_bytes, rank, numel, span, number, timeout_ns, status,
+    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, AVG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The own rows' sums, chunks of `span` packets, as their flags go up."""
+    total = num_packets(numel, WIDTH)
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for chunk in tl.static_range(CHUNKS):
+        await_chunk_of_all(panels, chunk, -1, number, timeout_ns, status, WORLD_SIZE)
+        end = tl.minimum(total, (chunk + 1) * span)
+        for start in tl.range(chunk * span + tl.program_id(0).to(tl.int64) * BLOCK, end, step):
+            packet = start + lanes
+            here = packet < end
+            sums = load_reduce(multicast, peers, panels, DATA + rank * slot_bytes + packet * 16, here, OUT, WORLD_SIZE)
+            s0, s1, s2, s3 = mean_packets(sums, OUT, AVG, WORLD_SIZE)
+            write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, True)
+
+
+@triton.jit
+def multimem_gemm_kernel(
+    a, b, scale_a, scale_b, out, m, n, depth, panels, p0, p1, p2, p3, p4, p5, p6, rank, timeout_ns, status, slot_bytes,
+    multicast,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, CHUNKS: tl.constexpr,
+    AVG: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See the module's text."""
+    peers = (p0, p1, p2, p3, p4, p5, p6)
+    number = call_number(panels)
+    rows = (m // WORLD_SIZE).to(tl.int32)
+    tile_rows, tile_columns = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N).to(tl.int32)
+    shard = tile_rows * tile_columns
+    x = matrix(a, m, depth, BLOCK_M, BLOCK_K, DTYPE)
+    y = operand_b(b, depth, n, BLOCK_N, BLOCK_K, NK, DTYPE)
+    for tile in tl.range(tl.program_id(0), shard * WORLD_SIZE, tl.num_programs(0)):
+        step = tile // shard
+        owner = ((rank + 1 + step) % WORLD_SIZE).to(tl.int32)
+        chunk, tile_row, tile_column, count = place_of(tile - step * shard, tile_rows, tile_columns, CHUNKS, GROUP)
+        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+        total = partial_tile(
+            x, y, scale_a, scale_b, owner * rows + row, column, m, n, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, SCALING
+        )  # fmt: skip
+        store_rounded(
+            panels + DATA + owner * slot_bytes, total, row, column, rows, n, BLOCK_M, BLOCK_N, OUT, ALIGNED
+        )  # fmt: skip
+        if is_last(panels, step * CHUNKS + chunk, count):
+            announce_to(address_of(peers, panels, owner, rank, WORLD_SIZE), rank, chunk, number)
+    span = (tile_rows + CHUNKS - 1) // CHUNKS * BLOCK_M * n * WIDTH // 16
+    if CHUNKS == 1:
+        span = slot_bytes // 16
+    _load_sums(
+        out, panels, peers, multicast, slot_bytes, rank, rows * n, span, number, timeout_ns, status,
+        WORLD_SIZE, OUT, WIDTH, CHUNKS, AVG, BLOCK,
+    )  # fmt: skip
+    if is_last(panels, WORLD_SIZE * CHUNKS, tl.num_programs(0)):
+        announce(p0, p1, p2, p3, p4, p5, p6, rank, CHUNKS, number, WORLD_SIZE)
+        await_chunk_of_all(panels, CHUNKS, rank, number, timeout_ns, status, WORLD_SIZE)
+
+
+# As many as there are SMs, fewer to leave some to others, or two an SM, one of which multiplies while the other stores.
+NUM_BLOCKS = Choice(1, 64, 120, 132, 264)
+_BLOCKS_PER_SM = 2
+_PIECE = 64  # elements a thread of a piece of a tile that is summed at once, beside the accumulator
+_SUM_ITEMSIZE = 4
+_GRID_AXES: dict[str, Axis] = {"chunks": Choice(1, 2, 4), "num_blocks": NUM_BLOCKS}
+_EPILOGUE_AXES: dict[str, Axis] = {**_GRID_AXES, "epilogue": Choice("descriptor", "pointer")}
+
+
+def whole_packets(problem: Problem) -> bool:
+    """True if the result's rows are whole packets."""
+    return problem.shape[1] * out_itemsize(problem) % PACKET_BYTES == 0
+
+
+def slot_bytes(problem: Problem) -> int:
+    """Bytes from one slot to the next."""
+    size = rows_of(problem) * problem.shape[1] * out_itemsize(problem)
+    return -(-size // PACKET_BYTES) * PACKET_BYTES
+
+
+@functools.lru_cache(maxsize=64)  # asked again for each of thousands of configs
+def refuse_scatter(problem: Problem, limits: Limits, *, room: int, descriptors: bool) -> str | None:
+    """Why no kernel of ours can run `problem`, whatever the config; None if one might.
+
+    Args:
+        problem, limits: what is asked, and where.
+        room: bytes of panels.
+        descriptors: operands are read through tensor descriptors.
+    """
+    if problem.shape[0] % problem.world_size:
+        return f"{problem.shape[0]} rows are not the same number for each of {problem.world_size} ranks"
+    if problem.reduction not in ("sum", "avg"):
+        return f"kernels do sum and avg; {problem.reduction} goes to the library"
+    if problem.world_size < 2:
+        return "there are no peers to sum with"
+    return refuse_gemm(replace(problem, reduction="sum"), limits, panel_bytes=room, descriptors=descriptors)
+
+
+class ScatterVariant(GemmVariant):
+    """A persistent GEMM of gemm_rs.
+
+    Its kernel takes the addresses of a, b, scale_a, scale_b and the result, what else varies, m, n, depth, panels,
+    p0 … p6, rank, timeout_ns, status, slot_bytes, `further`, and constants.
+    """
+
+    op = "gemm_rs"
+    numerics: Numerics = "ordered"
+
+    def room(self, problem: Problem) -> int:
+        """Bytes of panels."""
+        return problem.world_size * slot_bytes(problem)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_scatter(problem, limits, room=self.room(problem), descriptors=True):
+            return reason
+        rows, blocks, chunks = rows_of(problem), int(config["num_blocks"]), int(config["chunks"])
+        if reason := refuse_tiles(problem, config, limits, rows=rows, shards=problem.world_size):
+            return reason
+        tile_rows = -(-rows // int(config["block_m"]))
+        if chunks > 1 and -(-tile_rows // -(-tile_rows // chunks)) != chunks:
+            return f"{tile_rows} rows of tiles a shard do not make {chunks} chunks"
+        return _unsuited_grid(problem, config, limits, blocks) or _unsuited_epilogue(problem, config, limits)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        tiles = tile_wish(problem, limits, rows=rows_of(problem))
+        blocks = 1 if limits.backend == "host" else limits.num_sms
+        return {**tiles, "chunks": 1, "num_blocks": blocks, "epilogue": "descriptor", "late": False, "num_streams": 1}
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        found = super().constants(problem, config)
+        found |= {"CHUNKS": config["chunks"], "AVG": problem.reduction == "avg", "ALIGNED": whole_packets(problem)}
+        if "epilogue" in config:
+            pieces = _pieces_of(config, out_itemsize(problem))
+            found |= {"PIECES": pieces, "DESCRIPTOR": config["epilogue"] == "descriptor"}
+        return found
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        """Blocks that are launched: no more than there are tiles."""
+        return min(int(config["num_blocks"]), problem.world_size * num_tiles(rows_of(problem), problem, config))
+
+    def further(self, panels: Panels) -> tuple[int, ...]:
+        """Last runtime arguments of the kernel."""
+        return ()
+
+    def bind_begin(self, problem: Problem, workspace: Workspace, panels: Panels) -> Callable[[int], None]:
+        """`(stream)` to what comes before the GEMM."""
+        return bind_begin(problem, workspace, panels)
+
+    def bind_gemm(
+        self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, num_varying: int = 5
+    ) -> Callable[..., None]:
+        """`(stream, *addresses and what else varies)` to a launch of the GEMM kernel."""
+        kernel = bind_kernel(self.request(problem, config), self.num_blocks(problem, config), workspace.device)
+        varying = (None,) * num_varying
+        waits = (workspace.rank, workspace.timeout_ns, workspace.status_argument(problem), slot_bytes(problem))
+        return kernel.fix((*varying, *problem.shape, panels.local, *panels.peers, *waits, *self.further(panels)))
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        panels = workspace.panels(problem.mode, self.room(problem))
+        begin = self.bind_begin(problem, workspace, panels)
+        gemm = self.bind_gemm(problem, config, workspace, panels)
+
+        def by_address(stream: int, *given: int) -> None:
+            begin(stream)
+            gemm(stream, *given)
+
+        return ManyLaunch(by_address, addresses(problem))
+
+
+def _unsuited_grid(problem: Problem, config: Config, limits: Limits, blocks: int) -> str | None:
+    """Why a persistent kernel of so many blocks does not suit the problem, or None."""
+    if limits.backend == "host":
+        return "an interpreted block would wait for blocks after it: only num_blocks=1" if blocks > 1 else None
+    tiles = problem.world_size * num_tiles(rows_of(problem), problem, config)
+    if blocks > _BLOCKS_PER_SM * limits.num_sms:
+        return f"{blocks} blocks do not all fit on {limits.num_sms} SMs at once"
+    if blocks > limits.num_sms and not two_fit(problem, config):
+        return "two blocks with such tiles do not fit on an SM"
+    fewer = [value for value in NUM_BLOCKS.values() if int(value) < blocks]
+    if fewer and int(fewer[-1]) >= tiles:
+        return f"{tiles} tiles leave some of {blocks} blocks without work"
+    if blocks == 1 and tiles > 1:
+        return "one block leaves the other SMs idle"
+    return None
+
+
+def _unsuited_epilogue(problem: Problem, config: Config, limits: Limits) -> str | None:
+    """Why partial results cannot be read the way that `epilogue` says, if there is a choice, or None."""
+    if "epilogue" not in config:
+        return None
+    if config["epilogue"] == "descriptor" and not whole_packets(problem):
+        return f"rows of {problem.shape[1]} results are no whole packets, as tensor descriptors want"
+    if config["epilogue"] == "pointer" and whole_packets(problem) and limits.backend == "cuda":
+        return "plain loads of partial results take twice as long as descriptors, which suit this result"
+    if limits.backend == "host" and int(config["block_n"]) > 128:
+        return "interpreted tiles are small"
+    return None
+
+
+def _pieces_of(config: Config, itemsize: int) -> int:
+    """Pieces in which a tile is finished, so that what is read, of elements of so many bytes, has registers."""
+    a_thread = int(config["block_m"]) * int(config["block_n"]) // (32 * int(config["num_warps"]))
+    return min(max(1, a_thread * itemsize // (2 * _PIECE)), 4)
+
+
+class PushReduce(ScatterVariant):
+    name = "push_reduce"
+    summary = "one persistent GEMM that stores tiles to their owners and sums the own rows in its last tiles"
+    kernels = (begin_panels_kernel, push_reduce_kernel)
+    space = tile_space(**_EPILOGUE_AXES, late=Choice(False, True))
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "LATE": config["late"]}
+
+
+class ReduceAdd(ScatterVariant):
+    name = "reduce_add"
+    numerics = "unordered"
+    summary = "one persistent GEMM that adds its tiles to a sum in their owners' memory, in any order"
+    kernels = (begin_panels_kernel, reduce_add_kernel)
+    space = tile_space(**_GRID_AXES)
+
+    def room(self, problem: Problem) -> int:
+        return rows_of(problem) * problem.shape[1] * _SUM_ITEMSIZE
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "PIECES": _pieces_of(config, _SUM_ITEMSIZE)}
+
+    def bind_begin(self, problem: Problem, workspace: Workspace, panels: Panels) -> Callable[[int], None]:
+        begin, copies = super().bind_begin(problem, workspace, panels), copies_of(workspace, problem.mode)
+        words = self.room(problem) // 4
+
+        def clear_and_begin(stream: int) -> None:
+            copies.clear(stream, panels.data, words)
+            begin(stream)
+
+        return clear_and_begin
+
+
+class Multimem(ScatterVariant):
+    name = "multimem"
+    numerics = "library"
+    summary = "one persistent GEMM into own panels, whose rows the switch sums (NVLink multicast)"
+    kernels = (begin_panels_kernel, multimem_gemm_kernel)
+    space = tile_space(**_GRID_AXES)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_multicast(limits) or super().infeasible(problem, config, limits):
+            return reason
+        if int(config["chunks"]) > 1 and not whole_packets(problem):
+            return f"rows of {problem.shape[1]} results are no whole packets, so chunks would share some: only chunks=1"
+        return None
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        own: dict[str, Value] = {"WIDTH": out_itemsize(problem), "BLOCK": 32 * int(config["num_warps"])}
+        return {**super().constants(problem, config), **own}
+
+    def further(self, panels: Panels) -> tuple[int, ...]:
+        return (panels.multicast,)
+
+
+_BEGUN, _DONE = 0, 1  # events: the begin on the caller's stream; then one a side stream at its end
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """A chunk on its way: the counter that says that it is there, of how many tiles, and what is copied where."""
+
+    side: int
+    counter: int
+    tiles: int
+    target: int
+    source: int
+    nbytes: int
+    flag: int
+
+
+class CopyEngine(ScatterVariant):
+    name = "copy_engine"
+    summary = "one persistent GEMM; copy engines take its chunks to their owners, its last tiles take the sums"
+    kernels = (begin_panels_kernel, counted_gemm_kernel)
+    space = tile_space(**_EPILOGUE_AXES, num_streams=Choice(1, 2, 3))
+
+    def room(self, problem: Problem) -> int:
+        return (2 * problem.world_size - 1) * slot_bytes(problem)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().infeasible(problem, config, limits):
+            return reason
+        if int(config["num_streams"]) > problem.world_size - 1:
+            return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
+        return None
+
+    def _pushes(self, problem: Problem, config: Config, panels: Panels, rank: int) -> Iterable[_Push]:
+        """Every chunk of other ranks' shards, in the order in which they are finished."""
+        world_size, rows, n, slot = problem.world_size, rows_of(problem), problem.shape[1], slot_bytes(problem)
+        block_m, chunks = int(config["block_m"]), int(config["chunks"])
+        columns, row_bytes = -(-n // int(config["block_n"])), n * out_itemsize(problem)
+        tile_rows = -(-rows // block_m)
+        span = -(-tile_rows // chunks) * block_m
+        for step in range(world_size - 1):
+            for chunk in range(chunks):
+                first, last = chunk * span, min((chunk + 1) * span, rows)
+                yield _Push(
+                    side=step % int(config["num_streams"]),
+                    counter=panels.local + PANEL_COUNTERS_OFFSET + (step * chunks + chunk) * 8,
+                    tiles=-(-(last - first) // block_m) * columns,
+                    target=panels.peers[step] + PANEL_DATA + rank * slot + first * row_bytes,
+                    source=panels.data + (world_size + step) * slot + first * row_bytes,
+                    nbytes=(last - first) * row_bytes,
+                    flag=panels.peers[step] + (rank * PANEL_CHUNKS + chunk) * 8,
+                )
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        panels = workspace.panels(problem.mode, self.room(problem))
+        copies = copies_of(workspace, problem.mode)
+        begin = self.bind_begin(problem, workspace, panels)
+        gemm = self.bind_gemm(problem, config, workspace, panels, num_varying=7)
+        pushes = tuple(self._pushes(problem, config, panels, workspace.rank))
+        sides, number = copies.streams[: int(config["num_streams"])], panels.local + PANEL_NUMBER_OFFSET
+        shard = num_tiles(rows_of(problem), problem, config)
+        foreign, tiles = (problem.world_size - 1) * shard, problem.world_size * shard
+        at_once = workspace.device.type == "cuda"
+
+        def by_address(stream: int, *given: int) -> None:
+            """See the module's text."""
+            begin(stream)
+            copies.record(_BEGUN, stream)
+            gemm(stream, *given, 0, tiles if at_once else foreign)
+            for side in sides:
+                copies.wait(side, _BEGUN)
+            for push in pushes:
+                side = sides[push.side]
+                copies.await_count(side, push.counter, push.tiles)
+                copies.copy(side, push.target, push.source, push.nbytes)
+                copies.copy(side, push.flag, number, 8)
+            for index, side in enumerate(sides[1:], 1):
+                copies.record(_DONE + index, side)
+                copies.wait(sides[0], _DONE + index)
+            copies.clear(sides[0], panels.local + PANEL_COUNTERS_OFFSET, 2 * len(pushes))
+            copies.record(_DONE, sides[0])
+            copies.wait(stream, _DONE)
+            if not at_once:
+                gemm(stream, *given, foreign, tiles)
+
+        return ManyLaunch(by_address, addresses(problem))
+
+
+PUSH_REDUCE = PushReduce().register()
+COPY_ENGINE = CopyEngine().register()
+REDUCE_ADD = ReduceAdd().register()
+MULTIMEM = Multimem().register()

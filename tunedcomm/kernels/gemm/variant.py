@@ -1,24 +1,16 @@
-"""Axes, feasibility and binaries that the variants with a GEMM kernel of their own share."""
+"""Variants with a GEMM kernel of their own: their base class, and the axes, feasibility and constants of its tiles."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.gemm.problem import wanted_of
+from tunedcomm.kernels.common.variant import VariantBase
+from tunedcomm.kernels.gemm.op import operands_of, wanted_of
+from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request
 from tunedcomm.space import Axis, Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-
-__all__ = [
-    "TILE_AXES",
-    "num_tiles",
-    "refuse_tiles",
-    "tile_constants",
-    "tile_request",
-    "tile_space",
-    "tile_wish",
-    "two_fit",
-]
 
 _REGISTER_BYTES = 256 * 1024  # of an SM
 _BYTES_OF_THREAD = 255 * 4  # registers that it may have
@@ -44,6 +36,39 @@ _TILES = frozenset(
 _HOST_TILES = frozenset({(16, 32, 32, 4), (32, 32, 32, 4), (64, 64, 64, 4)})
 _LARGE_TILE = 128
 _GROUPED_ROWS = 8
+
+
+class GemmVariant(VariantBase):
+    """A variant whose last kernel multiplies tiles; `begin_panels_kernel`, if it is the first, begins a call."""
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        """Constexpr arguments of the kernel that multiplies."""
+        return tile_constants(problem, config)
+
+    def request(self, problem: Problem, config: Config) -> CompileRequest:
+        """The binary of the kernel that multiplies."""
+        warps, stages, pdl = int(config["num_warps"]), int(config["num_stages"]), bool(config.get("launch_pdl", False))
+        constants = self.constants(problem, config)
+        return CompileRequest.of(self.kernels[-1], constants, num_warps=warps, num_stages=stages, launch_pdl=pdl)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        begin = (begin_request(problem.world_size),) if self.kernels[0] is begin_panels_kernel else ()
+        return (*begin, self.request(problem, config))
+
+
+def addresses(problem: Problem) -> Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[int, ...]]:
+    """`(inputs, outputs)` to the addresses of a, b, the bias (gemm_ar alone), scale_a, scale_b and the result.
+
+    0 for what the problem does not have.
+    """
+    with_bias = problem.op == "gemm_ar"
+
+    def arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        a, b, bias, *scales = operands_of(problem, inputs)
+        given = (a, b, bias, *scales) if with_bias else (a, b, *scales)
+        return (*(0 if tensor is None else tensor.data_ptr() for tensor in given), outputs[0].data_ptr())
+
+    return arrange
 
 
 def tile_space(**rest: Axis) -> Space:
@@ -146,16 +171,6 @@ def tile_constants(problem: Problem, config: Config) -> dict[str, Value]:
     }
 
 
-def tile_request(kernel: Any, problem: Problem, config: Config, **constants: Value) -> CompileRequest:
-    """The binary of a GEMM kernel with the usual constants and these."""
-    return CompileRequest.of(
-        kernel,
-        {**tile_constants(problem, config), **constants},
-        num_warps=int(config["num_warps"]),
-        num_stages=int(config["num_stages"]),
-    )
-
-
 def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float]:
     """Tiles to try first."""
     if limits.backend == "host":
@@ -168,3 +183,13 @@ def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float
     # Of fp8 the high one, see `refuse_tiles`.
     block_m, block_n = (wide, 128) if problem.dtype.startswith("float8") else (128, wide)
     return {"block_m": block_m, "block_n": block_n, "block_k": deep, "group": 8, "num_warps": 8, "num_stages": 3}
+
+
+def tile_request(kernel: Any, problem: Problem, config: Config, **constants: Value) -> CompileRequest:
+    """The binary of a GEMM kernel with the usual constants and these."""
+    return CompileRequest.of(
+        kernel,
+        {**tile_constants(problem, config), **constants},
+        num_warps=int(config["num_warps"]),
+        num_stages=int(config["num_stages"]),
+    )

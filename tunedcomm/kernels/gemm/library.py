@@ -1,0 +1,606 @@
+"""Variants whose products and sums are made by libraries, or whose products are and whose collective is ours.
+
+- library: cuBLAS and NCCL on GPUs, PyTorch and gloo on CPUs. Takes whatever they take; every problem's fall-back.
+- library_tuned: the library's product, before or after one of this library's own collectives. Best where a GEMM is too
+  short to hide anything under. Lane rules: those of the collective's kernels.
+- torch_fused: PyTorch's symmetric-memory operators of asynchronous tensor parallelism. A lost peer leaves them
+  spinning, so they only run when they are forced. They return memory of their own, so the result is copied.
+
+Numerics: library (how the library adds over the depth is its own choice; our collectives' sums are ordered).
+Graph-safe, the library's collectives on NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE
+from tunedcomm.kernels.all_gather.lamport import LAMPORT as LAMPORT_GATHER
+from tunedcomm.kernels.all_gather.push import PUSH as PUSH_GATHER
+from tunedcomm.kernels.all_reduce.bias import BIAS_LAMPORT, BIAS_TWO_SHOT, BIAS_TWO_SHOT_LAMPORT
+from tunedcomm.kernels.all_reduce.lamport import LAMPORT
+from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT
+from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT
+from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, ManyLaunch
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.variant import LibraryVariant, VariantBase, all_gather_single, reduce_scatter_single
+from tunedcomm.kernels.gemm.ag_common import gathered_in, panel_bytes, refuse_gather, scales_in
+from tunedcomm.kernels.gemm.op import (
+    DTYPES,
+    SCALED_MULTIPLE,
+    Operands,
+    bind_product,
+    operands_of,
+    out_itemsize,
+    product,
+    refuse_gemm,
+    rows_of,
+    usual_dtype,
+    wanted_of,
+)
+from tunedcomm.kernels.reduce_scatter.lamport import LAMPORT as LAMPORT_SCATTER
+from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT as ONE_SHOT_SCATTER
+from tunedcomm.kernels.reduce_scatter.push import PUSH as PUSH_SCATTER
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import Limits, Problem, Variant
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.workspace import Workspace
+
+
+class _Library(LibraryVariant):
+    summary = "cuBLAS and NCCL on GPUs, PyTorch and gloo on CPUs"
+
+
+class LibraryGather(_Library):
+    op = "ag_gemm"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        group, wanted, (m, _, k) = workspace.group, wanted_of(problem), problem.shape
+        gather_single, dtype = all_gather_single(), getattr(torch, problem.dtype)
+
+        def gather(whole: Any, part: Any) -> None:
+            if part.element_size() == 1:
+                whole, part = whole.view(torch.uint8), part.view(torch.uint8)
+            gather_single(whole, part, group=group)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            operands = operands_of(problem, inputs)
+            whole = outputs[1] if wanted.gathered else torch.empty((m, k), dtype=dtype, device=outputs[0].device)
+            gather(whole, operands.a)
+            if problem.scaling == "rowwise":
+                scales = torch.empty((m, 1), device=whole.device)
+                gather(scales, operands.scale_a)
+                operands = operands._replace(scale_a=scales)
+            product(problem, operands, outputs[0], whole)
+
+        return run
+
+
+class LibraryScatter(_Library):
+    op = "gemm_rs"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+        import torch.distributed as dist
+
+        group, shape, dtype = workspace.group, problem.shape[:2], getattr(torch, wanted_of(problem).dtype)
+        scatter = reduce_scatter_single()
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            out = outputs[0]
+            partial = product(problem, operands_of(problem, inputs), torch.empty(shape, dtype=dtype, device=out.device))
+            scatter(out, partial, dist.ReduceOp.SUM, group=group)
+            if problem.reduction == "avg":
+                out.div_(problem.world_size)
+
+        return run
+
+
+class LibraryReduce(_Library):
+    op = "gemm_ar"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch.distributed as dist
+
+        group = workspace.group
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            operands, out = operands_of(problem, inputs), outputs[0]
+            product(problem, operands, out)
+            dist.all_reduce(out, dist.ReduceOp.SUM, group=group)
+            if operands.bias is not None:
+                out.add_(operands.bias)
+
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A collective of this library as a part of a call.
+
+    Attributes:
+        variant, config: that run it.
+        problem: the collective's, but for its op, which is the call's: a lost peer is reported with that.
+    """
+
+    variant: Variant
+    problem: Problem
+    config: Config
+
+    def infeasible(self, limits: Limits) -> str | None:
+        return self.variant.infeasible(self.problem, self.config, limits)
+
+    def compile_requests(self) -> Iterable[CompileRequest]:
+        requests: Iterable[CompileRequest] = self.variant.compile_requests(self.problem, self.config)
+        return requests
+
+    def num_rounds(self) -> int:
+        return self.variant.num_rounds(self.problem, self.config)
+
+    def bind(self, workspace: Workspace) -> Launch:
+        return self.variant.bind(self.problem, self.config, workspace)
+
+
+class _LibraryTuned(VariantBase):
+    """A product by the library, and collectives of ours."""
+
+    name = "library_tuned"
+    numerics = "library"
+
+    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
+        """The collectives of a call."""
+        raise NotImplementedError
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Why the call cannot be made of a product and such collectives, or None."""
+        raise NotImplementedError
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, config, limits):
+            return reason
+        reasons = (inner.infeasible(limits) for inner in self.collectives(problem, config))
+        return next((reason for reason in reasons if reason), None)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        return [request for inner in self.collectives(problem, config) for request in inner.compile_requests()]
+
+
+_GATHERS = {"lamport": LAMPORT_GATHER, "push": PUSH_GATHER, "copy_engine": COPY_ENGINE}
+_SMALL_GATHER = 512 * 1024  # bytes of all shards up to which Lamport packets are tried first
+_SCALE_WARPS, _SCALE_ROUNDS = 16, 4
+
+
+def refuse_scaled(problem: Problem, limits: Limits) -> str | None:
+    """Why cuBLAS does not multiply such fp8 matrices, or None."""
+    _, n, k = problem.shape
+    if problem.scaling and limits.backend == "cuda" and (n % SCALED_MULTIPLE or k % SCALED_MULTIPLE):
+        return f"the library multiplies fp8 matrices by whole {SCALED_MULTIPLE} rows and columns, not {(n, k)}"
+    return None
+
+
+class TunedGather(_LibraryTuned):
+    """What is gathered goes where the caller wants it, or to the panels, as memory of this rank alone.
+
+    No peer writes there before this rank's next call that begins with an exchange of flags.
+    """
+
+    op = "ag_gemm"
+    summary = "tunedcomm's own all_gather, then cuBLAS"
+    kernels = tuple(kernel for variant in _GATHERS.values() for kernel in variant.kernels)
+    space = Space(
+        {
+            "algorithm": Choice(*_GATHERS),
+            "num_blocks": Choice(1, 2, 8, 16, 32, 64, 132),
+            "num_warps": PowerOfTwo(4, 16),
+            "num_chunks": PowerOfTwo(1, 32),
+            "launch_pdl": Choice(False, True),
+        }
+    )
+
+    def _gather(self, problem: Problem, numel: int, dtype: str) -> Problem:
+        """A gather of `numel` elements from each rank."""
+        return Problem(problem.op, (numel,), dtype, problem.world_size, reduction="", mode=problem.mode)
+
+    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
+        """The gathers of A and, if its rows have scales, of those."""
+        algorithm, blocks = str(config["algorithm"]), {name: config[name] for name in ("num_blocks", "num_warps")}
+        configs: dict[str, dict[str, Value]] = {
+            "lamport": {**blocks, "launch_pdl": config["launch_pdl"]},
+            "push": {**blocks, "items": 1, "num_chunks": config["num_chunks"]},
+            "copy_engine": {"direction": "push", "num_streams": 1, "num_chunks": config["num_chunks"]},
+        }
+        shard = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
+        gathers = [Inner(_GATHERS[algorithm], shard, configs[algorithm])]
+        if problem.scaling == "rowwise":
+            scales = self._gather(problem, rows_of(problem), "float32")
+            count = -(-packets_of(scales.nbytes) // (_SCALE_ROUNDS * 32 * _SCALE_WARPS))
+            inner: Config = {"num_blocks": count, "num_warps": _SCALE_WARPS, "launch_pdl": False}
+            gathers.append(Inner(LAMPORT_GATHER, scales, inner))
+        return tuple(gathers)
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_gather(problem, limits, descriptors=False) or refuse_scaled(problem, limits):
+            return reason
+        algorithm = config["algorithm"]
+        if algorithm == "lamport" and config["num_chunks"] != 1:
+            return "lamport has no chunks: only num_chunks=1"
+        if algorithm != "lamport" and config["launch_pdl"]:
+            return f"{algorithm} is launched in the ordinary way: only launch_pdl=False"
+        if algorithm == "copy_engine" and (config["num_blocks"] != 1 or config["num_warps"] != 4):
+            return "copy engines take no blocks: only num_blocks=1 and num_warps=4"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        asked = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
+        name = "lamport" if asked.nbytes * problem.world_size <= _SMALL_GATHER else "push"
+        return {"num_chunks": 1, "launch_pdl": False, **_GATHERS[name].default(asked, limits), "algorithm": name}
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        gathers: list[Callable[..., None]] = []
+        for inner in self.collectives(problem, config):
+            launch = inner.bind(workspace)
+            assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
+            gathers.append(launch.by_address)
+        panels = workspace.panels(problem.mode, panel_bytes(problem))
+        room = None if wanted_of(problem).gathered else gathered_in(panels, problem)
+        scales = scales_in(panels, problem) if problem.scaling == "rowwise" else None
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            operands = operands_of(problem, inputs)
+            whole = outputs[1] if room is None else room
+            gathers[0](stream, operands.a.data_ptr(), whole.data_ptr())
+            if scales is not None:
+                gathers[1](stream, operands.scale_a.data_ptr(), scales.data_ptr())
+                operands = operands._replace(scale_a=scales)
+            product(problem, operands, outputs[0], whole)
+
+        return run
+
+
+_SCATTERS = {"lamport": LAMPORT_SCATTER, "one_shot": ONE_SHOT_SCATTER, "push": PUSH_SCATTER}
+_LAMPORT_SCATTER_BYTES = 1 << 20  # of a rank's result: above it push is tried first
+_SPLIT_BLOCKS = 32  # from so many on, half of push's blocks push and the others sum
+
+
+class TunedScatter(_LibraryTuned):
+    """The product goes into scratch."""
+
+    op = "gemm_rs"
+    summary = "cuBLAS, then tunedcomm's own ordered reduce_scatter; best at decode sizes"
+    kernels = tuple(kernel for variant in _SCATTERS.values() for kernel in variant.kernels)
+    space = Space(
+        {
+            "algorithm": Choice(*_SCATTERS),
+            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+            "num_warps": Choice(2, 4, 8, 16),
+            "num_chunks": Choice(1, 4, 16, 64),
+            "launch_pdl": Choice(False, True),
+        }
+    )
+
+    def _scatter(self, problem: Problem) -> Problem:
+        shape = (rows_of(problem) * problem.shape[1],)
+        return replace(problem, shape=shape, dtype=wanted_of(problem).dtype, input_kind="plain", layout="", scaling="")
+
+    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
+        algorithm = str(config["algorithm"])
+        inner: dict[str, Value] = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
+        if algorithm == "lamport":
+            inner["launch_pdl"] = config["launch_pdl"]
+        else:
+            inner["items"] = 1
+        if algorithm == "push":
+            split = int(config["num_chunks"]) > 1 and int(config["num_blocks"]) >= _SPLIT_BLOCKS
+            inner |= {"num_chunks": config["num_chunks"], "split": split}
+        return (Inner(_SCATTERS[algorithm], self._scatter(problem), inner),)
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if problem.dtype not in DTYPES:
+            return f"kernels are tuned for {', '.join(DTYPES)}; {problem.dtype} goes to the library"
+        if problem.shape[0] % problem.world_size:
+            return f"{problem.shape[0]} rows are not the same number for each of {problem.world_size} ranks"
+        if problem.shape[2] == 0:
+            return "there is nothing to do"
+        if config["algorithm"] != "lamport" and config["launch_pdl"]:
+            return f"{config['algorithm']} is not launched early: only launch_pdl=False"
+        if config["algorithm"] != "push" and int(config["num_chunks"]) > 1:
+            return f"{config['algorithm']} has no chunks: only num_chunks=1"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        asked = self._scatter(problem)
+        best = "lamport" if asked.nbytes <= _LAMPORT_SCATTER_BYTES or limits.backend == "host" else "push"
+        return {"num_chunks": 1, "launch_pdl": False, **_SCATTERS[best].default(asked, limits), "algorithm": best}
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return self.collectives(problem, config)[0].num_rounds()
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        scatter = self.collectives(problem, config)[0].bind(workspace)
+        rows, columns = problem.shape[:2]
+        nbytes = rows * columns * out_itemsize(problem)
+        room = workspace.scratch(problem.mode, nbytes)[:nbytes]
+        partial = room.view(getattr(torch, wanted_of(problem).dtype)).view(rows, columns)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            product(problem, operands_of(problem, inputs), partial)
+            scatter((partial,), outputs, stream)
+
+        return run
+
+
+_REDUCTIONS = {"lamport": LAMPORT, "two_shot_lamport": TWO_SHOT_LAMPORT, "two_shot": TWO_SHOT, "one_shot": ONE_SHOT}
+_BIAS_REDUCTIONS = {"lamport": BIAS_LAMPORT, "two_shot_lamport": BIAS_TWO_SHOT_LAMPORT, "two_shot": BIAS_TWO_SHOT}
+# The first kernel of each serves plain inputs, which results are.
+REDUCE_KERNELS = tuple(variant.kernels[0] for known in (_REDUCTIONS, _BIAS_REDUCTIONS) for variant in known.values())
+_LAMPORT_REDUCE_BYTES = 4 << 20
+
+
+def adds_bias(problem: Problem, algorithm: str) -> bool:
+    """True if the kernels of `algorithm` add the problem's bias themselves."""
+    whole = problem.shape[1] * out_itemsize(problem) % PACKET_BYTES == 0
+    return wanted_of(problem).bias and whole and algorithm in _BIAS_REDUCTIONS
+
+
+def reduction_of(problem: Problem, config: Config, rows: int) -> Inner:
+    """Our all_reduce of so many rows of the result where they lie, bias and all."""
+    algorithm, columns = str(config["algorithm"]), problem.shape[1]
+    asked = replace(problem, dtype=wanted_of(problem).dtype, layout="", scaling="")
+    inner: dict[str, Value] = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
+    if algorithm in ("lamport", "two_shot_lamport"):
+        inner["launch_pdl"] = config["launch_pdl"]
+    if algorithm == "two_shot":
+        inner["num_chunks"] = config["num_chunks"]
+    if adds_bias(problem, algorithm):
+        return Inner(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), inner)
+    if algorithm in ("two_shot", "one_shot"):
+        inner["items"] = 1
+    return Inner(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), inner)
+
+
+def refuse_reduction(problem: Problem, config: Config, limits: Limits, rows: int) -> str | None:
+    """Why that all_reduce cannot run, or None."""
+    if config["launch_pdl"] and config["algorithm"] in ("two_shot", "one_shot"):
+        return f"{config['algorithm']} is not launched early: only launch_pdl=False"
+    if int(config["num_chunks"]) > 1 and config["algorithm"] != "two_shot":
+        return f"{config['algorithm']} has no chunks: only num_chunks=1"
+    if problem.numel == 0:
+        return "there is nothing to do"
+    return reduction_of(problem, config, rows).infeasible(limits)
+
+
+def usual_reduction(problem: Problem, rows: int, *, host: bool = False) -> dict[str, Value]:
+    """The config of an all_reduce of so many rows by all SMs, for variants that search other axes."""
+    small = rows * problem.shape[1] * out_itemsize(problem) <= _LAMPORT_REDUCE_BYTES
+    algorithm = "two_shot_lamport" if small else "two_shot"
+    found: dict[str, Value] = {"algorithm": algorithm, "num_chunks": 1, "launch_pdl": False}
+    return {**found, "num_blocks": 1 if host else 128, "num_warps": 16}
+
+
+def bind_reduction(
+    problem: Problem, config: Config, workspace: Workspace, rows: int
+) -> Callable[[int, int, int], None]:
+    """`(stream, address of the rows, address of the bias or 0)` to that all_reduce, in place."""
+    launch = reduction_of(problem, config, rows).bind(workspace)
+    if isinstance(launch, ManyLaunch):
+        with_bias = launch.by_address
+        return lambda stream, address, bias: with_bias(stream, address, bias, address)
+    assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
+    plain = launch.by_address
+    return lambda stream, address, bias: plain(stream, address, address)
+
+
+class TunedReduce(_LibraryTuned):
+    """The product goes into the result and is reduced in place: one thread reads and writes each of its elements.
+
+    The bias is added by the all_reduce kernel, or by PyTorch where rows are no whole packets.
+    """
+
+    op = "gemm_ar"
+    summary = "cuBLAS, then tunedcomm's own all_reduce in place; best for few rows"
+    kernels = REDUCE_KERNELS
+    space = Space(
+        {
+            "algorithm": Choice(*_REDUCTIONS),
+            "num_blocks": Choice(1, 2, 8, 16, 32, 64, 128),
+            "num_warps": PowerOfTwo(2, 16),
+            "num_chunks": Choice(1, 4, 16),
+            "launch_pdl": Choice(False, True),
+        }
+    )
+
+    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
+        return (reduction_of(problem, config, problem.shape[0]),)
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_gemm(problem, limits, panel_bytes=0, descriptors=False) or refuse_reduction(
+            problem, config, limits, problem.shape[0]
+        )
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        nbytes = problem.shape[0] * problem.shape[1] * out_itemsize(problem)
+        small = nbytes * problem.world_size <= 1 << 20
+        algorithm = "lamport" if small else "two_shot_lamport" if nbytes <= _LAMPORT_REDUCE_BYTES else "two_shot"
+        wish: dict[str, Any] = {"algorithm": algorithm, "num_chunks": 1, "launch_pdl": False}
+        if limits.backend == "host":
+            return {**wish, "num_blocks": 2, "num_warps": 16}
+        if algorithm == "two_shot":
+            return {**wish, "num_blocks": 128, "num_warps": 16, "num_chunks": 1 if nbytes <= 32 << 20 else 4}
+        packets = nbytes // PACKET_BYTES // (1 if small else problem.world_size)
+        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
+        blocks = min(packets / (32 * warps), 128)
+        return {**wish, "num_blocks": blocks, "num_warps": warps, "launch_pdl": limits.launch_pdl}
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return int(config["num_blocks"])
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return self.collectives(problem, config)[0].num_rounds()
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        multiply = bind_product(problem)
+        reduce = bind_reduction(problem, config, workspace, problem.shape[0])
+        if not wanted_of(problem).bias:
+
+            def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+                out = outputs[0]
+                multiply(inputs, out)
+                reduce(stream, out.data_ptr(), 0)
+
+            return run
+        fused = adds_bias(problem, str(config["algorithm"]))
+
+        def run_with_bias(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            out, bias = outputs[0], operands_of(problem, inputs).bias
+            multiply(inputs, out)
+            reduce(stream, out.data_ptr(), bias.data_ptr())
+            if not fused:
+                out.add_(bias)
+
+        return run_with_bias
+
+
+class _TorchFused(VariantBase):
+    name = "torch_fused"
+    numerics = "library"
+    bounded = False
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        (m, n, k), scaled = problem.shape, problem.dtype == "float8_e4m3fn"
+        if limits.backend != "cuda" or not limits.symmetric:
+            return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
+        if problem.numel == 0 or m % problem.world_size:
+            return f"PyTorch's operators want as many rows on each of {problem.world_size} ranks, not {m}"
+        if scaled != bool(problem.scaling):
+            return "PyTorch's operators scale fp8 operands and no others"
+        if scaled and (n % SCALED_MULTIPLE or k % SCALED_MULTIPLE):
+            return f"PyTorch multiplies fp8 matrices by whole {SCALED_MULTIPLE} rows and columns, not {(n, k)}"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {"native": False}
+
+
+_NATIVE_ROWS = 128  # of its only tile: a shard is whole tiles
+
+
+class TorchFusedGather(_TorchFused):
+    """`native` asks for the form with a persistent GEMM that waits for progress signals.
+
+    Otherwise the operator chooses between its forms by a rule of its own.
+    """
+
+    op = "ag_gemm"
+    summary = "PyTorch's fused_all_gather_matmul"
+    space = Space({"native": Choice(False, True)})
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().infeasible(problem, config, limits):
+            return reason
+        wanted, (rows, columns, depth) = wanted_of(problem), (rows_of(problem), *problem.shape[1:])
+        if not problem.scaling and wanted.dtype != usual_dtype(problem.dtype):
+            return f"PyTorch's operator returns {problem.dtype}, not {wanted.dtype}"
+        if not config["native"]:
+            return None
+        if problem.dtype != "bfloat16":
+            return f"PyTorch's native operator multiplies bfloat16, not {problem.dtype}"
+        if rows % _NATIVE_ROWS or columns % 8 or depth % 8:
+            return (
+                f"PyTorch's native operator wants shards of whole {_NATIVE_ROWS} rows, and N and K whole 8, not "
+                f"{rows}x{columns}x{depth}"
+            )
+        import torch
+        import torch.distributed._symmetric_memory as symm_mem
+
+        if hasattr(symm_mem, "_fused_all_gather_matmul_native") and hasattr(torch.ops.symm_mem, "_async_input_mm"):
+            return None
+        return f"PyTorch {torch.__version__} has no native form of the operator"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+        import torch.distributed._symmetric_memory as symm_mem
+
+        name, wanted = workspace.group.group_name, wanted_of(problem)
+
+        def compute(operands: Operands, out: Any) -> tuple[Any, Any]:
+            """(gathered A, result)."""
+            b = operands.b.T if wanted.nk else operands.b
+            if config["native"]:
+                found: tuple[Any, Any] = symm_mem._fused_all_gather_matmul_native(operands.a, b, name)
+                return found
+            if problem.scaling:  # multiplies by columns only
+                b = b if wanted.nk else operands.b.T.contiguous().T
+                gathered, results = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+                    operands.a, [b], operands.scale_a, [operands.scale_b], 0, name, [None], [None], [out.dtype], [False]
+                )
+            else:
+                gathered, results = torch.ops.symm_mem.fused_all_gather_matmul(
+                    operands.a, [b], 0, name, return_A=wanted.gathered
+                )
+            return gathered, results[0]
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            gathered, result = compute(operands_of(problem, inputs), outputs[0])
+            outputs[0].copy_(result)
+            if wanted.gathered:
+                outputs[1].copy_(gathered)
+
+        return run
+
+
+class TorchFusedScatter(_TorchFused):
+    op = "gemm_rs"
+    summary = "PyTorch's fused_matmul_reduce_scatter; forced only, a lost peer would leave it waiting"
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        wanted = wanted_of(problem)
+        if reason := super().infeasible(problem, config, limits):
+            return reason
+        if problem.dtype not in DTYPES or wanted.dtype != usual_dtype(problem.dtype):
+            return f"PyTorch's fused operators do not make {wanted.dtype} of {problem.dtype}"
+        if problem.reduction not in ("sum", "avg"):
+            return f"PyTorch's fused operators do sum and avg, not {problem.reduction}"
+        if problem.scaling and not wanted.nk:
+            return "PyTorch's scaled products want b stored [N, K]"
+        return None
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+        import torch.distributed._symmetric_memory as symm_mem
+
+        group, reduction, nk = workspace.group.group_name, problem.reduction, wanted_of(problem).nk
+        dtype, shape = getattr(torch, wanted_of(problem).dtype), list(problem.shape[:2])
+        # Not while a graph is captured, when it could not grow.
+        symm_mem.get_symm_mem_workspace(group, math.prod(shape) * out_itemsize(problem))
+        operators = torch.ops.symm_mem
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            given = operands_of(problem, inputs)
+            b = given.b.T if nk else given.b
+            if problem.scaling:
+                found = operators.fused_scaled_matmul_reduce_scatter(
+                    given.a, b, given.scale_a, given.scale_b, reduction, 0, 0, group, shape, out_dtype=dtype
+                )
+            else:
+                found = operators.fused_matmul_reduce_scatter(given.a, b, reduction, 0, group)
+            outputs[0].copy_(found)
+
+        return run
+
+
+for _variant in (
+    *(LibraryGather, LibraryScatter, LibraryReduce),
+    *(TunedGather, TunedScatter, TunedReduce),
+    *(TorchFusedGather, TorchFusedScatter),
+):
+    _variant().register()
