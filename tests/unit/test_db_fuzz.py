@@ -134,7 +134,7 @@ def test_the_probe_sees_what_is_wrong(sound: Base, tmp_path: Path, monkeypatch: 
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("UPDATE trial SET config = '{\"num_blocks\": 9999}', latency_p50_us = 0.1 WHERE final")
     assert fuzz_probe.probe(path).broken == []
-    monkeypatch.setattr("tunedcomm.dispatch.dispatcher.check_candidate", lambda *args, by_name=True: None)
+    monkeypatch.setattr("tunedcomm.selection.select.check_candidate", lambda *args, by_name=True: None)
     assert any("decided for" in text for text in fuzz_probe.probe(path, writing=False).broken)
 
 
