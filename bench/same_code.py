@@ -580,8 +580,8 @@ def asked_of(trial: Any) -> dict[str, Any]:
 
 def keep(database: Any, trials: Sequence[Any]) -> None:
     """Give rows today's source hashes; where none of a variant is left with the old one, its entry goes."""
-    from tunedcomm.db.intern import variant_ids
     from tunedcomm.db.schema import TrialRow, VariantRow
+    from tunedcomm.db.store import variant_ids
     from tunedcomm.dispatch.dispatcher import source_hash_of
 
     def change(connection: Any) -> None:

@@ -20,7 +20,7 @@ PREFIX = "TUNEDCOMM_"
 FORCE_PREFIX = "TUNEDCOMM_FORCE_"
 MODES = ("cached", "off", "force")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-NETWORK_MODES = ("auto", "no", "per-host")
+NETWORK_MODES = ("auto", "no")
 # Kernels count nanoseconds in 64 bits, from a clock that may have begun in 1970.
 _MOST_PEER_TIMEOUT_S = 1e9
 _OFF = ("0", "off", "no", "false")
@@ -144,10 +144,9 @@ db_network = Setting(
     default="auto",
     default_text="auto",
     parse=_one_of(*NETWORK_MODES),
-    allowed=", ".join(f"`{mode}`" for mode in NETWORK_MODES),
+    allowed="`auto` or `no`; what was `per-host` is now a local file on each host, shared as a site database",
     meaning="`auto` finds out whether a SQLite file lies on a network file system, where locks of several hosts do "
-    "not hold; each host then writes a file of its own beside it, and all of them are read. `per-host` does so "
-    "anywhere, `no` nowhere.",
+    "not hold, and refuses to write it there; `no` trusts the locks.",
 )
 db_path: Setting[tuple[str, ...]] = Setting(
     name="TUNEDCOMM_DB_PATH",

@@ -145,14 +145,14 @@ def test_a_disk_that_is_full(
 ) -> None:
     monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin_and_store)
     Database.open(tmp_path / "user.db", create=True).close()
-    real = engine._set_pragmas
+    real = engine.set_pragmas
 
-    def full(connection: sqlite3.Connection, busy_timeout_s: float, *, journal: str | None) -> None:
-        real(connection, busy_timeout_s, journal=journal)
+    def full(connection: sqlite3.Connection, busy_timeout_s: float, *, wal: bool) -> None:
+        real(connection, busy_timeout_s, wal=wal)
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count={pages}")
 
-    monkeypatch.setattr(engine, "_set_pragmas", full)
+    monkeypatch.setattr(engine, "set_pragmas", full)
     monkeypatch.setattr("tunedcomm.db.store.login", lambda: "x" * 100_000)  # more than a page has left
     said = refused("tune --op all_reduce", capsys)
     assert "DatabaseFullError: no space is left for" in said

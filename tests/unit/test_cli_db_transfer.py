@@ -13,7 +13,6 @@ from transfer_samples import H100, everything, store, sweep
 from typer.testing import CliRunner
 
 from tunedcomm.cli import main
-from tunedcomm.db.netfs import own_file
 from tunedcomm.db.store import Database
 
 
@@ -60,18 +59,6 @@ def test_import_goes_to_the_user_database_by_default(source: str, tmp_path: Path
     assert shown["sources"] == [{"source": source, "trials": len(sweep()), "known": 0, "verified": False}]
     with Database.open(tmp_path / "user.db") as database:
         assert database.stats()["trials"] == len(sweep())
-
-
-def test_import_writes_the_file_of_this_host_on_a_network(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")
-    target = tmp_path / "shared" / "tuned.db"
-    code, text, _ = db("import", source, "--db", str(target), "--json")
-    assert code == 0
-    assert not target.exists()
-    assert json.loads(text)["target"] == str(own_file(target))
-    assert everything(own_file(target)) == everything(Path(source))
 
 
 def test_import_says_what_a_manifest_confirmed(source: str, tmp_path: Path) -> None:

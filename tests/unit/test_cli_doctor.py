@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tunedcomm.cli import doctor, main
 from tunedcomm.cli.output import Line
-from tunedcomm.db.netfs import own_file
+from tunedcomm.db import engine
 from tunedcomm.kernels import plugins
 
 
@@ -29,12 +29,13 @@ def test_every_line_is_complete() -> None:
 
 
 def test_network_file_system_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")
+    monkeypatch.setattr(engine, "file_system", lambda path, mounts: "nfs4")
     check = by_name([c for c in doctor.check_databases() if c.level == "warn"], "user database")
-    assert "per-host" in check.detail
-    assert own_file(tmp_path / "user.db").name in check.detail
-    assert f"tunedcomm db merge {tmp_path} --into FILE" in check.fix
-    assert "PostgreSQL" in check.fix
+    assert "nfs4" in check.detail
+    assert str(tmp_path / "user.db") in check.detail
+    assert "TUNEDCOMM_DB_PATH" in check.detail
+    assert "PostgreSQL" in check.detail
+    assert "TUNEDCOMM_DB" in check.fix
     monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "no")
     assert all(c.level == "ok" for c in doctor.check_databases())
 

@@ -257,7 +257,7 @@ def test_permissions(path: Path) -> None:
 
 
 def test_network_file_system(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "per-host")
+    monkeypatch.setattr("tunedcomm.db.engine.file_system", lambda path, mounts: "nfs4")
     assert levels(path) == {"file system": "warn"}
     assert "network file system" in told(path)
 

@@ -141,9 +141,9 @@ def test_pages_that_hold_each_other_end(path: Path, table: str) -> None:
 
 
 def test_a_sound_file_stays_far_below_the_bound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunedcomm.db.guard._FREE_STEPS", 0)
-    monkeypatch.setattr("tunedcomm.db.guard._STEPS_A_LOOK", 100)
-    monkeypatch.setattr("tunedcomm.db.guard._STEPS_A_BYTE", 1)
+    monkeypatch.setattr("tunedcomm.db.engine._FREE_STEPS", 0)
+    monkeypatch.setattr("tunedcomm.db.engine._STEPS_A_LOOK", 100)
+    monkeypatch.setattr("tunedcomm.db.engine._STEPS_A_BYTE", 1)
     with Database.open(path) as database:
         database.record([trial(problem=problem(8 * i), config={"num_blocks": i % 9}) for i in range(1, 4000)])
     with Database.open(path, readonly=True) as database:

@@ -14,10 +14,18 @@ from db_samples import H200, problem, trial
 
 from tunedcomm.cli import main
 from tunedcomm.cli.stored import read_layers
-from tunedcomm.db import home, miss_log, once, sight
+from tunedcomm.db import engine, miss_log
 from tunedcomm.db import layers as layers_module
-from tunedcomm.db.layers import layers, load_snapshot, site_databases, user_database, writable_database
-from tunedcomm.db.sight import Sight, differences
+from tunedcomm.db.layers import (
+    LayerFingerprint,
+    differences,
+    layer_fingerprints,
+    layers,
+    load_snapshot,
+    site_databases,
+    user_database,
+    writable_database,
+)
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import misses
 from tunedcomm.errors import DatabaseAccessError
@@ -69,9 +77,9 @@ def test_without_a_home_the_other_layers_serve(
 
 @pytest.mark.usefixtures("homeless")
 def test_every_version_of_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home.platformdirs, "user_data_dir", lambda *_, **__: "~/.local/share/tunedcomm")
+    monkeypatch.setattr(engine.platformdirs, "user_data_dir", lambda *_, **__: "~/.local/share/tunedcomm")
     with pytest.raises(DatabaseAccessError, match="no home directory"):
-        home.data_directory()
+        engine.data_directory()
 
 
 @pytest.mark.usefixtures("homeless")
@@ -238,10 +246,10 @@ def test_the_directory_may_vanish_while_many_make_it(tmp_path: Path) -> None:
 # What each rank sees
 
 
-def _seen(monkeypatch: pytest.MonkeyPatch, database: object, path: str = "") -> tuple[Sight, ...]:
+def _seen(monkeypatch: pytest.MonkeyPatch, database: object, path: str = "") -> tuple[LayerFingerprint, ...]:
     monkeypatch.setenv("TUNEDCOMM_DB", str(database))
     monkeypatch.setenv("TUNEDCOMM_DB_PATH", path)
-    return sight.sight()
+    return layer_fingerprints()
 
 
 def test_ranks_that_see_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +287,8 @@ def test_packaged_databases_are_told_apart_by_name_and_size(tmp_path: Path, monk
         (tmp_path / name).mkdir()
         (tmp_path / name / "shipped.db").write_bytes(content)
         os.utime(tmp_path / name / "shipped.db", (len(views), len(views)))
-        monkeypatch.setattr(sight, "packaged_databases", lambda name=name: [tmp_path / name / "shipped.db"])
-        views.append(sight.sight())
+        monkeypatch.setattr(layers_module, "packaged_databases", lambda name=name: [tmp_path / name / "shipped.db"])
+        views.append(layer_fingerprints())
     assert differences(views[:2]) == []
     assert differences(views[::2]) == ["rank 1 has shipped.db as packaged database where rank 0 has shipped.db"]
 
@@ -288,5 +296,5 @@ def test_packaged_databases_are_told_apart_by_name_and_size(tmp_path: Path, monk
 def test_warnings_are_given_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "tunedcomm"):
         for text in ("50 %d", "other", "50 %d"):
-            once.warn_once(text)
+            engine.warn_once(text)
     assert [record.getMessage() for record in caplog.records] == ["50 %d", "other"]

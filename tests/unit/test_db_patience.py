@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from db_samples import H200, problem, trial
 from postgres import PostgresServer
 from sqlalchemy import event, make_url
 
-from tunedcomm.db.patience import Patience
+from tunedcomm.db import engine
+from tunedcomm.db.engine import retry
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
     DatabaseAccessError,
@@ -41,9 +43,11 @@ class Clock:
         self.now += seconds
 
 
-def patience(limit_s: float) -> tuple[Patience, Clock]:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    return Patience(limit_s, clock=clock, sleep=clock.sleep), clock
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=clock, sleep=clock.sleep))
+    return clock
 
 
 def failing(times: int, error: Exception) -> tuple[Callable[[bool], str], list[bool]]:
@@ -60,29 +64,25 @@ def failing(times: int, error: Exception) -> tuple[Callable[[bool], str], list[b
 
 @pytest.mark.parametrize("error", [DatabaseAwayError("away"), DatabaseBusyError("locked")])
 def test_waits_with_one_warning_and_says_that_it_runs_again(
-    error: DatabaseError, caplog: pytest.LogCaptureFixture
+    error: DatabaseError, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     operation, told = failing(12, error)
-    waiting, clock = patience(600)
-    assert waiting.undisturbed_s == float("inf")
     with caplog.at_level(logging.WARNING, "tunedcomm"):
-        assert waiting.run(operation) == "done"
+        assert retry(operation, 600) == "done"
     assert told == [False] + [True] * 12
     assert [record.message for record in caplog.records] == [f"{error}. Waiting for it, for up to 600 s"]
     assert 5 < clock.now < 60
-    assert waiting.undisturbed_s < clock.now
 
 
-def test_gives_up_at_the_limit() -> None:
+def test_gives_up_at_the_limit(clock: Clock) -> None:
     operation, told = failing(10**6, DatabaseAwayError("away"))
-    waiting, clock = patience(30)
     with pytest.raises(DatabaseAwayError):
-        waiting.run(operation)
+        retry(operation, 30)
     assert clock.now == pytest.approx(30)
     assert len(told) < 30
     operation, told = failing(1, DatabaseAwayError("away"))
     with pytest.raises(DatabaseAwayError):
-        Patience(0).run(operation)
+        retry(operation, 0)
     assert told == [False]
 
 
@@ -92,7 +92,7 @@ def test_gives_up_at_the_limit() -> None:
 def test_other_errors_pass_at_once(error: Exception) -> None:
     operation, told = failing(1, error)
     with pytest.raises(type(error)):
-        Patience(600).run(operation)
+        retry(operation, 600)
     assert told == [False]
 
 
@@ -147,7 +147,7 @@ def _url_of(database: Database) -> str:
 
 def test_a_second_attempt_waits_for_a_commit_that_is_still_under_way(postgres_url: str) -> None:
     """The connection broke, but the server has not noticed and carries the commit out later."""
-    from tunedcomm.db.append import append_trials
+    from tunedcomm.db.store import append_trials
 
     record = trial()
     with Database.open(postgres_url, create=True) as first, Database.open(postgres_url) as second:

@@ -16,11 +16,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tunedcomm import kernels
-from tunedcomm.db import guard
+from tunedcomm.db import engine
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import decide
@@ -93,10 +94,13 @@ def test_what_does_not_count_is_not_looked_at(big: tuple[str, Environment], monk
     """In steps of SQLite's virtual machine, which are the same on every machine."""
     looks = 0
 
-    def look(self: guard.Steps) -> bool:
+    def look() -> bool:
         nonlocal looks
         looks += 1
         return False
+
+    def count_steps(connection: Any, path: Path) -> None:
+        connection.set_progress_handler(look, 100)
 
     def steps(like: Problem | None = None) -> int:
         nonlocal looks
@@ -104,8 +108,7 @@ def test_what_does_not_count_is_not_looked_at(big: tuple[str, Environment], monk
         load(big, like)
         return 100 * looks
 
-    monkeypatch.setattr(guard, "_STEPS_A_LOOK", 100)
-    monkeypatch.setattr(guard.Steps, "look", look)
+    monkeypatch.setattr(engine, "_limit_steps", count_steps)
     with Database.open(big[0], readonly=True) as database:
         held = database.stats()["trials"]
     # Of other kinds of machines there are as many trials each, which may not matter.

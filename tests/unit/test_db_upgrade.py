@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from tunedcomm.cli import main
 from tunedcomm.db import migrate, schema
 from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.migrate import upgrade_database
 from tunedcomm.db.schema import VERSION_TABLE
 from tunedcomm.db.store import Database
-from tunedcomm.db.upgrade import upgrade_database
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseFullError, DatabaseVersionError
 
 ASSET = Path(__file__).parent.parent / "data" / f"revision_{schema.HEAD}.db"

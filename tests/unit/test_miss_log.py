@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from db_samples import H200, START, problem
 
-from tunedcomm.db import home, miss_log
+from tunedcomm.db import engine, miss_log
 from tunedcomm.db.miss_log import Miss, append, compact, log_path, read
 from tunedcomm.spec import Problem
 
@@ -230,7 +230,7 @@ def test_what_a_killed_reader_moved_away_is_taken_up(path: Path, monkeypatch: py
 
 def test_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data"
-    monkeypatch.setattr(home.platformdirs, "user_data_dir", lambda *_, **__: str(data))
+    monkeypatch.setattr(engine.platformdirs, "user_data_dir", lambda *_, **__: str(data))
     assert log_path() == tmp_path / "misses.jsonl", "beside the user database"
     monkeypatch.setenv("TUNEDCOMM_DB", "postgresql+psycopg://host/name")
     assert log_path() == data / "misses.jsonl"
@@ -243,7 +243,7 @@ def test_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_only_the_users_data_directory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data" / "tunedcomm"
-    monkeypatch.setattr(home.platformdirs, "user_data_dir", lambda *_, **__: str(data))
+    monkeypatch.setattr(engine.platformdirs, "user_data_dir", lambda *_, **__: str(data))
     append(data / "misses.jsonl", [miss()])
     assert len(read(data / "misses.jsonl")[0]) == 1
     with pytest.raises(FileNotFoundError):

@@ -44,7 +44,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_DB", " /data/tuned.db ")
     monkeypatch.setenv("TUNEDCOMM_DB_PATIENCE_S", "0")
-    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "Per-Host")
+    monkeypatch.setenv("TUNEDCOMM_DB_NETWORK", "No")
     monkeypatch.setenv("TUNEDCOMM_BORROW", " H100 ,, NVIDIA H100* ")
     monkeypatch.setenv("TUNEDCOMM_FORCE_ALL_REDUCE", "lamport")
     monkeypatch.setenv("TUNEDCOMM_LOG", "DEBUG")
@@ -53,7 +53,7 @@ def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNEDCOMM_WORKSPACE_MIB", "128")
     assert settings.db_url() == "/data/tuned.db"
     assert settings.db_patience_s() == 0.0
-    assert settings.db_network() == "per-host"
+    assert settings.db_network() == "no"
     assert settings.borrow() == ("H100", "NVIDIA H100*")
     assert settings.forced("all_reduce") == "lamport"
     assert settings.forced("all_gather") is None

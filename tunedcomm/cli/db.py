@@ -330,7 +330,7 @@ def db_pin(
     if not reason.strip():
         raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
     chosen = get_variant(options.problem().op, variant)
-    from tunedcomm.db.layers import may_be_made, writable_database
+    from tunedcomm.db.layers import writable_database
     from tunedcomm.db.pins import pinnable
     from tunedcomm.db.store import Database
     from tunedcomm.dispatch.communicator import limits_for
@@ -347,7 +347,7 @@ def db_pin(
     _check_measured(problem, candidate, environment, limits, layers)
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")
-    with Database.open(writable_database(db), create=may_be_made(db)) as opened:
+    with Database.open(writable_database(db), create=db is None) as opened:
         id_ = opened.pin(problem, candidate, environment=environment, reason=reason.strip())
         (pin,) = [pin for pin in opened.pins() if pin.id == id_]
         where = str(opened.path or opened.url)
@@ -408,41 +408,25 @@ def db_unpin(
     db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the pin of one problem on this hardware; exit code 1 if there is none, or another host has one.
+    """Remove the pin of one problem on this hardware; exit code 1 if there is none.
 
     Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
     """
-    from tunedcomm.db.layers import Layer, is_absent, named_layers, writable_database
+    from tunedcomm.db.layers import writable_database
     from tunedcomm.db.store import Database
 
     environment = environment_for(hardware, _with_every_layer(db))
     problem = options.problem_in(environment)
-    where, removed = writable_database(db), False
-    others = [layer for layer in named_layers(db) if layer.target != where]
-    if not others or not is_absent(Layer("user", where)):
-        with Database.open(where) as opened:
-            removed = opened.unpin(problem, environment=environment)
-            where = str(opened.path or opened.url)
-    left = _pinned_in(others, problem, environment)
+    with Database.open(writable_database(db)) as opened:
+        removed = opened.unpin(problem, environment=environment)
+        where = str(opened.path or opened.url)
     if as_json:
-        emit_json({"database": where, "problem": problem.to_dict(), "removed": removed, "still_pinned_in": left})
+        emit_json({"database": where, "problem": problem.to_dict(), "removed": removed, "still_pinned_in": []})
     elif removed:
         emit(f"{problem} is not pinned any more on {environment} in {where}")
-    if left:
-        note(f"{problem} is still pinned in {', '.join(left)}, which other hosts write; run this command there")
-    elif not removed:
+    if not removed:
         note(f"no pin of {problem} on {environment} is in {where}; `tunedcomm db list` prints the pins of every layer")
-    if left or not removed:
         raise typer.Exit(1)
-
-
-def _pinned_in(layers: Iterable[Layer], problem: Problem, environment: Environment) -> list[str]:
-    """Those of the layers that hold a pin of the problem for such hardware; unreadable ones hold none."""
-    return [
-        layer.target
-        for layer, pins in read_each(layers, lambda opened: opened.pins(), is_quiet=True)
-        if any(pin.problem == problem and pin.environment.hard_key == environment.hard_key for pin in pins)
-    ]
 
 
 _STATS_COLUMNS = (
@@ -727,7 +711,7 @@ def db_upgrade(
     Example: tunedcomm db upgrade --db cluster.db
     """
     from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.upgrade import upgrade_database
+    from tunedcomm.db.migrate import upgrade_database
 
     done = upgrade_database(writable_database(db), check=check)
     if as_json:

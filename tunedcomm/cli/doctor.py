@@ -206,20 +206,19 @@ def _host_backend() -> Iterator[Line]:
 
 def check_databases() -> Iterator[Line]:
     """Every layer: can it be read, what does it hold, does it lie where SQLite is safe."""
-    from tunedcomm.db.layers import is_absent, layers, user_layers
+    from tunedcomm.db.layers import is_absent, layers, named_layers
 
     try:
-        user_layers()
+        named_layers()
     except DatabaseError as error:
         yield Line("user database", "warn", str(error), "set HOME or TUNEDCOMM_DB")
     for layer in layers():
         name = f"{layer.name} database"
         if is_absent(layer):
-            if not layer.is_beside:
-                yield Line(name, "ok", f"{layer.target} is not there yet; `tunedcomm tune` makes it")
+            yield Line(name, "ok", f"{layer.target} is not there yet; `tunedcomm tune` makes it")
         else:
             yield _readable(name, layer)
-        if layer.name == "user" and not layer.is_beside:
+        if layer.name == "user":
             yield from _network(name, layer)
 
 
@@ -238,20 +237,15 @@ def _readable(name: str, layer: Layer) -> Line:
 
 
 def _network(name: str, layer: Layer) -> Iterator[Line]:
-    from tunedcomm.db.engine import parse_target
-    from tunedcomm.db.netfs import network_of
+    from tunedcomm.db.engine import parse_target, refuse_network
 
     path = parse_target(layer.target).path
-    kind = "" if path is None else network_of(path)
-    if path is not None and kind:
-        yield Line(
-            name,
-            "warn",
-            f"{path.parent} is on a network file system ({kind}), where SQLite's locks may not hold: each host writes "
-            f"a file of its own there, this one {path.name}",
-            f"nothing, if this is meant: all of them are read. `tunedcomm db merge {path.parent} --into FILE` makes "
-            "one of them; a local file or PostgreSQL (TUNEDCOMM_DB) needs no merging",
-        )
+    if path is None:
+        return
+    try:
+        refuse_network(path)
+    except DatabaseError as error:
+        yield Line(name, "warn", str(error), "set TUNEDCOMM_DB; until then nothing can be tuned or pinned here")
 
 
 def check_this_machine() -> Iterator[Line]:

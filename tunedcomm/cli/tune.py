@@ -581,11 +581,11 @@ class _Known:
 
     @classmethod
     def load(cls, environment: Environment, world_size: int, database: str | None) -> _Known:
-        from tunedcomm.db.layers import is_absent, load_snapshot, user_layers
+        from tunedcomm.db.layers import is_absent, load_snapshot, named_layers
 
         layers = list(read_layers(None))
         if database is not None:
-            layers[:0] = [layer for layer in user_layers(database) if not is_absent(layer)]
+            layers[:0] = [layer for layer in named_layers(database) if not is_absent(layer)]
         return cls(load_snapshot(environment, world_size, layers=layers))
 
     def is_tuned(self, problem: Problem) -> bool:

@@ -146,7 +146,7 @@ def run_verify(
         DatabaseError: the database cannot be read, or written.
         TuningError: gangs could not be started or carried on.
     """
-    from tunedcomm.db.layers import may_be_made, writable_database
+    from tunedcomm.db.layers import writable_database
     from tunedcomm.db.store import Database
     from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.verify import verify
@@ -154,8 +154,8 @@ def run_verify(
     with ExitStack() as stack:
         opened = None
         if store:
-            where, is_made = writable_database(database), may_be_made(database)
-            opened = Database.open(where, create=is_made, patience_s=db_patience_s())
+            where = writable_database(database)
+            opened = Database.open(where, create=database is None, patience_s=db_patience_s())
             stack.enter_context(opened)
         url = None if opened is None else str(opened.path or opened.url)
         if spec.backend == "host":

@@ -9,13 +9,12 @@ from contextlib import closing
 from pathlib import Path
 
 from tunedcomm.db.check_rows import RowReport, check_rows
-from tunedcomm.db.engine import Target, file_uri, parse_target, prepare_file
+from tunedcomm.db.engine import Target, file_uri, is_immutable, network_of, parse_target, prepare_file
 from tunedcomm.db.findings import Finding
-from tunedcomm.db.netfs import network_of
+from tunedcomm.db.migrate import upgrade_database
 from tunedcomm.db.schema import SOUND
 from tunedcomm.db.sources import SourceHash
-from tunedcomm.db.store import Database, cannot_change
-from tunedcomm.db.upgrade import upgrade_database
+from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseBusyError, DatabaseError, DatabaseVersionError
 
 __all__ = ["check_database", "invalid_rows"]
@@ -113,7 +112,7 @@ def _file_system(path: Path) -> Finding:
     if not kind:
         return Finding("file system", "ok", "local to this host")
     text = f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold between hosts"
-    return Finding("file system", "warn", text, "let hosts write files of their own, or PostgreSQL; reading is safe")
+    return Finding("file system", "warn", text, "only read it, as a site database")
 
 
 def _may_write(path: Path) -> bool:
@@ -123,7 +122,7 @@ def _may_write(path: Path) -> bool:
 def _damage(where: Target) -> list[Finding]:
     """What SQLite itself says of the file, and what nobody but an intruder would have put into it."""
     assert where.path is not None
-    uri = file_uri(where.path, readonly=True, immutable=cannot_change(where.path))
+    uri = file_uri(where.path, readonly=True, immutable=is_immutable(where.path))
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=_TIMEOUT_S)) as connection:
             connection.text_factory = bytes

@@ -1,55 +1,83 @@
-"""From a path or URL to an engine, and from a driver's exception to a named error."""
+"""Engines for SQLite files and database servers, with the guards that untrusted files and many processes need.
+
+A SQLite file may come from elsewhere, be damaged or be made to do harm. So it is opened with `trusted_schema` off, its
+tables must be plain tables, no value may be larger than 16 MiB, and a read transaction is interrupted once it takes
+more steps than a sound file of its size needs. A driver's exception comes out as a `DatabaseError` with the fix.
+"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import itertools
+import logging
 import operator
+import os
+import random
+import re
+import shutil
 import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
+import platformdirs
 from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
-from sqlalchemy.pool import ConnectionPoolEntry
 
-from tunedcomm.db import guard
-from tunedcomm.db.driver_errors import named
-from tunedcomm.db.home import expanded
-from tunedcomm.db.netfs import network_of
-from tunedcomm.db.target import Target
-from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError
+from tunedcomm import settings
+from tunedcomm.db.schema import VERSION_TABLE, Base
+from tunedcomm.errors import (
+    DatabaseAccessError,
+    DatabaseAwayError,
+    DatabaseBusyError,
+    DatabaseCorruptError,
+    DatabaseError,
+    DatabaseFullError,
+    printable,
+)
 
-__all__ = [
-    "IMMEDIATE",
-    "Target",
-    "exclusive",
-    "file_uri",
-    "make_engine",
-    "parse_target",
-    "prepare_file",
-    "server_options",
-    "translated",
-]
-
-_HEADER = b"SQLite format 3\x00"
+BUSY_TIMEOUT_S = 30.0
 # Execution option of connections that will write: SQLite takes its write lock at BEGIN. A transaction that begins by
 # reading and writes later fails at once, whatever the busy timeout, when another writer came between.
 IMMEDIATE = "tunedcomm_immediate"
-_STEPS = "tunedcomm_steps"  # in a connection's info: what bounds its transactions
-# Seconds, but for the last, which is in milliseconds: unanswered data, a machine that is gone.
-_LIBPQ_DEFAULTS = {
-    "application_name": "tunedcomm",
-    "connect_timeout": 10,
-    "keepalives_idle": 30,
-    "keepalives_interval": 10,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 60_000,
-}
+
+T = TypeVar("T")
+_log = logging.getLogger("tunedcomm")
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has logged the same text before."""
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning("%s", message)
+
+
+# Targets
+
+
+class Target(NamedTuple):
+    """Where a database is: a SQLAlchemy URL and, for a SQLite file, its path."""
+
+    url: URL
+    path: Path | None
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.url.get_backend_name() == "sqlite"
+
+    @property
+    def name(self) -> str:
+        """The path, or the URL with its password: what `parse_target` takes."""
+        return str(self.path or self.url.render_as_string(hide_password=False))
+
+    def __str__(self) -> str:
+        return str(self.path or self.url.render_as_string(hide_password=True))
 
 
 def parse_target(target: str | Path) -> Target:
@@ -62,7 +90,7 @@ def parse_target(target: str | Path) -> Target:
     if "://" not in text:
         if not text or "\x00" in text:
             raise DatabaseAccessError(f"database path {text!r} is empty or holds NUL; pass a file or a SQLAlchemy URL")
-        path = expanded(text)
+        path = expand_home(text)
         return Target(URL.create("sqlite", database=str(path)), path)
     try:
         url = make_url(text)
@@ -75,99 +103,281 @@ def parse_target(target: str | Path) -> Target:
         ) from None
 
 
-def prepare_file(path: Path, *, create: bool) -> None:
-    """Check a SQLite file before SQLite sees it; with `create`, make its directory if it is missing.
+def data_directory() -> Path:
+    """The user's data directory for tunedcomm; it need not exist.
 
     Raises:
-        DatabaseAccessError: missing, a directory, not a regular file, or not readable.
+        DatabaseAccessError: the user has no home directory.
+    """
+    try:
+        folder = Path(platformdirs.user_data_dir("tunedcomm", appauthor=False))
+    except RuntimeError:  # older versions leave the `~` as it stands
+        folder = Path("~")
+    if folder.parts[0] == "~":
+        raise DatabaseAccessError(
+            f"user {os.getuid()} has no home directory (HOME is not set, and the system knows no such user): there is "
+            "no user database, and untuned problems are not noted. Set HOME, or TUNEDCOMM_DB to a file that may be "
+            "written"
+        )
+    return folder
+
+
+def expand_home(text: str) -> Path:
+    """The path with a leading `~` replaced by the home directory.
+
+    Raises:
+        DatabaseAccessError: there is no such directory.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise DatabaseAccessError(
+            f"database path {text!r} begins with a home directory that is not known (HOME is not set, or there is no "
+            "such user); write the path in full"
+        ) from None
+
+
+# Files
+
+
+_SIDE_FILES = ("-wal", "-journal", "-shm")
+_HEADER = b"SQLite format 3\x00"
+
+
+def prepare_file(path: Path, *, create: bool) -> None:
+    """Check a SQLite file before SQLite opens it; with `create`, make its directory if it is missing.
+
+    Raises:
+        DatabaseAccessError: missing, a directory, not a regular file, or not readable; or a side file is none.
         DatabaseCorruptError: not a SQLite file.
     """
     try:
         mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise DatabaseAccessError(f"database {path} is a directory; give a file in it, e.g. {path / 'tuned.db'}")
+        if not stat.S_ISREG(mode):
+            raise DatabaseAccessError(f"database {path} is not a regular file; give the path of a SQLite file")
+        _check_side_files(path)
+        with path.open("rb") as file:
+            header = file.read(len(_HEADER))
     except FileNotFoundError:
         if not create:
             raise DatabaseAccessError(
                 f"database {path} does not exist; `tunedcomm tune` makes one, or correct TUNEDCOMM_DB, "
                 "TUNEDCOMM_DB_PATH or --db"
             ) from None
-        _make_parent(path)
-        return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DatabaseAccessError(
+                f"cannot make directory {path.parent} for the database: {error.strerror}; set TUNEDCOMM_DB to a file "
+                "in a directory you may write"
+            ) from None
     except OSError as error:
-        raise _inaccessible(path, error) from None
-    if stat.S_ISDIR(mode):
-        raise DatabaseAccessError(f"database {path} is a directory; give a file in it, e.g. {path / 'tuned.db'}")
-    if not stat.S_ISREG(mode):
-        raise DatabaseAccessError(f"database {path} is not a regular file; give the path of a SQLite file")
-    guard.check_side_files(path)
+        raise DatabaseAccessError(
+            f"cannot read database {path}: {error.strerror}; check the permissions of the file and its directories, "
+            "or set TUNEDCOMM_DB to a file you may read"
+        ) from None
+    else:
+        if header and header != _HEADER:
+            raise DatabaseCorruptError(
+                f"{path} is not a SQLite database (it starts with {header!r}); move it away or give another path"
+            )
+
+
+def _check_side_files(path: Path) -> None:
+    """Refuse a side file that is no regular file: SQLite would wait for ever for a pipe there."""
+    for side in side_files(path):
+        try:
+            is_regular = stat.S_ISREG(side.stat().st_mode)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise DatabaseAccessError(f"cannot look at {side}: {error.strerror}; remove it") from None
+        if not is_regular:
+            raise DatabaseAccessError(f"{side} is not a regular file, as SQLite's own one would be; remove it")
+
+
+def side_files(path: Path) -> list[Path]:
+    """The paths at which SQLite keeps a file's write-ahead log, rollback journal and shared memory."""
+    return [path.with_name(path.name + suffix) for suffix in _SIDE_FILES]
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Logs and journals beside a file that hold something: a writer has it open, or one was killed."""
+    found = []
+    for side in side_files(path)[:2]:
+        with suppress(OSError):
+            found += [side] if side.stat().st_size else []
+    return found
+
+
+def num_bytes(path: Path) -> int:
+    """Size of a SQLite file and of its write-ahead log."""
+    return path.stat().st_size + sum(side.stat().st_size for side in side_files(path)[:1] if side.exists())
+
+
+def may_write(path: Path) -> bool:
+    """True if this process may write to a file or folder."""
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def is_immutable(path: Path) -> bool:
+    """True if a file is to be read without locks: SQLite cannot or should not make files beside it, and none is there.
+
+    Raises:
+        DatabaseBusyError: on a network file system, and another host has it open or was killed while it wrote.
+    """
+    network = network_of(path)
+    left = leftovers(path)
+    if network and left:
+        raise DatabaseBusyError(
+            f"{left[0]} shows that a host writes to {path} or was killed meanwhile, and it lies on a network file "
+            f"system ({network}) where locks may not hold; read it when that has ended"
+        )
+    return not left and (bool(network) or not may_write(path.parent))
+
+
+# Network file systems, and what is shared between a host and its virtual machines or containers.
+_NETWORK = frozenset(
+    "9p acfs afs beegfs ceph cifs coda gfs gfs2 glusterfs gpfs lustre mmfs ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 "
+    "quobyte smb2 smb3 smbfs vboxsf virtiofs vmhgfs wekafs".split()
+)
+_LOCAL_FUSE = frozenset("bindfs cryfs encfs ext2 fuse-overlayfs gocryptfs mergerfs ntfs ntfs-3g squashfuse zfs".split())
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+def file_system(path: str, mounts: str) -> str:
+    """The type of the file system that holds `path`; "" where the table does not say.
+
+    Args:
+        path: absolute, without symbolic links; need not exist.
+        mounts: text of `/proc/self/mounts`, in the order in which things were mounted.
+    """
+    found, longest = "", 0
+    for line in mounts.splitlines():
+        if len(fields := line.split()) < 3:
+            continue
+        _, point, kind, *_ = fields
+        point = _OCTAL.sub(lambda match: chr(int(match[1], 8)), point).rstrip("/") + "/"
+        if f"{path}/".startswith(point) and len(point) >= longest:
+            found, longest = kind, len(point)
+    return found
+
+
+def network_of(path: Path) -> str:
+    """The network file system that holds `path`, e.g. `nfs4`, or "" where SQLite's locks hold.
+
+    TUNEDCOMM_DB_NETWORK=no trusts them anywhere.
+
+    Raises:
+        SettingError: TUNEDCOMM_DB_NETWORK holds a value that it does not take.
+    """
+    if settings.db_network() == "no":
+        return ""
     try:
-        with path.open("rb") as file:
-            header = file.read(len(_HEADER))
-    except OSError as error:
-        raise _inaccessible(path, error) from None
-    if header and header != _HEADER:
-        raise DatabaseCorruptError(
-            f"{path} is not a SQLite database (it starts with {header!r}); move it away or give another path"
+        # Resolving symbolic links first also mounts what an automounter has in waiting.
+        resolved = os.path.realpath(path)
+        kind = file_system(resolved, Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace"))
+    except OSError:  # not Linux, or /proc is hidden
+        return ""
+    family, _, name = kind.partition(".")
+    # Behind fuse may be anything: what is not known to be local counts as a network.
+    return kind if kind in _NETWORK or (family == "fuse" and name not in _LOCAL_FUSE) else ""
+
+
+def refuse_network(path: Path) -> None:
+    """Refuse to write a SQLite file on a network file system.
+
+    Raises:
+        DatabaseAccessError: it lies on one.
+    """
+    if network := network_of(path):
+        raise DatabaseAccessError(
+            f"{path} lies on a network file system ({network}), where SQLite's locks may not hold between hosts. Set "
+            "TUNEDCOMM_DB to a file on a local disk, and share what is tuned as a site database (`tunedcomm db "
+            "export`, TUNEDCOMM_DB_PATH), or to a PostgreSQL URL; TUNEDCOMM_DB_NETWORK=no trusts the locks"
+            + per_host_hint(path)
         )
 
 
-def _inaccessible(path: Path, error: OSError) -> DatabaseAccessError:
-    return DatabaseAccessError(
-        f"cannot read database {path}: {error.strerror}; check the permissions of the file and its directories, "
-        "or set TUNEDCOMM_DB to a file you may read"
-    )
+def per_host_hint(path: Path) -> str:
+    """A remark about the `NAME.HOST.db` files that tunedcomm wrote in place of `path` before 0.2, "" if none exist."""
+    try:
+        files = sorted(path.parent.glob(f"{glob.escape(path.stem)}.*{glob.escape(path.suffix)}"))
+    except OSError:
+        files = []
+    names = " ".join(str(file) for file in files[:3]) + (" …" if len(files) > 3 else "")
+    return f". Earlier versions wrote a file a host there: `tunedcomm db import {names}` takes them in" if files else ""
 
 
-def _make_parent(path: Path) -> None:
-    # Several ranks start at once, and a cleaner may remove a directory between two steps of mkdir: try again.
-    for attempt in range(5):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return
-        except FileNotFoundError:
-            time.sleep(0.01 * (attempt + 1))
-        except OSError as error:
-            raise DatabaseAccessError(
-                f"cannot make directory {path.parent} for the database: {error.strerror}; "
-                "set TUNEDCOMM_DB to a file in a directory you may write"
-            ) from None
-    raise DatabaseAccessError(f"directory {path.parent} keeps vanishing; set TUNEDCOMM_DB to a file elsewhere")
+# Engines
 
 
-def make_engine(target: Target, *, readonly: bool, immutable: bool, busy_timeout_s: float) -> Engine:
-    """An engine with the pragmas that concurrent ranks and untrusted files need."""
+def make_engine(
+    target: Target, *, readonly: bool, immutable: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S
+) -> Engine:
+    """An engine of a file or server; `immutable` reads a file that cannot change, without locks and side files."""
     try:
         if not target.is_sqlite:
             return create_engine(target.url, **server_options(target))
         if target.path is None:
             engine = create_engine(target.url, poolclass=StaticPool if not target.url.query else None)
         else:
-            engine = create_engine("sqlite://", creator=_opener(target.path, readonly, immutable, busy_timeout_s))
+            uri = file_uri(target.path, readonly=readonly, immutable=immutable)
+            engine = create_engine(
+                "sqlite://",
+                creator=lambda: sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, check_same_thread=False),
+            )
     except (ArgumentError, ImportError) as error:
         raise DatabaseAccessError(
             f"no driver for database {target}: {error}; install it, e.g. pip install 'tunedcomm[postgres]'"
         ) from None
-    journal = None if target.path is None or readonly else _journal_for(target.path)
+    path = target.path
 
     @event.listens_for(engine, "connect")
-    def _on_connect(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
-        _set_pragmas(connection, busy_timeout_s, journal=journal)
-        if target.path is not None:
-            guard.refuse_computed(connection, target, writing=not readonly)
-            if readonly:
-                record.info[_STEPS] = guard.restrain(connection, target.path)
+    def _on_connect(connection: sqlite3.Connection, _: object) -> None:
+        set_pragmas(connection, busy_timeout_s, wal=path is not None and not readonly)
+        if path is None:
+            return
+        if readonly:
+            _limit_reading(connection, path)
+        _refuse_computed(connection, target, writing=not readonly)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
-        if steps := connection.info.get(_STEPS):
-            steps.begin()
+        if path is not None and readonly:
+            _limit_steps(connection.connection.driver_connection, path)
         immediate = connection.get_execution_options().get(IMMEDIATE, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
     return engine
 
 
+@contextmanager
+def connected(target: Target, *, readonly: bool = False, immutable: bool = False) -> Iterator[Connection]:
+    """One connection to a database, in no transaction; driver errors come out as `DatabaseError`."""
+    engine = make_engine(target, readonly=readonly, immutable=immutable)
+    try:
+        with translated(target), engine.connect().execution_options(**{IMMEDIATE: not readonly}) as connection:
+            yield connection
+    finally:
+        engine.dispose()
+
+
+# Seconds, but for the last, which is in milliseconds: unanswered data, a machine that is gone.
+_LIBPQ_DEFAULTS = {
+    "application_name": "tunedcomm",
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
+
+
 def server_options(target: Target, session: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What `create_engine` is given for a server: few connections, and none that waits for ever.
+    """Options of `create_engine` for a server: few connections, and none that waits for ever.
 
     A cluster has many processes with an engine or two each, and a server has a limit of connections. One that was cut
     off is noticed when it is taken from the pool; a server that has vanished without a word, by time-outs.
@@ -193,18 +403,9 @@ def exclusive(connection: Connection, name: str) -> None:
         connection.execute(select(func.pg_advisory_xact_lock(key)))
 
 
-def file_uri(path: Path, *, readonly: bool, immutable: bool) -> str:
+def file_uri(path: Path, *, readonly: bool, immutable: bool = False) -> str:
     """SQLite's URI of a file, with which it is opened or attached."""
     return f"file:{quote(str(path.absolute()))}?mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
-
-
-def _opener(path: Path, readonly: bool, immutable: bool, busy_timeout_s: float) -> Callable[[], sqlite3.Connection]:
-    uri = file_uri(path, readonly=readonly, immutable=immutable)
-
-    def open_connection() -> sqlite3.Connection:
-        return sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, check_same_thread=False)
-
-    return open_connection
 
 
 # A damaged row must not end a whole query: what does not decode is rejected as a value later. No function of our own,
@@ -212,12 +413,8 @@ def _opener(path: Path, readonly: bool, immutable: bool, busy_timeout_s: float) 
 _lenient_text = operator.methodcaller("decode", "utf-8", "replace")
 
 
-def _journal_for(path: Path) -> str:
-    """Hosts that share a file cannot share the memory that a write-ahead log needs."""
-    return "delete" if network_of(path) else "wal"
-
-
-def _set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, journal: str | None) -> None:
+def set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, wal: bool) -> None:
+    """Set up a new connection to a SQLite file."""
     # Transactions are begun by the engine's "begin" event; the driver's own implicit ones begin too late for DDL.
     connection.isolation_level = None
     connection.text_factory = _lenient_text
@@ -225,21 +422,75 @@ def _set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, journ
     connection.execute("PRAGMA foreign_keys=ON")
     # A file from elsewhere may define functions in views and triggers: they are not to be trusted.
     connection.execute("PRAGMA trusted_schema=OFF")
-    if journal is None:
+    if not wal:
         return
-    # Without a write-ahead log a power cut could damage the file if SQLite did not wait for the disk.
-    connection.execute(f"PRAGMA synchronous={'NORMAL' if journal == 'wal' else 'FULL'}")
+    connection.execute("PRAGMA synchronous=NORMAL")
     # Switching to WAL ignores the busy timeout when two processes do it at once; the switch itself lasts for ever.
     deadline = time.monotonic() + busy_timeout_s
     while True:
         try:
-            if connection.execute("PRAGMA journal_mode").fetchone()[0] != journal:
-                connection.execute(f"PRAGMA journal_mode={journal}")
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                connection.execute("PRAGMA journal_mode=wal")
             return
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) or time.monotonic() >= deadline:
                 raise
             time.sleep(0.02)
+
+
+# Untrusted files
+
+
+_MAX_VALUE_BYTES = 16 << 20
+# Steps of SQLite's virtual machine. To read every row of a sound file takes a tenth of a step a byte, to sort and
+# compare them all takes less than one. A few pages that point at each other hold more rows than there are atoms.
+_FREE_STEPS = 1_000_000
+_STEPS_A_BYTE = 5
+_STEPS_A_LOOK = 100_000
+_NAMES = ", ".join(f"'{name}'" for name in (*Base.metadata.tables, VERSION_TABLE))
+_COMPUTED = f"""
+SELECT 'a ' || type || ' ' || name FROM sqlite_master WHERE lower(tbl_name) IN ({_NAMES})
+  AND (type = 'view' OR (type = 'trigger' AND :writing)
+       OR (type = 'table' AND upper(ltrim(sql)) LIKE 'CREATE VIRTUAL%'))
+UNION ALL
+SELECT 'a computed column ' || t.name || '.' || c.name FROM sqlite_master AS t, pragma_table_xinfo(t.name) AS c
+  WHERE t.type = 'table' AND lower(t.name) IN ({_NAMES}) AND c.hidden > 1
+LIMIT 1
+"""  # noqa: S608 - our own names
+
+
+def _limit_reading(connection: sqlite3.Connection, path: Path) -> None:
+    """Bound what reading an untrusted file may cost."""
+    if hasattr(connection, "setlimit"):  # Python 3.11
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+    connection.execute("PRAGMA cell_size_check=ON")
+    connection.execute("PRAGMA mmap_size=0")  # what another process cuts off a mapped file ends this one
+    _limit_steps(connection, path)
+
+
+def _limit_steps(connection: Any, path: Path) -> None:
+    """Interrupt what takes more steps from here on than a sound file of this size needs."""
+    size = 0
+    with suppress(OSError):
+        size = num_bytes(path)
+    looks, most = itertools.count(1), (_FREE_STEPS + _STEPS_A_BYTE * size) // _STEPS_A_LOOK
+    connection.set_progress_handler(lambda: next(looks) > most, _STEPS_A_LOOK)
+
+
+def _refuse_computed(connection: sqlite3.Connection, target: Target, *, writing: bool) -> None:
+    """Refuse a file in which a table is a view, is virtual or has a computed column, or `writing` fires a trigger.
+
+    Any of these can run whatever it likes, for as long as it likes.
+    """
+    found = connection.execute(_COMPUTED, {"writing": writing}).fetchone()
+    if found is not None:
+        raise DatabaseCorruptError(
+            f"{target} holds {found[0]!s:.80} where tunedcomm has plain tables; it was not made by tunedcomm, or was "
+            "changed: leave it out, or restore a copy of it"
+        )
+
+
+# Errors
 
 
 @contextmanager
@@ -250,6 +501,145 @@ def translated(target: Target) -> Iterator[None]:
     except IntegrityError as error:
         raise DatabaseError(f"{target} refused a row: {error.orig}; nothing of this call was stored") from error
     except DBAPIError as error:
-        raise named(target, error.orig) from error
+        raise driver_error(target, error.orig) from error
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:  # the last of what SQLite says of names
-        raise named(target, error) from error
+        raise driver_error(target, error) from error
+
+
+# SQLSTATE codes, by their beginnings. Away: connection exceptions, shutdown, crash, start-up, too many connections.
+_AWAY = ("08", "57P01", "57P02", "57P03", "57P05", "53300")
+_BUSY = ("40001", "40P01", "55P03")
+_FULL = ("53100",)
+# What a server says that refuses a connection for now, where the driver passes no code on.
+_REFUSED_FOR_NOW = ("starting up", "shutting down", "recovery mode", "too many", "connection slots", "terminating")
+_NO_SPACE_BYTES = 1 << 20
+_MAX_TEXT = 500  # what a driver quotes of a damaged file has no end
+
+
+def driver_error(target: Target, error: Any) -> DatabaseError:
+    """The `DatabaseError` that says what a driver's exception means and what to do next."""
+    text = printable(" ".join(str(error).split()))[:_MAX_TEXT]
+    low = text.lower()
+    found = _sqlite_error(target, text, low) if target.is_sqlite else _server_error(target, error, text, low)
+    if found is not None:
+        return found
+    if "no such table" in low or "no such column" in low or _code(error) in ("42P01", "42703"):
+        return DatabaseCorruptError(f"{target} does not have the tables of its version ({text}); restore a copy of it")
+    if "readonly" in low or "read-only" in low or _code(error) == "42501":
+        return DatabaseAccessError(f"{target} cannot be written ({text}); check permissions or set TUNEDCOMM_DB")
+    return DatabaseAccessError(f"{target} cannot be used ({text}); check the path, the disk space and the server")
+
+
+def disk_full(where: object, text: str) -> DatabaseFullError:
+    """The error for a place without space."""
+    return DatabaseFullError(
+        f"no space is left for {where} ({text}); what was recorded before is whole: free some space and run the same "
+        "command, or set TUNEDCOMM_DB to a file elsewhere"
+    )
+
+
+def _sqlite_error(target: Target, text: str, low: str) -> DatabaseError | None:
+    if "locked" in low and "locking protocol" not in low:
+        return DatabaseBusyError(
+            f"{target} is locked by another writer ({text}); wait for it to end, or give each host its own file and "
+            "merge them"
+        )
+    # A log that cannot grow is reported as an I/O error.
+    if "disk is full" in low or ("disk i/o" in low and _no_space(target)):
+        return disk_full(target, text)
+    if "not a database" in low or "malformed" in low or "corrupt" in low or "can't decode" in low:
+        return DatabaseCorruptError(
+            f"{target} is damaged ({text}); move it away and tune again, or restore a copy. Read what is left with "
+            "`sqlite3 FILE .recover`"
+        )
+    if "interrupted" in low or "too big" in low:
+        return DatabaseCorruptError(
+            f"{target} takes more to read than a file of its size can hold ({text}); it is damaged, or was made to do "
+            "harm: leave it out, or restore a copy of it"
+        )
+    is_refused = "unable to open" in low or "readonly" in low
+    if is_refused and target.path is not None and (left := leftovers(target.path)):
+        return DatabaseAccessError(
+            f"{target} cannot be used ({text}): a writer was killed and left {left[0].name}, which only a process that "
+            "may write there can fold in; open it once as such a user, e.g. with `sqlite3 FILE 'PRAGMA quick_check'`"
+        )
+    if "unable to open" in low:
+        return DatabaseAccessError(
+            f"{target} cannot be opened or made ({text}); check the permissions of it and of its directory, or set "
+            "TUNEDCOMM_DB or --db to another file"
+        )
+    if "locking protocol" in low or "disk i/o" in low:
+        return DatabaseAccessError(
+            f"{target} cannot be used ({text}); on a network file system give each host a local file (TUNEDCOMM_DB) "
+            "and merge them, or use PostgreSQL"
+        )
+    return None
+
+
+def _server_error(target: Target, error: Any, text: str, low: str) -> DatabaseError | None:
+    code = _code(error)
+    if code.startswith(_BUSY):
+        return DatabaseBusyError(f"{target} is held by another writer ({text}); run the command again")
+    if code.startswith(_FULL):
+        return disk_full(target, text)
+    # Without a code no server answered, or it refused the connection with a text alone.
+    is_connection = not code and type(error).__name__ in ("OperationalError", "ConnectionTimeout", "InterfaceError")
+    is_refused = "fatal:" in low and not any(reason in low for reason in _REFUSED_FOR_NOW)
+    if code.startswith(_AWAY) or (is_connection and not is_refused):
+        return DatabaseAwayError(
+            f"{target} does not answer ({text}); check that the server runs, can be reached from here and takes more "
+            "connections"
+        )
+    if is_refused:
+        return DatabaseAccessError(f"{target} refuses the connection ({text}); check user, password and database name")
+    return None
+
+
+def _code(error: Any) -> str:
+    """SQLSTATE, as psycopg and psycopg2 name it."""
+    return str(getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or "")
+
+
+def _no_space(target: Target) -> bool:
+    with suppress(OSError):
+        return target.path is not None and shutil.disk_usage(target.path.parent).free < _NO_SPACE_BYTES
+    return False
+
+
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 5.0
+
+
+def retry(operation: Callable[[bool], T], limit_s: float) -> T:
+    """Run `operation(again)` until the database is neither away nor locked; every other error passes at once.
+
+    An operation is one transaction and may be run several times. When a connection breaks during a commit, nobody can
+    say whether it was carried out; so an operation that adds something is told that it runs again, and looks for what
+    the attempt before has left.
+
+    Args:
+        operation: what to run; `again` is true where an attempt before may have been carried out.
+        limit_s: after so many seconds the error passes; 0 retries nothing.
+
+    Raises:
+        DatabaseAwayError: the server was away for longer than the limit.
+        DatabaseBusyError: another writer held the database for longer than the limit.
+    """
+    begin, wait = time.monotonic(), _FIRST_WAIT_S
+    for attempt in itertools.count():
+        try:
+            result = operation(attempt > 0)
+        except (DatabaseAwayError, DatabaseBusyError) as error:
+            waited = time.monotonic() - begin
+            if waited >= limit_s:
+                raise
+            if attempt == 0:
+                _log.warning("%s. Waiting for it, for up to %.0f s", error, limit_s)
+            # Scattered, so that a cluster does not come back all at once.
+            time.sleep(min(wait * random.uniform(0.5, 1.0), limit_s - waited))  # noqa: S311
+            wait = min(wait * 1.6, _LONGEST_WAIT_S)
+            continue
+        if attempt:
+            _log.info("the database is back after %.1f s", time.monotonic() - begin)
+        return result
+    raise AssertionError("unreachable")

@@ -1,50 +1,40 @@
 """The databases a process reads, nearest first, and their merge into one snapshot.
 
-Layers: the user database (`TUNEDCOMM_DB`, or a file in the user's data directory; on a network file system with the
-files that other hosts wrote in its place), site databases (`TUNEDCOMM_DB_PATH`), and the databases shipped with the
-package.
+Layers: the user database (`TUNEDCOMM_DB`, or a file in the user's data directory), site databases
+(`TUNEDCOMM_DB_PATH`), and the databases shipped with the package.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunedcomm import settings
-from tunedcomm.db import query, snapshot_query
-from tunedcomm.db.engine import parse_target
-from tunedcomm.db.gather import Gathered, Names, snapshot_of
-from tunedcomm.db.home import data_directory, expanded
-from tunedcomm.db.netfs import network_of, other_hosts, own_file
-from tunedcomm.db.once import warn_once
+from tunedcomm.db.engine import (
+    data_directory,
+    expand_home,
+    network_of,
+    parse_target,
+    per_host_hint,
+    refuse_network,
+    warn_once,
+)
 from tunedcomm.db.rows import Reader
-from tunedcomm.db.schema import PinRow
+from tunedcomm.db.snapshot import SnapshotBuilder
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.snapshot import Loan, Snapshot, gc_paused, loans, matches
+from tunedcomm.selection.snapshot import Snapshot, gc_paused
 from tunedcomm.spec import Problem
-
-__all__ = [
-    "Layer",
-    "is_absent",
-    "layers",
-    "layers_beside",
-    "load_snapshot",
-    "may_be_made",
-    "named_layers",
-    "packaged_databases",
-    "user_database",
-    "user_layers",
-    "writable_database",
-]
 
 # Readers of a snapshot wait for nobody: WAL lets them read beside a writer, anything longer is a stuck file system.
 _READ_TIMEOUT_S = 5.0
-_READ_AGAIN_S = 0.05
+# Ranks that are listed by number.
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +44,14 @@ class Layer:
     Attributes:
         name: `user`, `site` or `packaged`.
         target: file or SQLAlchemy URL.
-        is_beside: it shares the place of the layer before it: both were written in place of one file.
     """
 
     name: str
     target: str
-    is_beside: bool = False
 
 
 def user_database() -> str:
     """The database that is the user's own: `TUNEDCOMM_DB`, or `tuned.db` in the user's data directory.
-
-    What is tuned is stored in `writable_database()`, which is another file where this one lies on a network.
 
     Raises:
         DatabaseAccessError: TUNEDCOMM_DB is not set, and the user has no home directory.
@@ -74,73 +60,30 @@ def user_database() -> str:
 
 
 def writable_database(target: str | None = None) -> str:
-    """Where this host stores what is meant for `target`, by default for the user database.
-
-    That is the target itself, but for a SQLite file on a network file system the file of this host beside it.
+    """`target`, by default the user database, where commands may store something in it.
 
     Raises:
-        DatabaseAccessError: no target is given, and there is no place for a user database; or it is a SQLite database
-            but not simply a file.
+        DatabaseAccessError: no target is given, and there is no place for a user database; it is a SQLite database but
+            not simply a file; or it lies on a network file system.
     """
     named = user_database() if target is None else target
     parsed = parse_target(named)
-    path = parsed.path
-    if path is None and parsed.is_sqlite:
+    if parsed.path is not None:
+        refuse_network(parsed.path)
+    elif parsed.is_sqlite:
         raise DatabaseAccessError(
             f"{parsed} is a database in memory, or a URL with options, which commands cannot share; give a file's path"
         )
-    network = "" if path is None else network_of(path)
-    if path is None or not network:
-        return named
-    own = own_file(path)
-    if own == path:
-        return named
-    warn_once(
-        f"{path} lies on a network file system ({network}), where SQLite's locks may not hold between hosts: this host "
-        f"writes {own}, and every host's file is read. `tunedcomm db merge {path.parent} --into FILE` makes one of "
-        "them; TUNEDCOMM_DB_NETWORK=no trusts the locks"
-    )
-    return str(own)
+    return named
 
 
-def may_be_made(target: str | None = None) -> bool:
-    """True if a command that changes a database makes `writable_database(target)` where it is not there.
-
-    That is the user database, and of another one that hosts have written the file of this host.
-
-    Raises:
-        DatabaseAccessError: `target` is neither a path nor a URL.
-    """
-    if target is None:
-        return True
-    return writable_database(target) != target and not all(map(is_absent, user_layers(target)))
-
-
-def user_layers(target: str | None = None) -> list[Layer]:
-    """The user database, or `target` in its place, and what hosts have written in place of it.
+def named_layers(target: str | None = None) -> list[Layer]:
+    """`target`, by default the user database, as the only layer.
 
     Raises:
         DatabaseAccessError: no target is given, and there is no place for a user database.
     """
-    named = user_database() if target is None else target
-    path = parse_target(named).path
-    if path is None or not network_of(path):
-        return [Layer("user", named)]
-    # This host's file first, which need not be there yet: it is the one that `tune` will make.
-    targets = dict.fromkeys([str(own_file(path)), str(path), *map(str, other_hosts(path))])
-    return [Layer("user", target, is_beside=number > 0) for number, target in enumerate(targets)]
-
-
-def named_layers(target: str | None = None) -> list[Layer]:
-    """`target`, by default the user database, and what hosts have written in place of it: all that are there.
-
-    Where nothing is there, the database itself, for whoever opens it to say so.
-
-    Raises:
-        DatabaseAccessError: `target` is neither a path nor a URL, or there is no place for a user database.
-    """
-    there = [layer for layer in user_layers(target) if not is_absent(layer)]
-    return there or [Layer("user", user_database() if target is None else target)]
+    return [Layer("user", user_database() if target is None else target)]
 
 
 def packaged_databases() -> list[Path]:
@@ -154,14 +97,14 @@ def packaged_databases() -> list[Path]:
 
 
 def site_databases(*, is_quiet: bool = False) -> list[str]:
-    """What `TUNEDCOMM_DB_PATH` lists, each once in its order; a directory stands for its `*.db` files, sorted.
+    """The databases of `TUNEDCOMM_DB_PATH`, each once in its order; a directory stands for its `*.db` files, sorted.
 
     A directory that cannot be listed is left out with a warning, unless `is_quiet`.
     """
     found: list[str] = []
     for entry in settings.db_path():
         try:
-            folder = Path(entry) if "://" in entry else expanded(entry)
+            folder = Path(entry) if "://" in entry else expand_home(entry)
             is_folder = os.path.isdir(folder)  # noqa: PTH112 - Path.is_dir() raises where it may not look
             names = sorted(os.listdir(folder)) if is_folder else None  # noqa: PTH208 - globs hide what they may not list
         except DatabaseError:  # whoever opens it says so
@@ -174,38 +117,34 @@ def site_databases(*, is_quiet: bool = False) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _all_layers() -> list[Layer]:
+def layers() -> list[Layer]:
+    """Every layer, nearest first; a user without a place for a database has none, with one warning."""
     try:
-        user = user_layers()
+        user = named_layers()
+        path = parse_target(user[0].target).path
+        if path is not None and network_of(path) and (hint := per_host_hint(path)):
+            warn_once(f"the user database {path} lies on a network file system{hint}")
     except DatabaseError as error:
         warn_once(str(error))
         user = []
-    return [
-        *user,
-        *(Layer("site", target) for target in site_databases()),
-        *(Layer("packaged", str(path)) for path in packaged_databases()),
-    ]
-
-
-def layers() -> list[Layer]:
-    """Every layer, nearest first; a user without a place for a database has none, which is said once."""
-    return _all_layers()
+    site = [Layer("site", target) for target in site_databases()]
+    return [*user, *site, *(Layer("packaged", str(path)) for path in packaged_databases())]
 
 
 def layers_beside(target: str | None = None) -> list[Layer]:
-    """Every layer, and what hosts have written in place of `target`, but for what this host writes itself.
+    """Every layer that is there, but for `target`, by default the user database.
 
     Raises:
         DatabaseAccessError: `target` is neither a path nor a URL, or there is no place for a user database.
     """
-    there = [layer for layer in (*user_layers(target), *_all_layers()) if not is_absent(layer)]
-    found = {_place(layer.target): layer for layer in there}
-    found.pop(_place(writable_database(target)), None)
+    own = _place(named_layers(target)[0].target)
+    found = {_place(layer.target): layer for layer in layers() if not is_absent(layer)}
+    found.pop(own, None)
     return list(found.values())
 
 
 def _place(target: str) -> str:
-    """What two names of one database have in common."""
+    """A name that all spellings of one database share."""
     try:
         path = parse_target(target).path
         return target if path is None else str(path.resolve())
@@ -227,81 +166,6 @@ def is_absent(layer: Layer) -> bool:
     return False
 
 
-@dataclass(slots=True)
-class _Reading:
-    """What is read of all layers.
-
-    Attributes:
-        own, borrowed: rows of this hardware, and of what may stand in for it.
-        names: the hardware that may stand in.
-        loans: what the layers hold of it.
-    """
-
-    own: Gathered
-    borrowed: Gathered
-    names: Sequence[str]
-    loans: dict[str, Loan]
-
-    def notes(self) -> list[str]:
-        """What a person should know who named hardware that does not serve."""
-        said = [
-            f"nothing is borrowed from {loan.environment}: {loan.objection}"
-            for loan in self.loans.values()
-            if loan.objection is not None
-        ]
-        unknown = [n for n in self.names if not any(matches(n, loan.environment) for loan in self.loans.values())]
-        return sorted(said) + [f"nothing is borrowed from {n!r}: no database holds such hardware" for n in unknown]
-
-
-def _read(layer: Layer, rank: int, world_size: int, into: _Reading, like: Problem | None) -> None:
-    """Add a layer, read again if somebody wrote to it meanwhile who cannot be locked out."""
-    deadline = time.monotonic() + _READ_TIMEOUT_S
-    while not _read_once(layer, rank, world_size, into, like, is_last=time.monotonic() > deadline):
-        time.sleep(_READ_AGAIN_S)
-
-
-def _read_once(
-    layer: Layer, rank: int, world_size: int, into: _Reading, like: Problem | None, *, is_last: bool
-) -> bool:
-    """False if the file changed under the reader, who is to try again."""
-    immutable = True if layer.name == "packaged" else None
-    own, lent = into.own, into.borrowed
-    with Database.open(layer.target, readonly=True, immutable=immutable, busy_timeout_s=_READ_TIMEOUT_S) as database:
-        reader = Reader()
-        try:
-            with database.reading() as connection:
-                environments = query.environments_like(connection, own.environment, reader)
-                stored = query.load_environments(connection, reader) if into.names else {}
-                found = loans(own.environment, into.names, stored.values())
-                serving = {loan.environment.digest for loan in found if loan.objection is None}
-                others = {key: there for key, there in stored.items() if there.digest in serving}
-                trials, failures = [], []
-                for here in (environments, others):
-                    asked = (connection, here, world_size, reader)
-                    trials.append(snapshot_query.ok_trials(*asked, like=like) if here else [])
-                    failures.append(snapshot_query.failed_trials(*asked, like=like) if here else [])
-                pins = query.pins(connection, reader, PinRow.environment_id.in_(list(environments)))
-        except DatabaseError:
-            if database.is_overtaken and not is_last:
-                return False
-            raise
-        if database.is_overtaken:
-            if is_last:
-                raise DatabaseBusyError(f"{layer.target} is being written all the time by another host or user")
-            return False
-        database.warn_skipped(reader)
-    # Added only now: a layer that turns out damaged half way must not leave half of itself behind.
-    for gathered, good, failed in zip((own, lent), trials, failures, strict=True):
-        for trial in good:
-            gathered.add_trial(trial, layer=layer.name, rank=rank)
-        for failure in failed:
-            gathered.add_failure(failure)
-    own.add_pins(pins, layer=layer.name, rank=rank, world_size=world_size)
-    for loan in found:
-        into.loans.setdefault(str(loan.environment), loan)
-    return True
-
-
 def load_snapshot(
     environment: Environment,
     world_size: int,
@@ -311,10 +175,7 @@ def load_snapshot(
     borrow: Sequence[str] = (),
     like: Problem | None = None,
 ) -> Snapshot:
-    """Merge what every layer knows about this environment's hard fields and this world size.
-
-    For each candidate and problem the most conclusive row is kept: finals before others, the same software before
-    older, nearer layers before farther ones, then the newest.
+    """Merge the rows of every layer for this environment's hard fields and this world size; see `SnapshotBuilder`.
 
     Args:
         environment: where the calls will run.
@@ -322,28 +183,128 @@ def load_snapshot(
         layers: what to read instead of `layers()`.
         strict: raise what is wrong with a layer instead of leaving the layer out with a warning; a user database
             that was never made counts as wrong too.
-        borrow: names of other hardware whose rows may serve where there are none of this, as TUNEDCOMM_BORROW has them.
+        borrow: names of other hardware whose rows may serve where there are none of this, as in TUNEDCOMM_BORROW.
         like: keep only what the choice for this problem may depend on, which takes a fraction of the time. Such a
             snapshot answers for this problem alone.
 
     Raises:
         DatabaseError: only with `strict`.
     """
-    names = Names()
-    own, lent = Gathered(environment, names), Gathered(environment, names, borrowed=True)
-    into = _Reading(own, lent, borrow, {})
-    rank = -1
+    builder = SnapshotBuilder(environment, world_size, borrow)
     with gc_paused():
-        for layer in _all_layers() if layers is None else layers:
-            rank += rank < 0 or not layer.is_beside
+        for rank, layer in enumerate(_all_layers() if layers is None else layers):
             try:
                 if strict or not is_absent(layer):
-                    _read(layer, rank, world_size, into, like)
+                    _read(layer, rank, builder, like)
             except DatabaseError as error:
                 if strict:
                     raise
                 warn_once(f"tuning database left out ({layer.name}): {error}")
-        snapshot = snapshot_of(own, lent, world_size, into.notes())
+        snapshot = builder.build()
     for note in snapshot.notes:
         warn_once(note)
     return snapshot
+
+
+_all_layers = layers
+
+
+def _read(layer: Layer, layer_rank: int, into: SnapshotBuilder, like: Problem | None) -> None:
+    """Add a layer; it is read again if somebody wrote to it meanwhile who cannot be locked out."""
+    deadline = time.monotonic() + _READ_TIMEOUT_S
+    immutable = True if layer.name == "packaged" else None
+    while True:
+        try:
+            with Database.open(layer.target, readonly=True, immutable=immutable, busy_timeout_s=_READ_TIMEOUT_S) as db:
+                reader = Reader()
+                with db.reading() as connection:
+                    fetched = into.fetch(connection, reader, layer=layer.name, layer_rank=layer_rank, like=like)
+                db.warn_skipped(reader)
+            return into.add(fetched)
+        except DatabaseBusyError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+# Fingerprints
+#
+# All ranks dispatch from what the group's first rank reads, so a difference between ranks does no harm. But whoever
+# gave a rank another database expects something of it.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFingerprint:
+    """One database as a rank sees it, without opening it.
+
+    Attributes:
+        layer: `user`, `site` or `packaged`.
+        target: file, or URL without its password; of what is packaged, the file's name.
+        place: host, device and inode of a file that is there, else nothing.
+        content: size and time of change of a file that is there (of what is packaged, its size), else nothing.
+    """
+
+    layer: str
+    target: str
+    place: tuple[str, int, int] | None = None
+    content: tuple[int, ...] | None = None
+
+    def is_same(self, other: LayerFingerprint) -> bool:
+        """True for one file under two names, and for two copies of one file."""
+        if self.place is None or other.place is None:
+            return self == other
+        return self.place == other.place or self.content == other.content
+
+
+def layer_fingerprints() -> tuple[LayerFingerprint, ...]:
+    """Every database that this process would read, nearest layer first; those that are not there are left out."""
+    try:
+        user = named_layers()
+    except DatabaseError:  # no place for one: the rank that reads the layers says so
+        user = []
+    found = [_look(layer) for layer in (*user, *(Layer("site", target) for target in site_databases(is_quiet=True)))]
+    for path in packaged_databases():
+        # Every host may have installed its own copy of the package: times say nothing.
+        found.append(LayerFingerprint("packaged", path.name, content=(path.stat().st_size,)))
+    return tuple(seen for seen in found if seen is not None)
+
+
+def _look(layer: Layer) -> LayerFingerprint | None:
+    try:
+        target = parse_target(layer.target)
+        if target.path is None:
+            return LayerFingerprint(layer.name, str(target))
+        if is_absent(layer):
+            return None
+        found = os.stat(target.path)  # noqa: PTH116
+    except (DatabaseError, OSError):  # whoever opens it says what is wrong
+        return LayerFingerprint(layer.name, layer.target)
+    place = (socket.gethostname(), found.st_dev, found.st_ino)
+    return LayerFingerprint(layer.name, str(target), place, (found.st_size, found.st_mtime_ns))
+
+
+def differences(seen: Sequence[tuple[LayerFingerprint, ...]]) -> list[str]:
+    """Differences of each rank's layers from those of rank 0, in words; empty if there are none.
+
+    Args:
+        seen: of every rank, by rank.
+    """
+    found: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(seen):
+        for layer in ("user", "site", "packaged"):
+            first = [each for each in seen[0] if each.layer == layer]
+            here = [each for each in theirs if each.layer == layer]
+            if len(first) != len(here) or not all(map(LayerFingerprint.is_same, first, here)):
+                text = f"{_names(here)} as {layer} database where rank 0 has {_names(first)}"
+                found.setdefault(text, []).append(rank)
+    return [f"{_ranks(ranks)} {text}" for text, ranks in found.items()]
+
+
+def _names(seen: Sequence[LayerFingerprint]) -> str:
+    return ", ".join(each.target for each in seen) or "none"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{' and more' if len(ranks) > _SHOWN else ''} have"

@@ -33,10 +33,9 @@ from sqlalchemy import (
     update,
 )
 
-from tunedcomm.db.engine import Target, exclusive, file_uri, make_engine, translated
+from tunedcomm.db.engine import Target, exclusive, file_uri, is_immutable, make_engine, translated
 from tunedcomm.db.query import table
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.db.store import cannot_change
 from tunedcomm.errors import DatabaseCorruptError
 
 __all__ = ["Absorbed", "absorb"]
@@ -117,7 +116,7 @@ def absorb(connection: Connection, source: Target, *, in_order: bool = False) ->
     assert driver is not None
     with translated(source):
         # Outside of a transaction: within one nothing can be attached.
-        uri = file_uri(source.path, readonly=True, immutable=cannot_change(source.path))
+        uri = file_uri(source.path, readonly=True, immutable=is_immutable(source.path))
         driver.execute("ATTACH DATABASE ? AS source", (uri,))
         try:
             with connection.begin():

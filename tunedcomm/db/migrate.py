@@ -1,26 +1,102 @@
-"""The schema version of an open database, and bringing it up to date."""
+"""The schema version of a database, and bringing it up to date with Alembic.
+
+An upgrade is one transaction: killed at any moment the database is as it was, or upgraded. A SQLite file is copied
+before, under the lock that keeps writers out.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
+import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, String, column, inspect, select, table
 
-from tunedcomm.db.backup import back_up
-from tunedcomm.db.engine import IMMEDIATE, Target, exclusive
+from tunedcomm.db import engine as engines
+from tunedcomm.db.engine import (
+    IMMEDIATE,
+    Target,
+    connected,
+    disk_full,
+    exclusive,
+    file_uri,
+    is_immutable,
+    parse_target,
+    prepare_file,
+    translated,
+)
 from tunedcomm.db.schema import HEAD, READABLE, REVISIONS, VERSION_TABLE
-from tunedcomm.errors import DatabaseCorruptError, DatabaseVersionError
-
-__all__ = ["Migrated", "ensure_schema", "known", "migrate", "schema_version"]
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _log = logging.getLogger("tunedcomm")
 _MAX_VERSION = 32
 # Alembic keeps its context in module globals.
 _alembic_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upgrade:
+    """The result of an upgrade, or what one would do.
+
+    Attributes:
+        target: the file, or the server's URL without its password.
+        before, after: schema revisions; equal where nothing is to be done.
+        copy: the file as it was; None for a server, and where nothing was done.
+    """
+
+    target: str
+    before: str
+    after: str
+    copy: Path | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """True if the schema was older than this tunedcomm's."""
+        return self.before != self.after
+
+
+def upgrade_database(target: str | Path, *, check: bool = False) -> Upgrade:
+    """Upgrade a database; of a SQLite file a copy is kept as `NAME.bak-<revision>`.
+
+    Args:
+        target: a file or any SQLAlchemy URL. Of a server, make a dump with its own tools first.
+        check: change nothing, only say what would be done.
+
+    Raises:
+        DatabaseAccessError: missing, or it or its directory cannot be written.
+        DatabaseCorruptError: no SQLite file, damaged, or no tunedcomm database.
+        DatabaseVersionError: written by a newer tunedcomm.
+        DatabaseBusyError: another writer held it for longer than half a minute.
+    """
+    where = parse_target(target)
+    if where.path is not None:
+        prepare_file(where.path, create=False)
+    # Looked at without writing: opening to write would change a file that is up to date.
+    before = known_revision(where, stored_revision(where))
+    copy = None
+    if before != HEAD and not check:
+        engine = engines.make_engine(where, readonly=False)
+        try:
+            with translated(where):
+                copy = _migrate(engine, where, create=False)
+        finally:
+            engine.dispose()
+    return Upgrade(target=str(where), before=before, after=HEAD, copy=copy)
+
+
+def stored_revision(target: Target) -> str | None:
+    """The schema revision of a database, which is opened for reading only; None where there is none."""
+    with connected(
+        target, readonly=True, immutable=target.path is not None and is_immutable(target.path)
+    ) as connection:
+        return schema_version(connection)
 
 
 def schema_version(connection: Connection) -> str | None:
@@ -31,80 +107,7 @@ def schema_version(connection: Connection) -> str | None:
     return str(version)[:_MAX_VERSION] if version is not None else None
 
 
-def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:
-    """Check the version, create or upgrade the tables where that is allowed, and return the version.
-
-    Raises:
-        DatabaseCorruptError: no tunedcomm database, and not to be made one.
-        DatabaseVersionError: newer than this tunedcomm, or older and open for reading only.
-    """
-    with engine.connect() as connection:
-        version = schema_version(connection)
-    if version == HEAD or (readonly and version in READABLE):
-        return version
-    if readonly:
-        raise DatabaseVersionError(
-            f"{target} has schema {known(target, version)} and this tunedcomm reads {HEAD}; run `tunedcomm db upgrade "
-            f"--db {target}`, on a copy of it if it cannot be written"
-        )
-    done = migrate(engine, target, create=create)
-    if done.copy is not None:
-        _log.warning("%s was upgraded from schema %s to %s; %s is as it was", target, done.before, HEAD, done.copy)
-    return HEAD
-
-
-@dataclass(frozen=True, slots=True)
-class Migrated:
-    """What `migrate` did.
-
-    Attributes:
-        before: the revision that it found; None where there were no tables.
-        copy: of the file as it was; None for servers, and where nothing had to be done.
-    """
-
-    before: str | None
-    copy: Path | None = None
-
-
-def migrate(engine: Engine, target: Target, *, create: bool = False) -> Migrated:
-    """Bring the tables to `HEAD` in one transaction; of a SQLite file that has older ones a copy is kept.
-
-    Args:
-        engine: may write.
-        target: what it is an engine of.
-        create: make the tables in a database that has none.
-
-    Raises:
-        DatabaseCorruptError: no tunedcomm database, and not to be made one.
-        DatabaseVersionError: newer than this tunedcomm.
-    """
-    with engine.connect().execution_options(**{IMMEDIATE: True}) as connection, connection.begin():
-        # Looked at again under the lock: another process may have made the tables meanwhile.
-        exclusive(connection, "migrate")
-        version = schema_version(connection)
-        if version is None and create and not _tables(connection, target):
-            _upgrade(connection)
-            return Migrated(None)
-        version = known(target, version)
-        if version == HEAD:
-            return Migrated(version)
-        # Under the lock, so that no other process adds a trial that the copy lacks.
-        copy = back_up(target, f"bak-{version}") if target.path is not None else None
-        try:
-            _upgrade(connection)
-        except BaseException:
-            if copy is not None:  # The file stays as it was.
-                copy.unlink()
-            raise
-        return Migrated(version, copy)
-
-
-def _tables(connection: Connection, target: Target) -> list[str]:
-    """What a SQLite file holds already; a shared server's other tables are none of our business."""
-    return inspect(connection).get_table_names() if target.is_sqlite else []
-
-
-def known(target: Target, version: str | None) -> str:
+def known_revision(target: Target, version: str | None) -> str:
     """The revision, where this tunedcomm knows it.
 
     Raises:
@@ -124,7 +127,59 @@ def known(target: Target, version: str | None) -> str:
     return version
 
 
-def _upgrade(connection: Connection) -> None:
+def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:
+    """Check the version, create or upgrade the tables where that is allowed, and return the version.
+
+    Raises:
+        DatabaseCorruptError: no tunedcomm database, and not to be made one.
+        DatabaseVersionError: newer than this tunedcomm, or older and open for reading only.
+    """
+    with engine.connect() as connection:
+        version = schema_version(connection)
+    if version == HEAD or (readonly and version in READABLE):
+        return version
+    if readonly:
+        raise DatabaseVersionError(
+            f"{target} has schema {known_revision(target, version)} and this tunedcomm reads {HEAD}; run `tunedcomm db "
+            f"upgrade --db {target}`, on a copy of it if it cannot be written"
+        )
+    if (copy := _migrate(engine, target, create=create)) is not None:
+        _log.warning("%s was upgraded from schema %s to %s; %s is as it was", target, version, HEAD, copy)
+    return HEAD
+
+
+def create_file(path: Path) -> Target:
+    """Give a SQLite file the tables of this schema: a new one, or one of an older schema, of which no copy is kept."""
+    target = parse_target(path)
+    with connected(target) as connection, connection.begin():
+        _run_alembic(connection)
+    return target
+
+
+def _migrate(engine: Engine, target: Target, *, create: bool) -> Path | None:
+    """Bring the tables to `HEAD` in one transaction; returns the copy that is kept of a SQLite file with older ones."""
+    with engine.connect().execution_options(**{IMMEDIATE: True}) as connection, connection.begin():
+        # Looked at again under the lock: another process may have made the tables meanwhile.
+        exclusive(connection, "migrate")
+        version = schema_version(connection)
+        # A shared server's other tables are none of our business.
+        if version is None and create and not (target.is_sqlite and inspect(connection).get_table_names()):
+            _run_alembic(connection)
+            return None
+        version = known_revision(target, version)
+        if version == HEAD:
+            return None
+        copy = _back_up(target.path, f"bak-{version}") if target.path is not None else None
+        try:
+            _run_alembic(connection)
+        except BaseException:
+            if copy is not None:  # The file stays as it was.
+                copy.unlink()
+            raise
+        return copy
+
+
+def _run_alembic(connection: Connection) -> None:
     # Imported here: readers and up-to-date databases never pay for it.
     from alembic import command
     from alembic.config import Config
@@ -134,3 +189,40 @@ def _upgrade(connection: Connection) -> None:
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     with _alembic_lock:
         command.upgrade(config, "head")
+
+
+def _back_up(path: Path, suffix: str) -> Path:
+    """Copy a SQLite file, with what is in its log, to `NAME.<suffix>` or `NAME.<suffix>-2` and so on beside it.
+
+    The copy appears complete or not at all.
+    """
+    copy, number = path.with_name(f"{path.name}.{suffix}"), 1
+    while os.path.lexists(copy):  # an earlier copy may hold what a later one does not
+        number += 1
+        copy = path.with_name(f"{path.name}.{suffix}-{number}")
+    partial = path.with_name(f".{copy.name}.{os.getpid()}")
+    try:
+        copy_file(path, partial)
+        shutil.copymode(path, partial)
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        return partial.rename(copy)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise disk_full(copy, str(error)) from error
+        raise DatabaseAccessError(
+            f"cannot write {copy}, the copy that is kept of {path}: {error.strerror}; make its directory writable"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def copy_file(path: Path, copy: Path) -> None:
+    """Copy a SQLite file as it is at one moment, its log included, to one new file."""
+    with (
+        translated(parse_target(path)),
+        closing(sqlite3.connect(file_uri(path, readonly=True), uri=True, timeout=engines.BUSY_TIMEOUT_S)) as source,
+        closing(sqlite3.connect(copy)) as to,
+    ):
+        source.backup(to)
+        to.execute("PRAGMA journal_mode=DELETE")

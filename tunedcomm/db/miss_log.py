@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tunedcomm import settings
-from tunedcomm.db.engine import parse_target
-from tunedcomm.db.home import data_directory
+from tunedcomm.db.engine import data_directory, parse_target
 from tunedcomm.db.layers import user_database
 from tunedcomm.db.records import canonical_json
 from tunedcomm.db.rows import int_of, parse_problem, text_of, time_of

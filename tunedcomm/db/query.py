@@ -18,22 +18,6 @@ from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow
 from tunedcomm.hardware import HARD_FIELDS, Environment
 from tunedcomm.spec import Problem
 
-__all__ = [
-    "BEST_OF_VARIANT",
-    "counts",
-    "environments_like",
-    "has_run",
-    "load_environments",
-    "load_problems",
-    "load_problems_by_id",
-    "load_variants",
-    "pins",
-    "raw",
-    "runs",
-    "table",
-    "trials",
-]
-
 # Rows kept of each variant at a problem that has no finals: a second one where limits rule the best config out.
 BEST_OF_VARIANT = 2
 _FEW = 500

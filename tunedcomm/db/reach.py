@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import ColumnElement, Connection, select
 
 from tunedcomm.db import rows as parse
+from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.once import warn_once
 from tunedcomm.db.query import raw, table
 from tunedcomm.db.records import FAILED
 from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow

@@ -14,19 +14,6 @@ from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Numerics, Problem
 
-__all__ = [
-    "FAILED",
-    "STATUSES",
-    "PinRecord",
-    "RunRecord",
-    "Status",
-    "TrialRecord",
-    "canonical_json",
-    "config_digest",
-    "fastest",
-    "utc_now",
-]
-
 Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
 STATUSES: tuple[str, ...] = get_args(Status)
 # Statuses that say the candidate is dangerous, not just slow or impossible.

@@ -20,8 +20,6 @@ from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem, parse_shape
 
-__all__ = ["LEAST_US", "MOST_US", "Reader", "Skipped", "StoredVariant"]
-
 _MAX_TEXT = 100_000
 _MAX_CONFIG = 10_000
 _MAX_EXTENTS = 16
@@ -58,22 +56,26 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def text_of(value: object, name: str) -> str:
+    """A text of bearable length."""
     if not isinstance(value, str) or len(value) > _MAX_TEXT:
         raise ValueError(f"{name} is not a text: {value!r:.80}")
     return value
 
 
 def int_of(value: object, name: str, *, low: int = 0) -> int:
+    """An integer that is no boolean."""
     if type(value) is not int or value < low:
         raise ValueError(f"{name} is not an integer >= {low}: {value!r:.80}")
     return value
 
 
 def id_of(value: object) -> int:
+    """A row id."""
     return int_of(value, "id", low=-(2**63))
 
 
 def bool_of(value: object, name: str) -> bool:
+    """A boolean, which SQLite stores as an integer."""
     if value not in (0, 1, False, True):
         raise ValueError(f"{name} is not a boolean: {value!r:.80}")
     return bool(value)
@@ -119,6 +121,7 @@ def time_text(value: object) -> str:
 
 
 def status_of(value: object) -> Status:
+    """A status of a trial."""
     if value not in STATUSES:
         raise ValueError(f"unknown status {value!r:.80}")
     return cast(Status, value)
@@ -141,6 +144,7 @@ def parse_config(value: object) -> dict[str, Value]:
 
 
 def parse_problem(row: Mapping[str, Any]) -> Problem:
+    """The problem of a row, checked like any other."""
     shape = text_of(row["shape"], "shape")
     if shape.count("x") >= _MAX_EXTENTS:
         raise ValueError(f"shape has too many extents: {shape:.80}")
@@ -165,12 +169,14 @@ def parse_problem(row: Mapping[str, Any]) -> Problem:
 
 
 def parse_environment(row: Mapping[str, Any]) -> Environment:
+    """The environment of a row."""
     texts = {n: text_of(row[n], n) for n in ("gpu", "fabric", "driver", "cuda", "torch", "triton", "nccl", "tunedcomm")}
     ints = {n: int_of(row[n], n) for n in ("num_sms", "compute_capability", "memory_gib", "num_links", "nodes")}
     return Environment.from_dict({**texts, **ints, "multicast": bool_of(row["multicast"], "multicast")})
 
 
 def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
+    """The variant of a row, with the source hash that replaced its own."""
     numerics = row["numerics"]
     if numerics not in ("ordered", "library", "unordered"):
         raise ValueError(f"unknown numerics class {numerics!r:.80}")
@@ -179,7 +185,14 @@ def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
     return StoredVariant(op, name, numerics, source_hash)
 
 
+def check_op(variant: StoredVariant, problem: Problem) -> None:
+    """Refuse a variant that is of another op than the problem."""
+    if variant.op != problem.op:
+        raise ValueError(f"a variant of {variant.op!r:.80} on a problem of {problem.op!r:.80}")
+
+
 def parse_run(row: Mapping[str, Any]) -> RunRecord:
+    """The run of a row."""
     texts = {name: text_of(row[name], name) for name in ("command", "budget", "host", "user", "version")}
     seed, finished_at = row["seed"], row["finished_at"]
     return RunRecord(

@@ -25,24 +25,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-__all__ = [
-    "HEAD",
-    "READABLE",
-    "REVISIONS",
-    "SOUND",
-    "VERSION_TABLE",
-    "Base",
-    "ClaimRow",
-    "EnvironmentRow",
-    "PinRow",
-    "ProblemRow",
-    "RunRow",
-    "TrialRow",
-    "UtcDateTime",
-    "VariantRow",
-    "WorkingBase",
-]
-
 # Every schema revision, oldest first: an up-to-date database opens without importing Alembic.
 REVISIONS: tuple[str, ...] = ("0001", "0002", "0003")
 HEAD = REVISIONS[-1]

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, String, case, func, select, true, type_coerce
 
-from tunedcomm.db import query, snapshot_query
+from tunedcomm.db import query
 from tunedcomm.db import rows as parse
 from tunedcomm.db.rows import Reader, StoredVariant
 from tunedcomm.db.schema import ProblemRow, TrialRow
-from tunedcomm.db.snapshot_query import OkTrial
+from tunedcomm.db.snapshot import ok_rows
 from tunedcomm.db.sources import SourceHash, is_current
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
@@ -118,7 +118,7 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
         tallies = _count(connection, environments, query.load_variants(connection, reader), source_hash)
         for environment_id, world_size in sorted({(key[0], key[2]) for key in tallies}):
             environment = environments[environment_id]
-            trials = snapshot_query.ok_trials(connection, {environment_id: environment}, world_size, reader)
+            trials = ok_rows(connection, {environment_id: environment}, world_size, reader)
             _add_winners(tallies, environment_id, trials, source_hash)
     database.warn_skipped(reader)
     groups = [_group(environments[key[0]], key, tally) for key, tally in tallies.items()]
@@ -195,11 +195,11 @@ def _times(*values: Any) -> list[datetime]:
 
 
 def _add_winners(
-    tallies: dict[_Key, _Tally], environment_id: int, trials: Iterable[OkTrial], source_hash: SourceHash
+    tallies: dict[_Key, _Tally], environment_id: int, trials: Iterable[Row], source_hash: SourceHash
 ) -> None:
     by_problem: dict[Problem, list[Row]] = {}
     for trial in trials:
-        by_problem.setdefault(trial.problem, []).append(_row(trial))
+        by_problem.setdefault(trial.problem, []).append(trial)
     for problem, rows in by_problem.items():
         tally = tallies.get((environment_id, problem.op, problem.world_size, problem.dtype, problem.mode))
         if tally is not None:
@@ -228,21 +228,6 @@ def _winner(problem: Problem, rows: list[Row], source_hash: SourceHash) -> tuple
         if scored.score < found.library_us * (1 - scored.noise):
             return scored.candidate.variant, found.library_us / scored.score
     return _LIBRARY, 1.0
-
-
-def _row(trial: OkTrial) -> Row:
-    return Row(
-        problem=trial.problem,
-        candidate=trial.candidate,
-        source_hash=trial.source_hash,
-        environment=trial.environment,
-        latency_p50_us=trial.latency_p50_us,
-        latency_p10_us=trial.latency_p10_us,
-        latency_p90_us=trial.latency_p90_us,
-        samples=trial.samples,
-        baseline_p50_us=trial.baseline_p50_us,
-        final=trial.final,
-    )
 
 
 def _group(environment: Environment, key: _Key, tally: _Tally) -> GroupStats:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
+import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from tunedcomm.db import query
-from tunedcomm.db.append import append_run, append_trials, login
-from tunedcomm.db.engine import IMMEDIATE, Target, make_engine, parse_target, prepare_file, translated
-from tunedcomm.db.intern import environment_ids, problem_ids, row_id
+from tunedcomm.db.engine import (
+    BUSY_TIMEOUT_S,
+    IMMEDIATE,
+    Target,
+    exclusive,
+    is_immutable,
+    make_engine,
+    parse_target,
+    prepare_file,
+    refuse_network,
+    retry,
+    translated,
+)
 from tunedcomm.db.migrate import ensure_schema
-from tunedcomm.db.patience import Patience
-from tunedcomm.db.readonly import Reading, cannot_change
+from tunedcomm.db.query import raw, table
 from tunedcomm.db.records import (
     STATUSES,
     PinRecord,
@@ -26,18 +38,16 @@ from tunedcomm.db.records import (
     Status,
     TrialRecord,
     canonical_json,
+    config_digest,
     utc_now,
 )
-from tunedcomm.db.rows import Reader
-from tunedcomm.db.schema import EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow
-from tunedcomm.errors import DatabaseAccessError
+from tunedcomm.db.rows import Reader, parse_environment, parse_problem
+from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError, DatabaseError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Candidate, Problem
+from tunedcomm.spec import Candidate, Problem, format_shape
 from tunedcomm.version import VERSION
 
-__all__ = ["BUSY_TIMEOUT_S", "Database", "cannot_change"]
-
-BUSY_TIMEOUT_S = 30.0
 _INT64 = 2**63
 
 T = TypeVar("T")
@@ -51,22 +61,13 @@ class Database:
     Trials are only ever added: `record` never changes or removes a row. Make one after a fork, not before.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        engine: Engine,
-        patience: Patience,
-        *,
-        readonly: bool,
-        version: str,
-        how: Reading | None = None,
-    ) -> None:
+    def __init__(self, target: Target, engine: Engine, *, readonly: bool, patience_s: float, stamp: object) -> None:
         self._target = target
-        self._how = how
         self._engine = engine
-        self._patience = patience
         self._readonly = readonly
-        self._version = version
+        self._patience_s = patience_s
+        self._stamp = stamp
+        self._version = ""
 
     @classmethod
     def open(
@@ -86,12 +87,14 @@ class Database:
             create: make the file, its directories and the tables if there are none.
             readonly: never write, not even SQLite's own side files where they are not needed.
             immutable: the file cannot change while it is open (shipped databases), so nothing is locked and no side
-                file is made; None finds out, and then `is_overtaken` says whether it did. Implies `readonly`.
+                file is made; None finds out, and then reading fails if somebody changed it all the same. Implies
+                `readonly`.
             busy_timeout_s: how long to wait for another writer.
             patience_s: once it is open, how long every method waits for a database that is away or stays locked.
 
         Raises:
-            DatabaseAccessError: missing, a directory, unreadable, or not writable.
+            DatabaseAccessError: missing, a directory, unreadable, not writable, or to be written on a network file
+                system.
             DatabaseCorruptError: no SQLite file, damaged, or no tunedcomm database.
             DatabaseVersionError: written by a newer tunedcomm, or older and `readonly`.
             DatabaseBusyError: locked by another writer for longer than `busy_timeout_s`.
@@ -101,14 +104,15 @@ class Database:
         readonly = readonly or bool(immutable)
         if readonly and create:
             raise ValueError("create=True needs a database that can be written; leave readonly and immutable out")
-        what, how = where, None
+        stamp = None
         if where.path is not None:
+            if not readonly:
+                refuse_network(where.path)
             prepare_file(where.path, create=create)
-            if readonly and immutable is None:
-                how = Reading.of(where.path)
-                what, immutable = Target(where.url, how.path), how.immutable
-        engine = make_engine(what, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
-        opened = cls(where, engine, Patience(patience_s), readonly=readonly, version="", how=how)
+            if readonly and immutable is None and (immutable := is_immutable(where.path)):
+                stamp = _stamp(where.path)
+        engine = make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
+        opened = cls(where, engine, readonly=readonly, patience_s=patience_s, stamp=stamp)
         try:
             with translated(where):
                 opened._version = ensure_schema(engine, where, create=create, readonly=readonly)
@@ -128,13 +132,6 @@ class Database:
     def close(self) -> None:
         """Close every connection; SQLite then folds its write-ahead log into the file."""
         self._engine.dispose()
-        if self._how is not None:
-            self._how.close()
-
-    @property
-    def is_overtaken(self) -> bool:
-        """True if somebody wrote to a file that nobody seemed to write: what was read may be torn, read it again."""
-        return self._how is not None and self._how.is_overtaken
 
     @property
     def path(self) -> Path | None:
@@ -149,7 +146,7 @@ class Database:
     @property
     def target(self) -> str:
         """The file's path, or the server's URL with its password: what `open` takes."""
-        return str(self.path or self._target.url.render_as_string(hide_password=False))
+        return self._target.name
 
     @property
     def readonly(self) -> bool:
@@ -163,8 +160,18 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection in one read transaction; driver errors come out as `DatabaseError`."""
-        with translated(self._target), self._engine.connect() as connection, connection.begin():
-            yield connection
+        try:
+            with translated(self._target), self._engine.connect() as connection, connection.begin():
+                yield connection
+        except DatabaseError:
+            self._check_unchanged()
+            raise
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Refuse what was read without locks of a file that somebody wrote to meanwhile: it may be torn."""
+        if self._stamp is not None and self.path is not None and _stamp(self.path) != self._stamp:
+            raise DatabaseBusyError(f"{self._target} was written by another host or user while it was read; read again")
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
@@ -184,7 +191,7 @@ class Database:
             with self._writing() as connection:
                 return change(connection, again)
 
-        return self._patience.run(attempt)
+        return retry(attempt, self._patience_s)
 
     def change(self, change: Callable[[Connection], T]) -> T:
         """Run `change` in one transaction that writes, all or nothing; it may be run again after a failure."""
@@ -192,21 +199,19 @@ class Database:
 
     def ask(self, ask: Callable[[Connection], T]) -> T:
         """Run `ask` in one transaction that reads, again while the database is away."""
+        return self._read(lambda connection, _: ask(connection))
+
+    def _read(self, ask: Callable[[Connection, Reader], T]) -> T:
+        """One read transaction, tried again while the database is away; what makes no sense is warned of."""
 
         def attempt(_: bool) -> T:
+            reader = Reader()
             with self.reading() as connection:
-                return ask(connection)
+                found = ask(connection, reader)
+            self.warn_skipped(reader)
+            return found
 
-        return self._patience.run(attempt)
-
-    def _read(self, query_: Callable[[Connection], T]) -> T:
-        """One read transaction, tried again while the database is away."""
-
-        def attempt(_: bool) -> T:
-            with self.reading() as connection:
-                return query_(connection)
-
-        return self._patience.run(attempt)
+        return retry(attempt, self._patience_s)
 
     def warn_skipped(self, reader: Reader) -> None:
         """Log once what could not be read; the process goes on without these rows."""
@@ -236,7 +241,14 @@ class Database:
             "started_at": utc_now(),
         }
         key = uuid.uuid4().hex
-        return self._write(lambda connection, again: append_run(connection, values, key=key, again=again))
+
+        def append(connection: Connection, again: bool) -> int:
+            exclusive(connection, key)
+            if again and (stored := _stored(connection, RunRow, _RUN_IDENTITY, [values])):
+                return stored[0]
+            return row_id(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
+
+        return self._write(append)
 
     def finish_run(self, run_id: int) -> None:
         """Note that the run ended of its own accord."""
@@ -267,7 +279,7 @@ class Database:
                 "problem_id": problem_ids(connection, [problem])[problem],
                 "environment_id": environment_ids(connection, [environment])[environment],
             }
-            self._remove_pins(connection, keys["problem_id"], environment)
+            _remove_pins(connection, keys["problem_id"], environment)
             return row_id(connection.execute(insert(PinRow).values(keys | values).returning(PinRow.id)).scalar_one())
 
         return self._write(replace)
@@ -277,15 +289,9 @@ class Database:
 
         def remove(connection: Connection, _: bool) -> bool:
             key = connection.execute(select(ProblemRow.id).where(ProblemRow.digest == problem.digest)).scalar()
-            return key is not None and self._remove_pins(connection, key, environment)
+            return key is not None and _remove_pins(connection, key, environment)
 
         return self._write(remove)
-
-    @staticmethod
-    def _remove_pins(connection: Connection, problem_id: int, environment: Environment) -> bool:
-        same = list(query.environments_like(connection, environment, Reader()))
-        where = (PinRow.problem_id == problem_id, PinRow.environment_id.in_(same))
-        return connection.execute(delete(PinRow).where(*where)).rowcount > 0
 
     # Reading
 
@@ -307,13 +313,15 @@ class Database:
         """
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; the statuses are {', '.join(STATUSES)}")
-        problem_where: list[Any] = []
-        if op is not None:
-            problem_where.append(ProblemRow.op == op)
-        if world_size is not None:
-            problem_where.append(ProblemRow.world_size == world_size)
-        if problem is not None:
-            problem_where.append(ProblemRow.digest == problem.digest)
+        of_problem = [
+            column == value
+            for column, value in (
+                (ProblemRow.op, op),
+                (ProblemRow.world_size, world_size),
+                (ProblemRow.digest, None if problem is None else problem.digest),
+            )
+            if value is not None
+        ]
         where: list[Any] = []
         if status is not None:
             where.append(TrialRow.status == status)
@@ -324,17 +332,14 @@ class Database:
         if environment is not None:
             same = select(EnvironmentRow.id).where(EnvironmentRow.digest == environment.digest)
             where.append(TrialRow.environment_id.in_(same))
-        reader = Reader()
-        found = self._read(lambda connection: query.trials(connection, reader, where, problem_where))
-        self.warn_skipped(reader)
-        return found
+        return self._read(lambda connection, reader: query.trials(connection, reader, where, of_problem))
 
     def trial_ids(self, problem: Problem, *, after_id: int, except_run: int) -> list[int]:
         """Ids above `after_id` of a problem's trials in other runs: a cheap look whether there is anything to read."""
         same = select(ProblemRow.id).where(ProblemRow.digest == problem.digest).scalar_subquery()
         others = TrialRow.run_id.is_distinct_from(except_run)
         wanted = select(TrialRow.id).where(TrialRow.problem_id == same, TrialRow.id > after_id, others)
-        return self._read(lambda connection: list(connection.execute(wanted).scalars()))
+        return self._read(lambda connection, _: list(connection.execute(wanted).scalars()))
 
     def environments(self, *, op: str | None = None, world_size: int | None = None) -> list[Environment]:
         """Every environment, in the order in which they were first seen; those where something of `op` ran, if given.
@@ -343,34 +348,219 @@ class Database:
             op: only those with an ok trial of this op.
             world_size: only those with an ok trial of this world size.
         """
-        reader = Reader()
         where = [] if op is None and world_size is None else [query.has_run(op, world_size)]
-        found = self._read(lambda connection: query.load_environments(connection, reader, *where))
-        self.warn_skipped(reader)
+        found = self._read(lambda connection, reader: query.load_environments(connection, reader, *where))
         return [found[key] for key in sorted(found)]
 
     def problems(self, *, op: str | None = None) -> list[Problem]:
         """Every problem, sorted."""
-        reader = Reader()
         where = [ProblemRow.op == op] if op is not None else []
-        found = self._read(lambda connection: query.load_problems(connection, reader, *where))
-        self.warn_skipped(reader)
+        found = self._read(lambda connection, reader: query.load_problems(connection, reader, *where))
         return sorted(found.values())
 
     def runs(self) -> list[RunRecord]:
         """Every run, oldest first."""
-        reader = Reader()
-        found = self._read(lambda connection: query.runs(connection, reader))
-        self.warn_skipped(reader)
-        return found
+        return self._read(query.runs)
 
     def pins(self) -> list[PinRecord]:
         """Every pin, oldest first."""
-        reader = Reader()
-        found = self._read(lambda connection: query.pins(connection, reader))
-        self.warn_skipped(reader)
-        return found
+        return self._read(query.pins)
 
     def stats(self) -> dict[str, int]:
         """Rows of each table, trials of each status (`trials_ok`, …) and finals."""
-        return self._read(query.counts)
+        return self._read(lambda connection, _: query.counts(connection))
+
+
+def login() -> str:
+    """The user's name; empty where unknown."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # no such user id in a container
+        return ""
+
+
+def _stamp(path: Path) -> tuple[object, ...] | None:
+    """What changes when somebody writes to a file; None where it cannot be read."""
+    try:
+        # Opened rather than asked about: that is when a network file system looks whether its cache is still right.
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            # The header counts changes, which tells apart what happens between two ticks of the file system's clock.
+            return (found.st_ino, found.st_size, found.st_mtime_ns, file.read(100))
+    except OSError:
+        return None
+
+
+# Adding rows, so that running the same transaction a second time adds none twice
+#
+# When the connection breaks during a commit, the client cannot know whether the rows are stored. The second attempt
+# looks for them by what no two trials share: everything that was asked, the run and the microsecond at which the record
+# was made. On a server the first attempt may even be in the middle of its commit then; so both take a lock that is
+# named by the client, which the server holds until the first attempt has ended one way or the other.
+
+_TRIAL_VALUES = (
+    "status",
+    "reason",
+    "latency_p10_us",
+    "latency_p50_us",
+    "latency_p90_us",
+    "samples",
+    "baseline_p50_us",
+    "error",
+    "final",
+    "run_id",
+    "created_at",
+)
+_TRIAL_IDENTITY = ("problem_id", "environment_id", "variant_id", "config_digest", "final", "run_id", "created_at")
+_RUN_IDENTITY = ("command", "host", "user", "started_at")
+_VARIANT_KEY = ("source_hash", "op", "name", "numerics")
+_PARSERS: Mapping[type[Base], Any] = {EnvironmentRow: parse_environment, ProblemRow: parse_problem}
+_CHUNK = 500  # below every driver's limit of parameters in one statement
+
+
+def append_trials(connection: Connection, batch: Sequence[TrialRecord], *, key: str, again: bool = False) -> list[int]:
+    """Add trials; returns their ids in the same order.
+
+    Args:
+        connection: in a transaction that writes.
+        batch: what to add.
+        key: the client's name for this batch, the same at every attempt.
+        again: an attempt before may have added them.
+    """
+    exclusive(connection, key)
+    problems = problem_ids(connection, (r.problem for r in batch))
+    environments = environment_ids(connection, (r.environment for r in batch))
+    variants = variant_ids(connection, batch)
+    rows = [
+        {
+            "problem_id": problems[r.problem],
+            "environment_id": environments[r.environment],
+            "variant_id": variants[variant_key(r)],
+            "config": canonical_json(r.config),
+            "config_digest": config_digest(r.config),
+            **{name: getattr(r, name) for name in _TRIAL_VALUES},
+        }
+        for r in batch
+    ]
+    if again and (stored := _stored(connection, TrialRow, _TRIAL_IDENTITY, rows)):
+        return stored
+    statement = insert(TrialRow).returning(TrialRow.id, sort_by_parameter_order=True)
+    return [row_id(id_) for id_ in connection.execute(statement, rows).scalars()]
+
+
+def _stored(
+    connection: Connection, model: type[Base], identity: Sequence[str], rows: Sequence[dict[str, Any]]
+) -> list[int]:
+    """Ids of rows that were added together, or nothing if they were not: a transaction is stored as a whole."""
+    columns = table(model).columns
+    ids: list[int] = []
+    for row in rows:
+        where = [columns[name].is_not_distinct_from(row[name]) for name in identity]
+        same = connection.execute(select(columns["id"]).where(*where).order_by(columns["id"])).scalars()
+        new = next((int(id_) for id_ in same if id_ not in ids), None)
+        if new is None:
+            return []
+        ids.append(new)
+    return ids
+
+
+def _remove_pins(connection: Connection, problem_id: int, environment: Environment) -> bool:
+    same = list(query.environments_like(connection, environment, Reader()))
+    where = (PinRow.problem_id == problem_id, PinRow.environment_id.in_(same))
+    return connection.execute(delete(PinRow).where(*where)).rowcount > 0
+
+
+def environment_ids(connection: Connection, environments: Iterable[Environment]) -> dict[Environment, int]:
+    """Ids of the environments, which are added where they are new."""
+    distinct = dict.fromkeys(environments)
+    wanted = {(e.digest,): {"digest": e.digest, **e.to_dict()} for e in distinct}
+    ids = _get_or_create(connection, EnvironmentRow, ("digest",), wanted)
+    return {e: row_id(ids.get((e.digest,))) for e in distinct}
+
+
+def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Problem, int]:
+    """Ids of the problems, which are added where they are new."""
+    distinct = dict.fromkeys(problems)
+    wanted = {(p.digest,): {"digest": p.digest, **p.to_dict(), "shape": format_shape(p.shape)} for p in distinct}
+    ids = _get_or_create(connection, ProblemRow, ("digest",), wanted)
+    return {p: row_id(ids.get((p.digest,))) for p in distinct}
+
+
+def variant_key(record: TrialRecord) -> tuple[str, str, str, str]:
+    """The record's variant as `variant_ids` names it."""
+    return (record.source_hash, record.problem.op, record.variant, record.numerics)
+
+
+def variant_ids(connection: Connection, records: Iterable[TrialRecord]) -> dict[tuple[Any, ...], int]:
+    """Ids by `variant_key` of the records' variants, which are added where they are new."""
+    keys = sorted({variant_key(record) for record in records})
+    wanted: dict[tuple[Any, ...], dict[str, Any]] = {key: dict(zip(_VARIANT_KEY, key, strict=True)) for key in keys}
+    ids = _get_or_create(connection, VariantRow, _VARIANT_KEY, wanted)
+    return {key: row_id(ids.get(key)) for key in keys}
+
+
+def row_id(value: object) -> int:
+    """The id of a row that was found or added just now.
+
+    Raises:
+        DatabaseCorruptError: there is none, as an index does not fit its table, or the table has no primary key.
+    """
+    if type(value) is not int:
+        raise DatabaseCorruptError(
+            "the database does not find a row that it holds: an index of it is damaged, or a table was made by another "
+            "program; restore a copy of it, or read what is left with `sqlite3 FILE .recover`"
+        )
+    return value
+
+
+def _get_or_create(
+    connection: Connection,
+    model: type[Base],
+    columns: tuple[str, ...],
+    wanted: Mapping[tuple[Any, ...], dict[str, Any]],
+) -> dict[tuple[Any, ...], int]:
+    ids = _find(connection, model, columns, wanted)
+    if len(ids) < len(wanted):
+        # New rows are rare, and writers that add the same ones in another order would deadlock: one at a time.
+        exclusive(connection, "intern")
+        ids = _find(connection, model, columns, wanted)
+        for values in [values for key, values in wanted.items() if key not in ids]:
+            try:
+                # A server other than PostgreSQL lets another writer add the same row at this moment.
+                with connection.begin_nested():
+                    connection.execute(insert(model).values(values))
+            except IntegrityError:
+                continue
+        ids = _find(connection, model, columns, wanted)
+    return ids
+
+
+def _find(
+    connection: Connection, model: type[Base], columns: tuple[str, ...], wanted: Iterable[tuple[Any, ...]]
+) -> dict[tuple[Any, ...], int]:
+    keys = set(wanted)
+    first = sorted({key[0] for key in keys})
+    selected = [raw(column) for column in table(model).columns]
+    found: dict[tuple[Any, ...], int] = {}
+    for start in range(0, len(first), _CHUNK):
+        chunk = first[start : start + _CHUNK]
+        for row in connection.execute(select(*selected).where(getattr(model, columns[0]).in_(chunk))).mappings():
+            if (key := tuple(row[name] for name in columns)) in keys:
+                found[key] = row_id(row["id"])
+                _check(model, dict(row))
+    return found
+
+
+def _check(model: type[Base], row: Mapping[str, Any]) -> None:
+    """Refuse a row that readers skip, or take for another: what refers to it would be lost."""
+    if (parser := _PARSERS.get(model)) is None:
+        return
+    try:
+        said = "" if parser(row).digest == row["digest"] else "it is not what its digest says"
+    except ValueError as error:
+        said = str(error)
+    if said:
+        raise DatabaseCorruptError(
+            f"{model.__tablename__} {row['id']} of the database is damaged: {said}. Nothing was recorded. "
+            "`tunedcomm db check` lists such rows, `tunedcomm db prune --invalid` takes them out and their trials"
+        )

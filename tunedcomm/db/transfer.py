@@ -16,11 +16,10 @@ from sqlalchemy import Engine
 
 from tunedcomm.db.answers import answers, measured
 from tunedcomm.db.diff import Comparison, compare
-from tunedcomm.db.engine import IMMEDIATE, Target, make_engine, parse_target, prepare_file, translated
+from tunedcomm.db.engine import BUSY_TIMEOUT_S, IMMEDIATE, Target, make_engine, parse_target, prepare_file, translated
 from tunedcomm.db.manifest import verify_manifest
 from tunedcomm.db.merge import Absorbed, absorb
 from tunedcomm.db.migrate import ensure_schema
-from tunedcomm.db.store import BUSY_TIMEOUT_S
 from tunedcomm.db.supply import Supply, fresh, supply
 from tunedcomm.errors import DatabaseAccessError
 

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
-from tunedcomm.db.layers import load_snapshot
-from tunedcomm.db.once import warn_once
-from tunedcomm.db.sight import Sight, differences, sight
+from tunedcomm.db.engine import warn_once
+from tunedcomm.db.layers import LayerFingerprint, differences, layer_fingerprints, load_snapshot
 from tunedcomm.dispatch.agreed import AgreedSettings
 from tunedcomm.dispatch.exchange import agree, exchange, make_memory_everywhere, on_every_rank
 from tunedcomm.dispatch.lane_order import SHARE_OF_EAGER, LaneOrder
@@ -139,11 +138,11 @@ class Communicator:
     def _agree_on_snapshot(self) -> Snapshot:
         """Rank 0's merged layers on every rank."""
 
-        def load() -> tuple[str, str, tuple[Sight, ...]]:
+        def load() -> tuple[str, str, tuple[LayerFingerprint, ...]]:
             if self.rank != 0:
-                return "", "", sight()
+                return "", "", layer_fingerprints()
             snapshot = load_snapshot(self.environment, self.world_size, borrow=self.settings.borrow)
-            return snapshot.to_json(), snapshot.digest, sight()
+            return snapshot.to_json(), snapshot.digest, layer_fingerprints()
 
         theirs = on_every_rank(self.group, "load the tuning databases", load)
         text, digest, _ = theirs[0]

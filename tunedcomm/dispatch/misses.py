@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 from tunedcomm import settings
 from tunedcomm.db import miss_log
+from tunedcomm.db.engine import warn_once
 from tunedcomm.db.miss_log import HardKey, Miss
-from tunedcomm.db.once import warn_once
 from tunedcomm.db.records import utc_now
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-from tunedcomm.db.once import warn_once
+from tunedcomm.db.engine import warn_once
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.job import Settings
 from tunedcomm.tuner.search.knowledge import Knowledge

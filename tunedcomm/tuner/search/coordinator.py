@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from tunedcomm.db.once import warn_once
+from tunedcomm.db.engine import warn_once
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.budget import Budget

@@ -19,7 +19,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import make_url
 
-from tunedcomm.db.home import data_directory
+from tunedcomm.db.engine import data_directory
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import ConfigError
