@@ -40,7 +40,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
 from tunedcomm.dispatch.dispatcher import MISSES, Plan
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
-from tunedcomm.integrations.torch_version import check_torch
+from tunedcomm.integrations import check_torch
 from tunedcomm.kernels.common.launch import intercepted, own
 from tunedcomm.ops._fast import is_capturing
 from tunedcomm.ops._path import paths
@@ -97,20 +97,23 @@ class RoutedCall:
 
 
 @dataclass(slots=True)
-class Choice:
+class Routing:
     """The decision for calls that look alike.
 
     Attributes:
-        served: kernels serve them.
-        told: the entry in the group's record.
+        entry: the group's record of them.
         count: calls so far.
         miss: counts a call of an untuned problem that the library serves; None where that is not noted.
     """
 
-    served: bool
-    told: RoutedCall
+    entry: RoutedCall
     count: int = 0
     miss: Callable[..., None] | None = None
+
+    @property
+    def served(self) -> bool:
+        """True if kernels serve these calls."""
+        return bool(self.entry.served_by)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,28 +135,28 @@ class Route:
 
 @dataclass(eq=False)
 class RoutedGroup:
-    """An intercepted group on the device that it works on: which of its calls kernels serve, by which, and how often.
+    """An intercepted group: which of its calls kernels serve, by which, and how often.
 
-    Every rank must send a call the same way. So a choice rests on what all ranks pass alike: the operator, the number
-    of elements, the dtype and the reduction, and for rows of different numbers a bound that the caller names. Where a
-    tensor lies in memory is this rank's own matter; copies take care of it.
+    Every rank must route a call the same way. So a routing depends on arguments that are equal on all ranks: operator,
+    number of elements, dtype, reduction, and for different numbers of rows a bound that the caller passes. Where a
+    tensor lies in memory may differ between ranks; copies take care of it.
 
     Attributes:
         group: the process group.
         device: where it works, known also while there is no communicator.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         depth: number of blocks and installs that hold it.
-        record: every choice that was made, also those that were made anew since.
+        record: every routing so far, also those that were replaced since.
     """
 
     group: dist.ProcessGroup
     device: torch.device
     max_count: int | None = None
     depth: int = 0
-    record: dict[RoutedCall, Choice] = field(default_factory=dict)
+    record: dict[RoutedCall, Routing] = field(default_factory=dict)
     side_stream: Any = None
     _communicator: Communicator | None = None
-    _choices: dict[Any, Choice] = field(default_factory=dict)
+    _routings: dict[Any, Routing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _groups.add(self)
@@ -166,20 +169,22 @@ class RoutedGroup:
             known = self._communicator = get_communicator(self.group, self.device)
         return known
 
-    def choose(self, route: Route, x: torch.Tensor) -> Choice:
-        """Decide who serves this call, and count it."""
+    def serves(self, route: Route | None, x: torch.Tensor) -> bool:
+        """Count a call; True if kernels serve it."""
+        if route is None:
+            return False
         capturing = is_capturing()
         key = (route, x.shape, x.dtype, x.device, x.layout, capturing)
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._decide(route, x)
+        routing = self._routings.get(key)
+        if routing is None:
+            routing = self._decide(route, x)
             # A problem first met in a capture goes to the library in this graph only.
-            if not capturing or choice.served:
-                self._choices[key] = choice
-        choice.count += 1
-        if choice.miss is not None:
-            choice.miss()
-        return choice
+            if not capturing or routing.served:
+                self._routings[key] = routing
+        routing.count += 1
+        if routing.miss is not None:
+            routing.miss()
+        return routing.served
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy where it lies in symmetric memory.
@@ -193,12 +198,11 @@ class RoutedGroup:
 
     def forget(self) -> None:
         """Choose anew from the next calls on."""
-        self._choices.clear()
+        self._routings.clear()
         self._communicator = None
 
-    def _decide(self, route: Route, x: torch.Tensor) -> Choice:
-        asked = f"{route.op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        plan: Plan | None = None
+    def _decide(self, route: Route, x: torch.Tensor) -> Routing:
+        group, plan = self.group.group_name, None
         reason = self._unfit(route, x)
         if not reason:
             try:
@@ -207,17 +211,15 @@ class RoutedGroup:
             except UnsupportedInputError as error:
                 reason = str(error)
         if plan is None:
-            return self._told(RoutedCall(self.group.group_name, route.call, asked, "", reason), served=False)
+            problem = f"{route.op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            entry = RoutedCall(group, route.call, problem, "", reason)
+            return self.record.setdefault(entry, Routing(entry))
         candidate = plan.decision.candidate
-        served = candidate.variant != "library"
-        by = str(candidate) if served else ""
-        told = RoutedCall(self.group.group_name, route.call, str(plan.problem), by, plan.decision.why)
-        choice = self._told(told, served=served)
-        choice.miss = None if served else self._miss(plan)
-        return choice
-
-    def _told(self, told: RoutedCall, *, served: bool) -> Choice:
-        return self.record.setdefault(told, Choice(served, told))
+        by = "" if candidate.variant == "library" else str(candidate)
+        entry = RoutedCall(group, route.call, str(plan.problem), by, plan.decision.why)
+        routing = self.record.setdefault(entry, Routing(entry))
+        routing.miss = None if by else self._miss(plan)
+        return routing
 
     def _unfit(self, route: Route, x: torch.Tensor) -> str:
         """The reason why a call cannot go to the dispatcher, from facts that all ranks share; "" if it can."""
@@ -251,7 +253,7 @@ class RoutedGroup:
 
     def counts(self) -> dict[RoutedCall, int]:
         """Calls of every kind so far."""
-        return {told: choice.count for told, choice in self.record.items()}
+        return {entry: routing.count for entry, routing in self.record.items()}
 
 
 def _nothing(*arguments: object) -> None:
@@ -267,7 +269,7 @@ def _forget_all() -> None:
         group.forget()
 
 
-# Choices and plans are dropped together: what is chosen here is what the op's own path would run.
+# Routings and plans are dropped together, so that a call here runs what the op's own path would run.
 on_forget(_forget_all)
 on_release(_forget_all)
 
@@ -372,7 +374,6 @@ def _to_all_rows(
     return out
 
 
-_PG, _OP = "__torch__.torch.classes.c10d.ProcessGroup", "__torch__.torch.classes.c10d.ReduceOp"
 # Reductions that tunedcomm does not know are asked for all the same: its refusal is the reason in the record.
 _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
@@ -408,10 +409,6 @@ def _drop(routed: RoutedGroup) -> None:
     _by_group.pop(routed.group, None)
     for name in [name for name, held in _by_name.items() if held is routed]:
         del _by_name[name]
-
-
-def _serves(of: RoutedGroup, route: Route | None, x: torch.Tensor) -> bool:
-    return route is not None and of.choose(route, x).served
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -452,8 +449,8 @@ Kernel = Callable[..., Any]
 Reader = Callable[..., Callable[[], Any] | None]
 
 
-def _read_allreduce() -> Reader:
-    routes = _routes("c10d::allreduce_", "all_reduce", in_place=True)
+def _read_allreduce(call: str) -> Reader:
+    routes = _routes(call, "all_reduce", in_place=True)
 
     def read(
         tensors: list[torch.Tensor], group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1
@@ -462,29 +459,29 @@ def _read_allreduce() -> Reader:
         if of is None or len(tensors) != 1 or sparse is not None:
             return None
         x, reduction = tensors[0], _REDUCTIONS.get(op.op(), "")
-        if not _serves(of, routes.get(reduction), x):
+        if not of.serves(routes.get(reduction), x):
             return None
         return lambda: (tensors, _start(of, lambda: _reduce(of, x, reduction, x), tensors, (x,), async_op))
 
     return read
 
 
-def _read_allgather_base() -> Reader:
-    route = Route("c10d::_allgather_base_", "all_gather", 0)
+def _read_allgather_base(call: str) -> Reader:
+    route = Route(call, "all_gather", 0)
 
     def read(
         out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
     ) -> Callable[[], Any] | None:
         of = _of_object(group)
-        if of is None or not _fits(x, out, of.group.size(), 1) or not _serves(of, route, _flat(x)):
+        if of is None or not _fits(x, out, of.group.size(), 1) or not of.serves(route, _flat(x)):
             return None
         return lambda: (out, _start(of, lambda: _gather(of, x, out), [out], (x, out), async_op))
 
     return read
 
 
-def _read_reduce_scatter_base() -> Reader:
-    routes = _routes("c10d::_reduce_scatter_base_", "reduce_scatter", dim=True)
+def _read_reduce_scatter_base(call: str) -> Reader:
+    routes = _routes(call, "reduce_scatter", dim=True)
 
     def read(
         out: torch.Tensor, x: torch.Tensor, group: Any, op: Any, async_op: bool = True, timeout: int = -1
@@ -493,15 +490,15 @@ def _read_reduce_scatter_base() -> Reader:
         if of is None or not _fits(x, out, 1, of.group.size()):
             return None
         reduction = _REDUCTIONS.get(op.op(), "")
-        if not _serves(of, routes.get(reduction), _flat(x)):
+        if not of.serves(routes.get(reduction), _flat(x)):
             return None
         return lambda: (out, _start(of, lambda: _scatter(of, x, reduction, out), [out], (x, out), async_op))
 
     return read
 
 
-def _read_alltoall_base() -> Reader:
-    equal, rows = (Route("c10d::alltoall_base_", op) for op in ("all_to_all", "all_to_all_v"))
+def _read_alltoall_base(call: str) -> Reader:
+    equal, rows = Route(call, "all_to_all"), Route(call, "all_to_all_v")
 
     def read(
         out: torch.Tensor,
@@ -517,23 +514,24 @@ def _read_alltoall_base() -> Reader:
             return None
         if receive or send:
             # Split sizes that are equal here need not be so on other ranks: only their presence is common to all.
-            if not _serves(of, rows, _row(x)):
+            if not of.serves(rows, _row(x)):
                 return None
             sizes = _splits(send, x, of), _splits(receive, out, of)
             return lambda: _start(of, lambda: _to_all_rows(of, x, out, *sizes), [out], (x, out), async_op)
-        if not _fits(x, out, 1, 1) or x.shape[0] % of.group.size() or not _serves(of, equal, _flat(x)):
+        if not _fits(x, out, 1, 1) or x.shape[0] % of.group.size() or not of.serves(equal, _flat(x)):
             return None
         return lambda: _start(of, lambda: _to_all(of, x, out), [out], (x, out), async_op)
 
     return read
 
 
-def _read_all_reduce(call: str, *, in_place: bool) -> Reader:
+def _read_all_reduce(call: str) -> Reader:
+    in_place = call.endswith("_")
     routes = _routes(call, "all_reduce", in_place=in_place)
 
     def read(x: torch.Tensor, reduction: str, group: Any) -> Callable[[], Any] | None:
         of, reduction = _of_name(group), reduction.lower()
-        if of is None or not _serves(of, routes.get(reduction), x):
+        if of is None or not of.serves(routes.get(reduction), x):
             return None
 
         def serve() -> torch.Tensor:
@@ -553,7 +551,7 @@ def _read_all_gather(call: str) -> Reader:
         if of is None:
             return None
         fits = size == of.group.size() and x.dim() > 0 if out is None else _fits(x, out, of.group.size(), 1)
-        if not fits or not _serves(of, route, x if out is None else _flat(x)):
+        if not fits or not of.serves(route, x if out is None else _flat(x)):
             return None
         return lambda: _inside(lambda: _gather(of, x, out))
 
@@ -570,7 +568,7 @@ def _read_reduce_scatter(call: str) -> Reader:
         if of is None:
             return None
         fits = size == of.group.size() if out is None else _fits(x, out, 1, of.group.size())
-        if not fits or not _serves(of, routes.get(reduction), x if out is None else _flat(x)):
+        if not fits or not of.serves(routes.get(reduction), x if out is None else _flat(x)):
             return None
         return lambda: _inside(lambda: _scatter(of, x, reduction, out))
 
@@ -582,47 +580,27 @@ def _read_all_to_all(call: str) -> Reader:
 
     def read(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Callable[[], Any] | None:
         of = _of_name(group)
-        if of is None or x.dim() == 0 or not _serves(of, route, _row(x)):
+        if of is None or x.dim() == 0 or not of.serves(route, _row(x)):
             return None
         return lambda: _inside(lambda: _to_all_rows(of, x, None, list(send), list(receive)))
 
     return read
 
 
-_F = "_c10d_functional"
-_ASYNC = ("bool", "int")  # async_op, timeout
-# Operator to the types of its arguments, where a group's name may be of type Any, and its reader.
-_OPERATORS: dict[tuple[str, str], tuple[tuple[str, ...], Reader]] = {
-    ("c10d", "allreduce_"): (("List[Tensor]", _PG, _OP, "Optional[Tensor]", *_ASYNC), _read_allreduce()),
-    ("c10d", "_allgather_base_"): (("Tensor", "Tensor", _PG, *_ASYNC), _read_allgather_base()),
-    ("c10d", "_reduce_scatter_base_"): (("Tensor", "Tensor", _PG, _OP, *_ASYNC), _read_reduce_scatter_base()),
-    ("c10d", "alltoall_base_"): (
-        ("Tensor", "Tensor", _PG, "List[int]", "List[int]", *_ASYNC),
-        _read_alltoall_base(),
-    ),
-    (_F, "all_reduce"): (("Tensor", "str", "str"), _read_all_reduce(f"{_F}::all_reduce", in_place=False)),
-    (_F, "all_reduce_"): (("Tensor", "str", "str"), _read_all_reduce(f"{_F}::all_reduce_", in_place=True)),
-    (_F, "all_gather_into_tensor"): (
-        ("Tensor", "int", "str"),
-        _read_all_gather(f"{_F}::all_gather_into_tensor"),
-    ),
-    (_F, "all_gather_into_tensor_out"): (
-        ("Tensor", "int", "str", "Tensor"),
-        _read_all_gather(f"{_F}::all_gather_into_tensor_out"),
-    ),
-    (_F, "reduce_scatter_tensor"): (
-        ("Tensor", "str", "int", "str"),
-        _read_reduce_scatter(f"{_F}::reduce_scatter_tensor"),
-    ),
-    (_F, "reduce_scatter_tensor_out"): (
-        ("Tensor", "str", "int", "str", "Tensor"),
-        _read_reduce_scatter(f"{_F}::reduce_scatter_tensor_out"),
-    ),
-    (_F, "all_to_all_single"): (
-        ("Tensor", "List[int]", "List[int]", "str"),
-        _read_all_to_all(f"{_F}::all_to_all_single"),
-    ),
+_MAKERS: Mapping[str, Callable[[str], Reader]] = {
+    "c10d::allreduce_": _read_allreduce,
+    "c10d::_allgather_base_": _read_allgather_base,
+    "c10d::_reduce_scatter_base_": _read_reduce_scatter_base,
+    "c10d::alltoall_base_": _read_alltoall_base,
+    "_c10d_functional::all_reduce": _read_all_reduce,
+    "_c10d_functional::all_reduce_": _read_all_reduce,
+    "_c10d_functional::all_gather_into_tensor": _read_all_gather,
+    "_c10d_functional::all_gather_into_tensor_out": _read_all_gather,
+    "_c10d_functional::reduce_scatter_tensor": _read_reduce_scatter,
+    "_c10d_functional::reduce_scatter_tensor_out": _read_reduce_scatter,
+    "_c10d_functional::all_to_all_single": _read_all_to_all,
 }
+_READERS = {call: make(call) for call, make in _MAKERS.items()}
 
 
 def _passed_on(namespace: str, name: str) -> Kernel:
@@ -692,8 +670,9 @@ def _register() -> None:
         return
     _unregister()
     make: Any = torch.library.Library  # untyped
-    libraries = {namespace: make(namespace, "IMPL") for namespace, _ in _OPERATORS}
-    for (namespace, name), (_, read) in _OPERATORS.items():
+    libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
+    for call, read in _READERS.items():
+        namespace, name = call.split("::")
         kernel = _kernel(read, _passed_on(namespace, name), frozenset(wanted))
         libraries[namespace].impl(name, kernel, _KEY, with_keyset=True)
     _libraries.extend(libraries.values())
@@ -709,7 +688,7 @@ def _unregister() -> None:
 
 
 def _check() -> None:
-    check_torch("tunedcomm.intercept()", {name: types for name, (types, _) in _OPERATORS.items()}, _INSTEAD)
+    check_torch("tunedcomm.intercept()", _READERS, _INSTEAD)
     for owner, name in (
         (torch.ops.c10d.allreduce_.default, "redispatch"),
         (torch._C, "_dispatch_keyset_full_after"),

@@ -26,10 +26,8 @@ import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.integrations.intercept import Choice, Route, RoutedCall, RoutedGroup
+from tunedcomm.integrations.intercept import Route, RoutedCall, RoutedGroup
 from tunedcomm.ops.all_reduce import all_reduce
-
-__all__ = ["ServingAllReduce"]
 
 _OUT_OF_PLACE = Route("ServingAllReduce.all_reduce", "all_reduce", "sum")
 
@@ -82,10 +80,7 @@ class ServingAllReduce:
         """
         if self.disabled or (self.max_bytes is not None and x.nbytes > self.max_bytes):
             return False
-        return self._choose(x).served
-
-    def _choose(self, x: torch.Tensor) -> Choice:
-        return self._routed.choose(_OUT_OF_PLACE, x)
+        return self._routed.serves(_OUT_OF_PLACE, x)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over all ranks, in `out` or in a new tensor; `x` is left as it is unless `out` is `x`.

@@ -39,34 +39,19 @@ import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewri
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy, forced_here
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
+from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.fusion.match import LeftError, Node, find_norms
-from tunedcomm.integrations.fusion.policy import WHEN, Policy, Shards, Verdict, When
-from tunedcomm.integrations.fusion.rewrite import (
-    Gather,
-    NormOfSum,
-    Reduce,
-    gathered_by,
-    norm_of_sum,
-    reduced_by,
-    scattered_by,
-)
-from tunedcomm.integrations.torch_version import check_torch
+from tunedcomm.integrations.fusion.policy import WHEN, Policy, Shards, When
+from tunedcomm.integrations.fusion.rewrite import Pattern, gathered_by, norm_of_sum, reduced_by
 from tunedcomm.spec import Mode, NumericsPolicy
 from tunedcomm.version import VERSION
-
-__all__ = ["FusionPass", "FusionRecord", "fusion_pass"]
 
 logger = logging.getLogger(__name__)
 
 _functional: Any = torch.ops._c10d_functional
 _GATHER, _SCATTER = _functional.all_gather_into_tensor.default, _functional.reduce_scatter_tensor.default
 _REDUCE = _functional.all_reduce.default
-_OPERATORS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("_c10d_functional", "all_reduce"): ("Tensor", "str", "str"),
-    ("_c10d_functional", "all_gather_into_tensor"): ("Tensor", "int", "str"),
-    ("_c10d_functional", "reduce_scatter_tensor"): ("Tensor", "str", "int", "str"),
-    ("_c10d_functional", "wait_tensor"): ("Tensor",),
-}
+_OPERATORS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
 _INSTEAD = "call tunedcomm.ag_gemm and its like directly"
 
 
@@ -140,7 +125,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         for node in [node for node in graph.nodes if node.target is _GATHER]:
             fused |= self._settle(graph, node, policies, [gathered_by])
         for node in [node for node in graph.nodes if node.target is _SCATTER]:
-            fused |= self._settle(graph, node, policies, [scattered_by])
+            fused |= self._settle(graph, node, policies, [functools.partial(reduced_by, scatters=True)])
         roots = find_norms(graph)
         normed_by = functools.partial(norm_of_sum, roots=roots)
         for node in [node for node in graph.nodes if node.target is _REDUCE]:
@@ -208,18 +193,18 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         if policy is None:
             self._record(FusionRecord(name, "", "", False, f"group {group!r} is not among the pass's"))
             return False
-        found: list[Gather | Reduce | NormOfSum] = []
+        found: list[Pattern] = []
         for each in find:
             try:
                 found.append(each(node))
             except LeftError as left:
                 self._record(FusionRecord(name, "", "", False, str(left)))
-        judged = sorted(((pattern.judge(policy), pattern) for pattern in found), key=_merit)
+        judged = [(pattern.judge(policy), pattern) for pattern in found]
         done = ""
-        for verdict, pattern in judged:
-            fuse = verdict.fuse and not done
-            why = f"{done} is more" if verdict.fuse and done else verdict.why
-            self._record(FusionRecord(name, pattern.op, verdict.problem, fuse, why))
+        for payoff, pattern in sorted(judged, key=lambda pair: (not pair[0].fuse, -pair[0].saved_us)):
+            fuse = payoff.fuse and not done
+            why = f"{done} is more" if payoff.fuse and done else payoff.why
+            self._record(FusionRecord(name, pattern.op, payoff.problem, fuse, why))
             if fuse:
                 pattern.rewrite(graph, policy)
                 done = pattern.op
@@ -228,10 +213,6 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
     def _record(self, record: FusionRecord) -> None:
         self.records.append(record)
         logger.info("%s", record)
-
-
-def _merit(judged: tuple[Verdict, Any]) -> tuple[bool, float]:
-    return not judged[0].fuse, -judged[0].saved_us
 
 
 def fusion_pass(
@@ -269,7 +250,7 @@ def fusion_pass(
     What was fused and what was left, and why, is in the pass's `records` and printed by TORCH_LOGS with this module's
     name, `TORCH_LOGS=tunedcomm.integrations.fusion`.
     """
-    check_torch("tunedcomm.fusion_pass()", _OPERATORS, _INSTEAD)
+    check_torch("tunedcomm.fusion_pass()", [f"_c10d_functional::{name}" for name in _OPERATORS], _INSTEAD)
     if not hasattr(config, "post_grad_custom_post_pass"):
         raise UnsupportedVersionError(
             f"tunedcomm.fusion_pass() needs Inductor's post_grad_custom_post_pass, which torch {torch.__version__} "

@@ -3,16 +3,12 @@
 A fused op's `library` variant *is* the parts: the library's GEMM and its collective, or the collective and the norm,
 measured beside the kernels. So a fused kernel pays where the dispatcher chooses one for the problem.
 
-Which sizes of local tensors are the same on every rank, as far as that can be known where a graph is compiled.
-
-A graph has local tensors. Ranks must agree on the rows of what is gathered or reduced, but not on a product's inner
-dimension in front of a sum, nor on its columns behind a gather: 127 features over two ranks are 64 and 63, and nothing
-in a rank's own graph tells 64 of 127 from 64 of 128. Yet a fused op needs the same problem on every rank.
-
-What all ranks have in common are the global shapes and placements of the parameters that are DTensors. The tracing
-context holds them while the forward graph is compiled, for which Inductor asks the pass, if only for its identity; they
-are kept for the backward graph, which has the same context. A size is known where some dimension of them is split over
-the group into equal parts of that size, and none can be split into parts of that size that are not equal.
+**Shards.** Ranks must agree on the problem, but a graph has local tensors only. Rows of what is gathered or reduced are
+the same on every rank; a product's inner dimension in front of a sum, or its columns behind a gather, need not be: 127
+features over two ranks are 64 and 63, and nothing in a rank's graph tells 64 of 127 from 64 of 128. All ranks know the
+global shapes and placements of the parameters that are DTensors. The tracing context holds them while the forward graph
+is compiled; they are kept for the backward graph, which has the same context. A size is known to be equal on all ranks
+where the group splits some dimension of them into equal parts of that size, and none into unequal parts of that size.
 """
 
 from __future__ import annotations
@@ -131,8 +127,8 @@ def _parts(size: int, ways: list[int]) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The verdict on one pattern.
+class Payoff:
+    """The judgement of one pattern.
 
     Attributes:
         fuse: True to rewrite it.
@@ -168,7 +164,7 @@ class Policy:
         communicator = self.communicator
         return communicator.world_size, communicator.group.group_name, self.numerics, self.max_sms
 
-    def judge(self, operator: str, inputs: Sequence[Any], option: Any, own: Mapping[str, Any] = _NONE) -> Verdict:
+    def judge(self, operator: str, inputs: Sequence[Any], option: Any, own: Mapping[str, Any] = _NONE) -> Payoff:
         """Decide whether the operator replaces its parts; the same on every rank.
 
         Args:
@@ -177,52 +173,52 @@ class Policy:
             option: as its path takes it.
             own: sizes that ranks may differ in, by what they are of.
         """
-        verdict = self._judge(operator, inputs, option)
-        if not verdict.fuse or self.shards is None:
-            return verdict
+        payoff = self._judge(operator, inputs, option)
+        if not payoff.fuse or self.shards is None:
+            return payoff
         try:
             for what, size in own.items():
                 self.shards.check(what, size)
         except LeftError as left:
-            return replace(verdict, fuse=False, why=str(left))
-        return verdict
+            return replace(payoff, fuse=False, why=str(left))
+        return payoff
 
-    def _judge(self, operator: str, inputs: Sequence[Any], option: Any) -> Verdict:
-        """The verdict on this rank's sizes."""
+    def _judge(self, operator: str, inputs: Sequence[Any], option: Any) -> Payoff:
+        """`judge` by this rank's sizes alone."""
         fakes = tuple(each.meta["val"] if isinstance(each, fx.Node) else each for each in inputs)
         try:
             problem = self._problem(operator, fakes, option)
         except (UnsupportedInputError, LeftError) as refusal:
-            return Verdict(False, str(refusal))
+            return Payoff(False, str(refusal))
         if problem is None:
             why = "its sizes are symbolic: whether it pays depends on them"
-            return Verdict(self.when == "always", f"when={self.when!r}" if self.when == "always" else why)
+            return Payoff(self.when == "always", f"when={self.when!r}" if self.when == "always" else why)
         said = str(problem)
         if self.when != "pays":
-            return Verdict(self.when == "always", f"when={self.when!r}", said)
+            return Payoff(self.when == "always", f"when={self.when!r}", said)
         try:
             decision = explain(self.communicator, problem, policy=self.numerics, max_sms=self.max_sms)
         except InfeasibleError as error:
-            return Verdict(False, str(error), said)
+            return Payoff(False, str(error), said)
         if decision.candidate.variant == "library":
-            return Verdict(False, f"it does not pay: {decision.why}", said)
+            return Payoff(False, f"it does not pay: {decision.why}", said)
         known = decision.latency_us is not None and decision.library_us is not None
         saved = decision.library_us - decision.latency_us if known else 0.0  # type: ignore[operator]
-        return Verdict(True, decision.why, said, saved)
+        return Payoff(True, decision.why, said, saved)
 
-    def with_bias(self, verdict: Verdict, bias: Node, reduction: str) -> Verdict:
-        """The verdict where a bias, in which ranks may differ, is summed over them by a call of its own."""
-        if not verdict.fuse or self.when != "pays":
-            return verdict
+    def with_bias(self, payoff: Payoff, bias: Node, reduction: str) -> Payoff:
+        """The payoff where a bias that may differ between ranks is summed by a call of its own."""
+        if not payoff.fuse or self.when != "pays":
+            return payoff
         asked = paths["all_reduce"].form.problem(bias.meta["val"], reduction, self.communicator.world_size)
         decision = explain(
             self.communicator, replace(asked, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
         )
-        if decision.latency_us is not None and decision.latency_us < verdict.saved_us:
-            return replace(verdict, saved_us=verdict.saved_us - decision.latency_us)
-        takes = "nobody knows how long" if decision.latency_us is None else f"{decision.latency_us:.2f} µs"
-        why = f"its bias would have to be summed, too, which takes {takes} where {verdict.saved_us:.2f} µs are saved"
-        return replace(verdict, fuse=False, why=why)
+        if decision.latency_us is not None and decision.latency_us < payoff.saved_us:
+            return replace(payoff, saved_us=payoff.saved_us - decision.latency_us)
+        takes = "an unknown time" if decision.latency_us is None else f"{decision.latency_us:.2f} µs"
+        why = f"its bias would have to be summed, too, which takes {takes} where {payoff.saved_us:.2f} µs are saved"
+        return replace(payoff, fuse=False, why=why)
 
     def _problem(self, operator: str, fakes: tuple[Any, ...], option: Any) -> Problem | None:
         """The problem for the dispatcher; None where it depends on symbolic sizes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from tunedcomm.integrations.fusion.match import (
     reshaped,
     val,
 )
-from tunedcomm.integrations.fusion.policy import Policy, Verdict
+from tunedcomm.integrations.fusion.policy import Payoff, Policy
 
 _ops: Any = torch.ops.tunedcomm
 _aten = torch.ops.aten
@@ -70,7 +70,7 @@ class Gather:
     def op(self) -> str:
         return "ag_gemm"
 
-    def judge(self, policy: Policy) -> Verdict:
+    def judge(self, policy: Policy) -> Payoff:
         """By the widest b, which is the one that is fused."""
         several = len(self.products) > 1
         b = max((b for _, b, _ in self.products), key=lambda b: val(b).shape[1])
@@ -178,21 +178,18 @@ class Reduce:
     def op(self) -> str:
         return "gemm_rs" if self.scatters else "gemm_ar"
 
-    def _operands(self) -> tuple[Node, Node, Node | None]:
-        return product_operands(self.product)
-
-    def judge(self, policy: Policy) -> Verdict:
-        a, b, bias = self._operands()
+    def judge(self, policy: Policy) -> Payoff:
+        a, b, bias = product_operands(self.product)
         own = {f"the rows of {b.name}": val(b).shape[0]}
         if self.scatters:
-            verdict = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction), own)
+            payoff = policy.judge("gemm_rs", (a, b, None, None), (None, self.reduction), own)
         else:
-            verdict = policy.judge("gemm_ar", (a, b, bias, None, None), (None,), own)
-        return verdict if bias is None else policy.with_bias(verdict, bias, self.reduction)
+            payoff = policy.judge("gemm_ar", (a, b, bias, None, None), (None,), own)
+        return payoff if bias is None else policy.with_bias(payoff, bias, self.reduction)
 
     def rewrite(self, graph: fx.Graph, policy: Policy) -> None:
         """Put the fused op where the collective was; ranks may have different biases, so those are summed, too."""
-        a, b, bias = self._operands()
+        a, b, bias = product_operands(self.product)
         with graph.inserting_before(self.collective):
             if bias is not None:
                 size, group, numerics, max_sms = policy.settings
@@ -204,15 +201,6 @@ class Reduce:
                 found = call(graph, _ops.gemm_ar.default, (a, b, bias, None, None, None, *policy.settings))
             self.wait.replace_all_uses_with(reshaped(graph, found, val(self.wait).shape))
         erase_unused(graph, [self.product, *self.between, self.collective, self.wait])
-
-
-def scattered_by(collective: Node) -> Reduce:
-    """The pattern that ends at a reduce_scatter.
-
-    Raises:
-        LeftError: there is none.
-    """
-    return reduced_by(collective, scatters=True)
 
 
 def reduced_by(collective: Node, *, scatters: bool = False) -> Reduce:
@@ -253,11 +241,8 @@ class NormOfSum:
     def op(self) -> str:
         return "all_reduce_rms_norm"
 
-    def _x(self) -> Any:
-        return self.collective.args[0]
-
-    def judge(self, policy: Policy) -> Verdict:
-        norm, x = self.norm, val(self._x())
+    def judge(self, policy: Policy) -> Payoff:
+        norm, x = self.norm, val(self.collective.args[0])  # type: ignore[arg-type]
         shape = val(norm.h).shape
         x = x.new_empty(shape) if x.shape != shape else x
         return policy.judge(self.op, (x, norm.weight, norm.bias, norm.residual, None), (norm.eps, None))
@@ -270,7 +255,7 @@ class NormOfSum:
             if node is not None:
                 hoist(node, anchor)
         with graph.inserting_before(anchor):
-            x = reshaped(graph, self._x(), val(norm.h).shape)
+            x = reshaped(graph, self.collective.args[0], val(norm.h).shape)  # type: ignore[arg-type]
             given = (x, norm.weight, norm.bias, norm.residual, None, norm.eps, None, *policy.settings)
             made = call(graph, _ops.all_reduce_rms_norm.default, given)
             y, h = _item(graph, made, 0), _item(graph, made, 1)
@@ -281,6 +266,9 @@ class NormOfSum:
             norm.h.replace_all_uses_with(h)
         chain = [node for node in graph.nodes if node in {*norm.added, *flat_users(norm.wait)}]
         erase_unused(graph, [self.collective, *chain])
+
+
+Pattern: TypeAlias = Gather | Reduce | NormOfSum
 
 
 def norm_of_sum(collective: Node, roots: dict[Node, Node]) -> NormOfSum:
