@@ -15,27 +15,37 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from tunedcomm.dispatch.agreement import Agreement, check_agreement
-    from tunedcomm.dispatch.communicator import Communicator, get_communicator, release_communicators
-    from tunedcomm.dispatch.dispatcher import explain, force
-    from tunedcomm.integrations.fusion import FusionPass, fusion_pass
-    from tunedcomm.integrations.intercept import install, intercept, uninstall
-    from tunedcomm.integrations.serving import ServingAllReduce
-    from tunedcomm.ops.ag_gemm import ag_gemm
-    from tunedcomm.ops.all_gather import all_gather
-    from tunedcomm.ops.all_reduce import all_reduce, all_reduce_
-    from tunedcomm.ops.all_reduce_bias import all_reduce_bias
-    from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm
-    from tunedcomm.ops.all_to_all import all_to_all
-    from tunedcomm.ops.all_to_all_v import all_to_all_v
-    from tunedcomm.ops.gemm_ar import gemm_ar
-    from tunedcomm.ops.gemm_rs import gemm_rs
-    from tunedcomm.ops.progress import GatherProgress, all_gather_with_progress
-    from tunedcomm.ops.reduce_scatter import reduce_scatter
-    from tunedcomm.ops.symmetric import register_symmetric, symmetric_empty
-    from tunedcomm.spec import Problem
+    from tunedcomm.dispatch.agreement import Agreement as Agreement
+    from tunedcomm.dispatch.agreement import check_agreement as check_agreement
+    from tunedcomm.dispatch.communicator import Communicator as Communicator
+    from tunedcomm.dispatch.communicator import get_communicator as get_communicator
+    from tunedcomm.dispatch.communicator import release_communicators as release_communicators
+    from tunedcomm.dispatch.dispatcher import explain as explain
+    from tunedcomm.dispatch.dispatcher import force as force
+    from tunedcomm.integrations.fusion import FusionPass as FusionPass
+    from tunedcomm.integrations.fusion import fusion_pass as fusion_pass
+    from tunedcomm.integrations.intercept import install as install
+    from tunedcomm.integrations.intercept import intercept as intercept
+    from tunedcomm.integrations.intercept import uninstall as uninstall
+    from tunedcomm.integrations.serving import ServingAllReduce as ServingAllReduce
+    from tunedcomm.ops.ag_gemm import ag_gemm as ag_gemm
+    from tunedcomm.ops.all_gather import all_gather as all_gather
+    from tunedcomm.ops.all_reduce import all_reduce as all_reduce
+    from tunedcomm.ops.all_reduce import all_reduce_ as all_reduce_
+    from tunedcomm.ops.all_reduce_bias import all_reduce_bias as all_reduce_bias
+    from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
+    from tunedcomm.ops.all_to_all import all_to_all as all_to_all
+    from tunedcomm.ops.all_to_all_v import all_to_all_v as all_to_all_v
+    from tunedcomm.ops.gemm_ar import gemm_ar as gemm_ar
+    from tunedcomm.ops.gemm_rs import gemm_rs as gemm_rs
+    from tunedcomm.ops.progress import GatherProgress as GatherProgress
+    from tunedcomm.ops.progress import all_gather_with_progress as all_gather_with_progress
+    from tunedcomm.ops.reduce_scatter import reduce_scatter as reduce_scatter
+    from tunedcomm.ops.symmetric import register_symmetric as register_symmetric
+    from tunedcomm.ops.symmetric import symmetric_empty as symmetric_empty
+    from tunedcomm.spec import Problem as Problem
 
-# Module to its public names; type checkers need the imports above and the literal below.
+# Module to its public names, for use at run time; type checkers read the imports above.
 _HOMES = {
     "dispatch.agreement": "Agreement check_agreement",
     "dispatch.communicator": "Communicator get_communicator release_communicators",
@@ -58,37 +68,7 @@ _HOMES = {
     "spec": "Problem",
 }
 
-__all__ = [
-    "Agreement",
-    "Communicator",
-    "FusionPass",
-    "GatherProgress",
-    "Problem",
-    "ServingAllReduce",
-    "ag_gemm",
-    "all_gather",
-    "all_gather_with_progress",
-    "all_reduce",
-    "all_reduce_",
-    "all_reduce_bias",
-    "all_reduce_rms_norm",
-    "all_to_all",
-    "all_to_all_v",
-    "check_agreement",
-    "explain",
-    "force",
-    "fusion_pass",
-    "gemm_ar",
-    "gemm_rs",
-    "get_communicator",
-    "install",
-    "intercept",
-    "reduce_scatter",
-    "register_symmetric",
-    "release_communicators",
-    "symmetric_empty",
-    "uninstall",
-]
+__all__ = [name for names in _HOMES.values() for name in names.split()]
 __all__ += errors.__all__
 
 

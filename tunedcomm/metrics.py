@@ -5,8 +5,6 @@ Source: NVIDIA nccl-tests, doc/PERFORMANCE.md (definitions of algbw and busbw).
 
 from __future__ import annotations
 
-__all__ = ["algbw_gb_s", "busbw_factor", "busbw_gb_s", "floor_us", "payload_bytes"]
-
 _BY_RANK = frozenset({"all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"})
 
 

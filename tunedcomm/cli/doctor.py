@@ -279,10 +279,10 @@ def check_borrowing(names: Sequence[str]) -> Iterator[Line]:
             known = ", ".join(sorted({environment.gpu for environment in stored})) or "none"
             yield Line("borrowing", "warn", f"no database holds hardware {name!r}", f"stored are: {known}")
     for loan in loans(here, names, stored):
-        if loan.objection is None:
+        if loan.refusal is None:
             yield Line("borrowing", "ok", f"{_named(loan.environment)} may stand in where this machine is not tuned")
         else:
-            yield Line("borrowing", "warn", f"{_named(loan.environment)} cannot: {loan.objection}", _NONE_HERE)
+            yield Line("borrowing", "warn", f"{_named(loan.environment)} cannot: {loan.refusal}", _NONE_HERE)
 
 
 def _named(environment: Environment) -> str:

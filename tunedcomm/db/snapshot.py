@@ -292,7 +292,7 @@ class SnapshotBuilder:
         own = query.environments_like(connection, self._environment, reader)
         stored = query.load_environments(connection, reader) if self._borrow else {}
         found = loans(self._environment, self._borrow, stored.values())
-        serving = {loan.environment.digest for loan in found if loan.objection is None}
+        serving = {loan.environment.digest for loan in found if loan.refusal is None}
         lent = {key: there for key, there in stored.items() if there.digest in serving}
         rows: list[Row] = []
         failures: list[list[_Failed]] = []
@@ -371,9 +371,9 @@ class SnapshotBuilder:
     def _loan_notes(self) -> list[str]:
         """Remarks on named hardware that does not serve."""
         refused = sorted(
-            f"nothing is borrowed from {loan.environment}: {loan.objection}"
+            f"nothing is borrowed from {loan.environment}: {loan.refusal}"
             for loan in self._loans.values()
-            if loan.objection is not None
+            if loan.refusal is not None
         )
         unknown = [n for n in self._borrow if not any(matches(n, loan.environment) for loan in self._loans.values())]
         return refused + [f"nothing is borrowed from {n!r}: no database holds such hardware" for n in unknown]

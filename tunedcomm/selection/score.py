@@ -126,7 +126,7 @@ def in_order(scored: Iterable[Scored]) -> tuple[Scored, ...]:
 
 
 def challengers(rows: Iterable[Row], usable: Mapping[Candidate, str | None]) -> list[Row]:
-    """Rows of candidates that `usable` maps to None, meaning no objection; never the library's."""
+    """Rows of candidates that `usable` maps to None, which means that they may run; never the library's."""
     return [row for row in rows if not row.is_library and usable.get(row.candidate, "") is None]
 
 

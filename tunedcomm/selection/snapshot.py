@@ -316,11 +316,11 @@ class Loan:
 
     Attributes:
         environment: where its rows were measured.
-        objection: why they cannot serve here, None if they can.
+        refusal: why they cannot serve here, None if they can.
     """
 
     environment: Environment
-    objection: str | None
+    refusal: str | None
 
 
 def matches(name: str, environment: Environment) -> bool:
