@@ -270,6 +270,7 @@ def score(tree: Path, found: Fault, timeout_s: float) -> tuple[str, str, float]:
     """`caught`, `missed` or `gone`; the test that noticed; seconds."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        Path(folder).chmod(0o755)  # some tests give up root's rights
         copy = Path(folder) / "tree"
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build", ".*_cache"))
         if planted(copy, found) is None:
