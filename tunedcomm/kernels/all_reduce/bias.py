@@ -23,17 +23,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce.lamport import Lamport
+from tunedcomm.kernels.all_reduce.lamport import Lamport, TwoShotLamport
 from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce.one_shot import OneShot
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, slice_packets
 from tunedcomm.kernels.all_reduce.two_shot import RING, TwoShot
-from tunedcomm.kernels.all_reduce.two_shot_lamport import TwoShotLamport
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
 from tunedcomm.kernels.common.feasibility import (
     Launch,
-    blocks_and_threads,
-    refuse_chunks,
     refuse_kernels,
     refuse_launch_pdl,
 )
@@ -384,25 +381,10 @@ class BiasTwoShot(_WithBias, TwoShot):
     )
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
-        chunks, per_block = int(config["num_chunks"]), 32 * int(config["num_warps"])
+        per_block = 32 * int(config["num_warps"])
         if per_block > 256 and problem.world_size > 4:
             return f"{per_block} packets a block at once from {problem.world_size} ranks spill registers"
-        return refuse_chunks(
-            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks,
-            blocks=int(config["num_blocks"]), per_block=per_block, slots=problem.world_size, ring=RING.value,
-        ) or blocks_and_threads(config, limits, slice_packets(problem), most_rounds=64 * chunks)  # fmt: skip
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        share = slice_packets(problem)
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "num_chunks": 2}
-        chunks = 1 if share < 132 * 512 * 8 else 4 if share < 1 << 21 else 16
-        return {"num_blocks": min(share / 512, 132), "num_warps": 16, "num_chunks": chunks}
-
-    def kernel(self, problem: Problem) -> Any:
-        return bias_two_shot_kernel
+        return super().infeasible(problem, config, limits)
 
 
 class BiasTwoShotLamport(_WithBias, TwoShotLamport):

@@ -19,7 +19,6 @@ Source: the two-level scheme of NCCL, Horovod and others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -27,7 +26,7 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, constants_of
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, closest, kernel_blocks
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
@@ -47,14 +46,13 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, Config, Space, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
+from tunedcomm.kernels.common.variant import VariantBase
+from tunedcomm.space import Choice, Config, Space
+from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from tunedcomm.symm.nodes import NodeGroups
-
-__all__ = ["HIERARCHICAL", "gather_slices_kernel", "scatter_slices_kernel"]
 
 
 @triton.jit
@@ -124,15 +122,6 @@ def gather_slices_kernel(
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "ranks_per_node": Choice(*range(2, MAX_WORLD_SIZE + 1)),
-        "num_blocks": Choice(1, 2, 8, 32, 64, 132),
-        "num_warps": Choice(8, 16),
-    }
-)
-
-
 def _piece_numel(problem: Problem, config: Config, staging_bytes: int) -> int:
     """Elements of one piece: what the staging holds, all slices whole packets."""
     ranks = int(config["ranks_per_node"])
@@ -140,90 +129,94 @@ def _piece_numel(problem: Problem, config: Config, staging_bytes: int) -> int:
     return min(share * ranks * (PACKET_BYTES // ITEMSIZE[problem.dtype]), problem.numel)
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if limits.ranks_per_node == 0:
-        return "the group does not span several nodes with the same number of ranks, or these share no memory"
-    if problem.dtype not in KERNEL_DTYPES:
-        return f"kernels sum {', '.join(KERNEL_DTYPES)}; {problem.dtype} goes to the library"
-    if problem.reduction not in ("sum", "avg"):
-        return f"kernels do sum and avg; {problem.reduction} goes to the library"
-    if config["ranks_per_node"] != limits.ranks_per_node:
-        return f"nodes have {limits.ranks_per_node} ranks, not {config['ranks_per_node']}"
-    if problem.numel == 0:
-        return "there is nothing to do"
-    piece = _piece_numel(problem, config, limits.staging_bytes) * ITEMSIZE[problem.dtype]
-    share = -(-packets_of(piece) // limits.ranks_per_node)
-    return blocks_and_threads(config, limits, share, most_rounds=256)
+class Hierarchical(VariantBase):
+    """The two kernels on the ranks of a node (`Workspace.nodes`), with the library's all_reduce between them."""
 
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    ranks = max(limits.ranks_per_node, 2)
-    share = -(-packets_of(problem.nbytes) // ranks)
-    blocks = 2 if limits.backend == "host" else min(share / 512, 132)
-    wish: dict[str, float] = {"ranks_per_node": ranks, "num_blocks": blocks, "num_warps": 16}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _request_pair(problem: Problem, config: Config) -> tuple[CompileRequest, CompileRequest]:
-    constants = {**constants_of(problem, config), "RANKS": int(config["ranks_per_node"])}
-    del constants["WORLD_SIZE"]
-    warps = int(config["num_warps"])
-    scatter = CompileRequest.of(scatter_slices_kernel, constants, num_warps=warps)
-    kept = {name: constants[name] for name in ("RANKS", "WIDTH", "TAIL", "BLOCK")}
-    return scatter, CompileRequest.of(gather_slices_kernel, kept, num_warps=warps)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return _request_pair(problem, config)
-
-
-def _bind(problem: Problem, config: Config, spanning: Any) -> Launch:
-    groups: NodeGroups = spanning.nodes
-    workspace, blocks = groups.workspace, int(config["num_blocks"])
-    layout, lane, width = workspace.layout, workspace.lanes[problem.mode], ITEMSIZE[problem.dtype]
-    lane_arguments = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
-    to_owners, to_peers = (bind_kernel(r, blocks, workspace.device) for r in _request_pair(problem, config))
-    scatter = to_owners.fix((None, None, *lane_arguments, layout.scatter, layout.gather))
-    gather = to_peers.fix((None, None, *lane_arguments, layout.gather))
-    reduce, area = library_reduction(problem.reduction, groups.across), workspace.buffers[problem.mode].local
-    piece, dtype = _piece_numel(problem, config, layout.staging_bytes), problem.dtype
-
-    def own_slice(numel: int) -> Any:
-        """The own slot of the own gather area, as elements."""
-        import torch
-
-        nbytes = -(-packets_of(numel * width) // int(config["ranks_per_node"])) * PACKET_BYTES
-        start = layout.gather + workspace.rank * nbytes
-        return area[start : start + nbytes].view(getattr(torch, dtype))
-
-    on_host = workspace.device.type == "cpu"
-    pieces = [(start, min(piece, problem.numel - start)) for start in range(0, problem.numel, piece)]
-    steps = [(start * width, numel, own_slice(numel)) for start, numel in pieces]
-
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        x, out = inputs[0].data_ptr(), outputs[0].data_ptr()
-        for offset, numel, mine in steps:
-            scatter(stream, x + offset, numel)
-            if on_host:
-                workspace.check_peers()  # the library would wait for ranks that gave up as this one did
-            reduce(mine)
-            gather(stream, out + offset, numel)
-
-    return run
-
-
-HIERARCHICAL = register_variant(
-    Variant(
-        op="all_reduce",
-        name="hierarchical",
-        numerics="library",
-        summary="over several nodes: reduce-scatter and all-gather within them, NCCL (gloo on CPUs) between them",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        kernels=(scatter_slices_kernel, gather_slices_kernel),
-        compile_requests=_requests,
+    op = "all_reduce"
+    name = "hierarchical"
+    numerics: Numerics = "library"
+    summary = "over several nodes: reduce-scatter and all-gather within them, NCCL (gloo on CPUs) between them"
+    kernels = (scatter_slices_kernel, gather_slices_kernel)
+    space = Space(
+        {
+            "ranks_per_node": Choice(*range(2, MAX_WORLD_SIZE + 1)),
+            "num_blocks": Choice(1, 2, 8, 32, 64, 132),
+            "num_warps": Choice(8, 16),
+        }
     )
-)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if limits.ranks_per_node == 0:
+            return "the group does not span several nodes with the same number of ranks, or these share no memory"
+        if problem.dtype not in KERNEL_DTYPES:
+            return f"kernels sum {', '.join(KERNEL_DTYPES)}; {problem.dtype} goes to the library"
+        if problem.reduction not in ("sum", "avg"):
+            return f"kernels do sum and avg; {problem.reduction} goes to the library"
+        if config["ranks_per_node"] != limits.ranks_per_node:
+            return f"nodes have {limits.ranks_per_node} ranks, not {config['ranks_per_node']}"
+        if problem.numel == 0:
+            return "there is nothing to do"
+        piece = _piece_numel(problem, config, limits.staging_bytes) * ITEMSIZE[problem.dtype]
+        share = -(-packets_of(piece) // limits.ranks_per_node)
+        return blocks_and_threads(config, limits, share, most_rounds=256)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        ranks = max(limits.ranks_per_node, 2)
+        share = -(-packets_of(problem.nbytes) // ranks)
+        blocks = 2 if limits.backend == "host" else min(share / 512, 132)
+        return {"ranks_per_node": ranks, "num_blocks": blocks, "num_warps": 16}
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return int(config["num_blocks"])
+
+    def compile_requests(self, problem: Problem, config: Config) -> tuple[CompileRequest, CompileRequest]:
+        constants = {**constants_of(problem, config), "RANKS": int(config["ranks_per_node"])}
+        del constants["WORLD_SIZE"]
+        warps = int(config["num_warps"])
+        scatter = CompileRequest.of(scatter_slices_kernel, constants, num_warps=warps)
+        kept = {name: constants[name] for name in ("RANKS", "WIDTH", "TAIL", "BLOCK")}
+        return scatter, CompileRequest.of(gather_slices_kernel, kept, num_warps=warps)
+
+    def bind(self, problem: Problem, config: Config, workspace: Any) -> Launch:
+        groups: NodeGroups = workspace.nodes
+        workspace, blocks = groups.workspace, int(config["num_blocks"])
+        layout, lane, width = workspace.layout, workspace.lanes[problem.mode], ITEMSIZE[problem.dtype]
+        lane_arguments = (
+            lane.local,
+            *lane.peers,
+            workspace.rank,
+            workspace.timeout_ns,
+            workspace.status_argument(problem),
+        )
+        requests = self.compile_requests(problem, config)
+        to_owners, to_peers = (bind_kernel(request, blocks, workspace.device) for request in requests)
+        scatter = to_owners.fix((None, None, *lane_arguments, layout.scatter, layout.gather))
+        gather = to_peers.fix((None, None, *lane_arguments, layout.gather))
+        reduce, area = library_reduction(problem.reduction, groups.across), workspace.buffers[problem.mode].local
+        piece, dtype = _piece_numel(problem, config, layout.staging_bytes), problem.dtype
+
+        def own_slice(numel: int) -> Any:
+            """The own slot of the own gather area, as elements."""
+            import torch
+
+            nbytes = -(-packets_of(numel * width) // int(config["ranks_per_node"])) * PACKET_BYTES
+            start = layout.gather + workspace.rank * nbytes
+            return area[start : start + nbytes].view(getattr(torch, dtype))
+
+        on_host = workspace.device.type == "cpu"
+        pieces = [(start, min(piece, problem.numel - start)) for start in range(0, problem.numel, piece)]
+        steps = [(start * width, numel, own_slice(numel)) for start, numel in pieces]
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x, out = inputs[0].data_ptr(), outputs[0].data_ptr()
+            for offset, numel, mine in steps:
+                scatter(stream, x + offset, numel)
+                if on_host:
+                    workspace.check_peers()  # the library would wait for ranks that gave up as this one did
+                reduce(mine)
+                gather(stream, out + offset, numel)
+
+        return run
+
+
+HIERARCHICAL = Hierarchical().register()

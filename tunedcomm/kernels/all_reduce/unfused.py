@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels.all_reduce.lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
-from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
 from tunedcomm.kernels.common.launch import AddressLaunch, BoundKernel, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.variant import VariantBase
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value

@@ -1,12 +1,19 @@
-"""lamport: one-shot; every rank pushes its input to all, and blocks take the sums of whole rows through the norm.
+"""lamport, two_shot_lamport: packets that announce themselves, then the norm of whole rows by a block each.
 
-The packets, stages and clearing are those of all_reduce's `lamport`, for the same reasons: a call uses stage (calls mod
-2), a packet is polled and cleared by one thread, and a peer writes a stage again two calls later, when this call is
-over. All blocks share the pushing, packet by packet, so that a single row leaves through many SMs; row r is then
-awaited, summed and normalised by block r mod grid alone, blocks behind the last row only push.
+Packets, stages and clearing are those of all_reduce's `lamport`, for the same reasons: a call uses stage (calls mod 2),
+a packet is polled and cleared by one thread, and a peer writes a stage again two calls later, when this call is over.
 
-Lane rules: every rank has packets for every peer, polls all of them in some block, and clears what it polls. A block
-waits for packets that other blocks of the peers push, and those push before they wait for anything.
+**lamport**, one-shot: all blocks share the pushing, packet by packet, so that a single row leaves through many SMs; row
+r is then awaited, summed and normalised by block r mod grid alone, blocks behind the last row only push. Every rank has
+packets for every peer and polls all of them in some block. A block waits for packets that other blocks of the peers
+push, and those push before they wait for anything.
+
+**two_shot_lamport**, reduce-scatter and all-gather: slice j of the message, all rows taken together, belongs to rank j.
+Push packet i of slice j to rank j; sum the own slice's packets in rank order; push the sums to all, oneself included;
+take the rows of the gathered matrix through bias, residual and norm. Only sums travel, for y follows from them on every
+rank. A stage holds n scatter slots of a slice each and the gathered matrix. Every slice has a packet (`infeasible` sees
+to it). A block scatters and reduces its packets before it waits for any row, and all blocks are resident, so no block
+waits for one that has not begun.
 
 Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
 
@@ -20,6 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tunedcomm.kernels.all_reduce.op import slice_packets
 from tunedcomm.kernels.all_reduce_rms_norm.op import (
     LAMPORT_ROWS_SPACE,
     RmsNormVariant,
@@ -31,7 +39,7 @@ from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import refuse_stage
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 
@@ -82,6 +90,66 @@ def rms_norm_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
+@triton.jit
+def rms_norm_two_shot_lamport_kernel(
+    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Push all slices, reduce the own one and push its sums, finish the gathered rows."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    calls = read_counter(local, STATE_OFFSET)
+    scatter = arena + (calls & 1) * stage_bytes
+    total = tokens.to(tl.int64) * row
+    share = (total + WORLD_SIZE - 1) // WORLD_SIZE
+    gather = scatter + WORLD_SIZE * share * 16
+
+    lanes, first, step = block_range(THREADS)
+    nothing = tl.full((THREADS,), SENTINEL, tl.int32)
+    for start in tl.range(first, share, step):
+        place = scatter + (rank * share + start + lanes) * 16
+        for i in tl.static_range(WORLD_SIZE - 1):
+            packet = (rank + 1 + i) % WORLD_SIZE * share + start + lanes
+            here = (start + lanes < share) & (packet < total)
+            w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+            store_packets(peers[i] + place, arm(w0), arm(w1), arm(w2), arm(w3), here, REMOTE=True)
+
+    for start in tl.range(first, share, step):
+        packet = rank * share + start + lanes
+        here = (start + lanes < share) & (packet < total)
+        own = load_packets(x + packet * 16, here)
+        place = local + scatter + (start + lanes) * 16
+        words = poll_packets(place, share * 16, here, rank, timeout_ns, status, WORLD_SIZE)
+        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+        s0, s1, s2, s3 = arm(s0), arm(s1), arm(s2), arm(s3)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            store_packets(peers[i] + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
+        store_packets(local + gather + packet * 16, s0, s1, s2, s3, here, REMOTE=True)
+        for i in tl.static_range(WORLD_SIZE):
+            store_packets(place + i * share * 16, nothing, nothing, nothing, nothing, here & (rank != i))
+    if PDL and not INTERPRET:
+        gdc_launch_dependents()
+
+    at = tl.arange(0, BLOCK).to(tl.int64)
+    of_row = at < row
+    empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+    weights = load_packets(weight + at * 16, of_row & (tl.program_id(0) < tokens))
+    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        packet = at + r * row
+        b, extra = row_extras(bias, residual, at, packet, of_row, BIAS, RESIDUAL)
+        owner = (packet.to(tl.int32) // share.to(tl.int32)).to(tl.int32)
+        place = local + gather + packet * 16
+        s = poll_from(place, of_row, owner, timeout_ns, status)
+        store_packets(place, empty, empty, empty, empty, of_row)
+        finish_row(
+            s, b, extra, weights, out, residual_out, scale, eps, row, packet, of_row, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+        )
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
 class Lamport(RmsNormVariant):
     name = "lamport"
     summary = "one-shot push without flags, rows summed and normalised where they arrive; best for few tokens"
@@ -100,4 +168,26 @@ class Lamport(RmsNormVariant):
         return lamport_rows_wish(problem, limits, packets_of(problem.nbytes))
 
 
+class TwoShotLamport(RmsNormVariant):
+    name = "two_shot_lamport"
+    summary = "reduce-scatter and all-gather of sums by self-announcing packets, then the norm; for medium sizes"
+    kernels = (rms_norm_two_shot_lamport_kernel,)
+    areas = ("arena", "stage_bytes")
+    space = LAMPORT_ROWS_SPACE
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_rows(problem, limits, config):
+            return reason
+        packets, share = packets_of(problem.nbytes), slice_packets(problem)
+        if (problem.world_size - 1) * share >= packets:
+            return f"{packets} packets leave some of {problem.world_size} ranks without a slice"
+        if (problem.world_size * share + packets) * 16 > limits.stage_bytes:
+            return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
+        return refuse_grid(problem, config, limits, mixed=True)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return lamport_rows_wish(problem, limits, slice_packets(problem))
+
+
 LAMPORT = Lamport().register()
+TWO_SHOT_LAMPORT = TwoShotLamport().register()

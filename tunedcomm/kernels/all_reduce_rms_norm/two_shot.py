@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce.two_shot_split import RING
+from tunedcomm.kernels.all_reduce.two_shot import SPLIT_RING
 from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, refuse_grid, refuse_rows, row_packets, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.lane import (
@@ -198,7 +198,7 @@ def rms_norm_two_shot_split_kernel(
     kind = tl.program_id(0) // num_lanes
     block, grid = lane.to(tl.int64), num_lanes.to(tl.int64)
     share = (row + WORLD_SIZE - 1) // WORLD_SIZE
-    ring = tl.minimum(num_chunks, RING)
+    ring = tl.minimum(num_chunks, SPLIT_RING)
     pushed, summed, finished = lane, lane + num_lanes, lane + 2 * num_lanes
 
     for c in tl.range(0, num_chunks + 2):
@@ -323,7 +323,7 @@ class TwoShotSplit(_Chunked):
     kinds = _KINDS.value
 
     def ring(self, config: Config) -> int:
-        return int(RING.value)
+        return int(SPLIT_RING.value)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := super().infeasible(problem, config, limits):

@@ -21,10 +21,9 @@ from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE
 from tunedcomm.kernels.all_gather.lamport import LAMPORT as LAMPORT_GATHER
 from tunedcomm.kernels.all_gather.push import PUSH as PUSH_GATHER
 from tunedcomm.kernels.all_reduce.bias import BIAS_LAMPORT, BIAS_TWO_SHOT, BIAS_TWO_SHOT_LAMPORT
-from tunedcomm.kernels.all_reduce.lamport import LAMPORT
+from tunedcomm.kernels.all_reduce.lamport import LAMPORT, TWO_SHOT_LAMPORT
 from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT
-from tunedcomm.kernels.all_reduce.two_shot_lamport import TWO_SHOT_LAMPORT
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, ManyLaunch
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
