@@ -115,6 +115,13 @@ def triton_body(rank: int, world_size: int, folder: str) -> bool:
         (expected,) = get_op("all_reduce").ordered_reference(problem, everyone, rank)
         with tunedcomm.force("all_reduce", "kernel_sum", {"block": 4096, "num_warps": 4, **config}):
             assert torch.equal(tunedcomm.all_reduce(everyone[rank][0]), expected)
+    for dtype, shape in (("bfloat16", 5001), ("float32", 64)):
+        problem = replace(PROBLEM, shape=(shape,), dtype=dtype, world_size=world_size)
+        everyone = [get_op("all_reduce").make_inputs(problem, peer, 1, "random", "cpu") for peer in range(world_size)]
+        (expected,) = get_op("all_reduce").ordered_reference(problem, everyone, rank)
+        with tunedcomm.force("all_reduce", "copy_one_shot"):
+            for _ in range(3):
+                assert torch.equal(tunedcomm.all_reduce(everyone[rank][0]), expected)
     with tunedcomm.force("all_reduce", "kernel_sum"), pytest.raises(tunedcomm.InfeasibleError, match="bfloat16 off"):
         tunedcomm.all_reduce(torch.ones(5000, dtype=torch.bfloat16))
     return True
@@ -193,10 +200,11 @@ def test_the_page_installs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_pages_triton_kernel_sums(tmp_path: Path) -> None:
-    install(tmp_path / "site", "triton-variants", "triton_variants", block("triton_variants.py"), "triton_variants")
+def test_the_pages_triton_kernels_sum(tmp_path: Path) -> None:
+    for module in ("triton_variants", "one_shot_variants"):
+        install(tmp_path / "site", module.replace("_", "-"), module, block(f"{module}.py"), module)
     names, warnings = discovered(tmp_path / "site")
-    assert "kernel_sum" in names, warnings
+    assert {"kernel_sum", "copy_one_shot"} <= set(names), warnings
     assert run_ranks(2, triton_body, str(tmp_path / "site"), timeout=90, fresh=True) == [True, True]
 
 
