@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from tunedcomm import kernels
-from tunedcomm.kernels.all_to_all_v._counts import layout_of
+from tunedcomm.kernels.all_to_all.op import layout_of
 from tunedcomm.spec import Limits, Numerics, NumericsPolicy, OpSpec, Problem, Variant, admits, get_op, ops, variants
 
 PAGE = Path(__file__).with_name("ops.md")

@@ -13,7 +13,7 @@ from variant_checks import check_variant
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.kernels.all_to_all_v._counts import layout_of, row_alignment
+from tunedcomm.kernels.all_to_all.op import layout_of, row_alignment
 from tunedcomm.spec import DTYPES, Problem
 
 

@@ -21,48 +21,23 @@ Source: as `all_reduce`'s `lamport`, without a sum and with escapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.common.feasibility import (
-    LAMPORT_SPACE,
-    Launch,
-    bind_bytes,
-    blocks_and_threads,
-    byte_request,
-    chunk_rounds,
-    kernel_blocks,
-    lamport_default,
-    refuse_launch_pdl,
-    refuse_moves,
-    refuse_stage,
-)
+from tunedcomm.kernels.all_to_all.op import AllToAllVariant
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.common.packets import (
     escape,
     has_escape,
     load_bytes,
-    packets_of,
     remark_of,
     remarked_slots,
     restore,
     store_bytes,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, poll_words, store_packets, store_word
-from tunedcomm.space import Config, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["LAMPORT", "lamport_kernel"]
-
-_BYTES_A_PACKET = 20  # a packet and the word of its remark
+from tunedcomm.kernels.common.variant import LamportVariant
 
 
 @triton.jit
@@ -121,48 +96,11 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse_moves(problem, limits):
-        return reason
-    packets = packets_of(problem.nbytes)
-    if reason := refuse_stage(problem, limits, packets * _BYTES_A_PACKET):
-        return reason
-    if reason := refuse_launch_pdl(config, limits):
-        return reason
-    return blocks_and_threads(config, limits, packets, most_rounds=4)
+class Lamport(LamportVariant, AllToAllVariant):
+    name = "lamport"
+    summary = "push without flags: packets announce themselves; best at small sizes"
+    kernels = (lamport_kernel,)
+    packet_bytes = 16 + 4
 
 
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return lamport_default(packets_of(problem.nbytes), problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    pdl = bool(config["launch_pdl"])
-    return byte_request(lamport_kernel, problem, config, {"PDL": pdl}, launch_pdl=pdl)
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    return bind_bytes(problem, config, workspace, _request(problem, config), layout.arena, layout.stage_bytes)
-
-
-LAMPORT = register_variant(
-    Variant(
-        op="all_to_all",
-        name="lamport",
-        numerics="ordered",
-        summary="push without flags: packets announce themselves; best at small sizes",
-        space=LAMPORT_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=chunk_rounds,
-        kernels=(lamport_kernel,),
-        compile_requests=_requests,
-    )
-)
+LAMPORT = Lamport().register()

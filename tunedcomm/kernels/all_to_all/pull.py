@@ -16,40 +16,21 @@ Source: own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import (
-    Launch,
-    bind_bytes_flagged,
-    blocks_and_threads,
-    byte_request,
-    chunk_rounds,
-    kernel_blocks,
-    reading_default,
-    refuse_moves,
-)
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    read_counter,
-    write_counter,
-)
-from tunedcomm.kernels.common.launch import CompileRequest
+from tunedcomm.kernels.all_to_all.op import AllToAllVariant
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, reading_wish
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["PULL", "pull_kernel"]
 
 
 @triton.jit
@@ -112,62 +93,37 @@ def pull_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132, 264),
-        "num_warps": PowerOfTwo(2, 16),
-        "items": Choice(1, 2, 4),
-    }
-)
-
-
-def _on_peers(problem: Problem) -> bool:
-    return problem.input_kind == "symmetric"
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse_moves(problem, limits):
-        return reason
-    if int(config["num_warps"]) * int(config["items"]) > 32:
-        return "more than 1024 packets a block at once spill registers"
-    packets = packets_of(problem.nbytes)
-    needed = (problem.world_size - 1) * packets * PACKET_BYTES
-    if not _on_peers(problem) and needed > limits.one_shot_bytes:
-        return f"{needed} bytes for the peers exceed the one-shot area of {limits.one_shot_bytes} bytes"
-    return blocks_and_threads(config, limits, packets, most_rounds=256 if _on_peers(problem) else 8)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return reading_default(packets_of(problem.nbytes), 132, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    return byte_request(pull_kernel, problem, config, {"SYMMETRIC": _on_peers(problem)})
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    layout = workspace.layout
-    request = _request(problem, config)
-    return bind_bytes_flagged(problem, config, workspace, request, layout.one_shot, layout.one_shot_bytes)
-
-
-PULL = register_variant(
-    Variant(
-        op="all_to_all",
-        name="pull",
-        numerics="ordered",
-        summary="every rank reads its chunk from each peer; best where peers can address the input",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=chunk_rounds,
-        kernels=(pull_kernel,),
-        compile_requests=_requests,
+class Pull(AllToAllVariant):
+    name = "pull"
+    summary = "every rank reads its chunk from each peer; best where peers can address the input"
+    kernels = (pull_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132, 264),
+            "num_warps": PowerOfTwo(2, 16),
+            "items": Choice(1, 2, 4),
+        }
     )
-)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits):
+            return reason
+        if int(config["num_warps"]) * int(config["items"]) > 32:
+            return "more than 1024 packets a block at once spill registers"
+        packets, symmetric = packets_of(problem.nbytes), problem.input_kind == "symmetric"
+        needed = (problem.world_size - 1) * packets * PACKET_BYTES
+        if not symmetric and needed > limits.one_shot_bytes:
+            return f"{needed} bytes for the peers exceed the one-shot area of {limits.one_shot_bytes} bytes"
+        return blocks_and_threads(config, limits, packets, most_rounds=256 if symmetric else 8)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return reading_wish(packets_of(problem.nbytes), 132, limits)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
+
+
+PULL = Pull().register()

@@ -18,40 +18,21 @@ Source: own; the ring is that of `all_reduce`'s `two_shot`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import (
-    Launch,
-    bind_bytes,
-    blocks_and_threads,
-    byte_request,
-    chunk_rounds,
-    closest,
-    kernel_blocks,
-    refuse_moves,
-)
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    read_counter,
-    write_counter,
-)
-from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.kernels.common.packets import PACKET_BYTES, load_bytes, packets_of, store_bytes
+from tunedcomm.kernels.all_to_all.op import AllToAllVariant
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_chunks
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.packets import load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant, register_variant
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["PUSH", "RING", "push_kernel"]
 
 RING = tl.constexpr(4)
 
@@ -112,72 +93,40 @@ def push_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-        "num_warps": PowerOfTwo(4, 16),
-        "items": Choice(1, 2, 4),
-        "num_chunks": PowerOfTwo(1, 64),
-    }
-)
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    if reason := refuse_moves(problem, limits):
-        return reason
-    packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
-    per_block = 32 * int(config["num_warps"]) * int(config["items"])
-    if per_block > 1024:
-        return "more than 1024 packets a block at once spill registers"
-    rounds = -(-packets // (int(config["num_blocks"]) * per_block))
-    if rounds < chunks and chunks > 1:
-        return f"{rounds} rounds cannot be split into {chunks} chunks"
-    span = -(-rounds // chunks) * int(config["num_blocks"]) * per_block
-    needed = (problem.world_size - 1) * min(chunks, RING.value) * span * PACKET_BYTES
-    if needed > limits.staging_bytes:
-        return (
-            f"{min(chunks, RING.value)} of the {chunks} chunks of {problem.nbytes} bytes need {needed} "
-            f"bytes of staging; there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-        )
-    return blocks_and_threads(config, limits, packets, most_rounds=64 * chunks)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    packets = packets_of(problem.nbytes)
-    if limits.backend == "host":
-        wish: dict[str, float] = {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
-    else:
-        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
-        wish = {"num_blocks": min(packets / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    return byte_request(push_kernel, problem, config, {})
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    extra = (workspace.layout.gather, int(config["num_chunks"]))
-    return bind_bytes(problem, config, workspace, _request(problem, config), *extra)
-
-
-PUSH = register_variant(
-    Variant(
-        op="all_to_all",
-        name="push",
-        numerics="ordered",
-        summary="push through the peers' memory ordered by flags, pieces overlapped; best at large sizes",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=chunk_rounds,
-        kernels=(push_kernel,),
-        compile_requests=_requests,
+class Push(AllToAllVariant):
+    name = "push"
+    summary = "push through the peers' memory ordered by flags, pieces overlapped; best at large sizes"
+    kernels = (push_kernel,)
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+            "num_warps": PowerOfTwo(4, 16),
+            "items": Choice(1, 2, 4),
+            "num_chunks": PowerOfTwo(1, 64),
+        }
     )
-)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, limits):
+            return reason
+        packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
+        per_block = 32 * int(config["num_warps"]) * int(config["items"])
+        if per_block > 1024:
+            return "more than 1024 packets a block at once spill registers"
+        return refuse_chunks(
+            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=int(config["num_blocks"]),
+            per_block=per_block, slots=problem.world_size - 1, ring=RING.value,
+        ) or blocks_and_threads(config, limits, packets, most_rounds=64 * chunks)  # fmt: skip
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
+        packets = packets_of(problem.nbytes)
+        chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
+        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        return workspace.layout.gather, int(config["num_chunks"])
+
+
+PUSH = Push().register()

@@ -1,6 +1,6 @@
 """push: all_to_all_v through the peers' gather areas, ordered by flags; counts are arguments of the launch.
 
-The ring of `all_to_all`'s `push`, in which chunks end early. How the message is cut, how many flags are raised and
+The ring of `push`, in which chunks end early. How the message is cut, how many flags are raised and
 where the slots lie follow from the problem's bound, which all ranks know alike; a rank's own counts only say which
 packets it pushes and which it copies away. So a rank that sends nothing still raises every flag and waits for every
 peer.
@@ -13,37 +13,26 @@ Source: own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_to_all.push import PUSH as EVEN
-from tunedcomm.kernels.all_to_all.push import RING
-from tunedcomm.kernels.all_to_all_v._counts import row_alignment
-from tunedcomm.kernels.common.feasibility import Launch, byte_request, chunk_rounds, kernel_blocks
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    read_counter,
-    write_counter,
-)
-from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.all_to_all.op import row_alignment
+from tunedcomm.kernels.all_to_all.push import RING, Push
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import load_bytes, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Config, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
+from tunedcomm.spec import ITEMSIZE, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["PUSH", "push_counts_kernel"]
 
 
 @triton.jit
@@ -117,24 +106,6 @@ def push_counts_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    return EVEN.infeasible(problem, config, limits)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    return EVEN.default(problem, limits)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    request = byte_request(push_counts_kernel, problem, config, {})
-    constants = {**dict(request.constants), "ALIGN": row_alignment(problem)}
-    return replace(request, constants=tuple(sorted(constants.items())))
-
-
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
-
-
 def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, list[int], list[int]]:
     """(own place, own bytes, the peers' places, their bytes) of chunks that lie one after another, for the kernel."""
     sizes = [count * width for count in counts]
@@ -144,36 +115,31 @@ def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, lis
     return starts[rank], sizes[rank], [starts[p] for p in order] + spare, [sizes[p] for p in order] + spare
 
 
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    lane, width, rank = workspace.lanes[problem.mode], ITEMSIZE[problem.dtype], workspace.rank
-    kernel = bind_kernel(_request(problem, config), int(config["num_blocks"]), workspace.device)
-    lane_arguments = (problem.nbytes, lane.local, *lane.peers, rank, workspace.timeout_ns)
-    ring = (workspace.status_argument(problem), workspace.layout.gather, int(config["num_chunks"]))
-    launch = kernel.fix((None, None, *lane_arguments, *ring, *(None,) * (3 + 4 * (MAX_WORLD_SIZE - 1))))
+class PushV(Push):
+    op = "all_to_all_v"
+    summary = "push through the peers' memory ordered by flags, pieces overlapped"
+    kernels = (push_counts_kernel,)
 
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        x, send, recv = inputs
-        own_from, own_bytes, send_from, send_bytes = _places(send.tolist(), width, rank)
-        own_to, _, recv_to, recv_bytes = _places(recv.tolist(), width, rank)
-        own = (own_from, own_to, own_bytes)
-        launch(stream, x.data_ptr(), outputs[0].data_ptr(), *own, *send_from, *send_bytes, *recv_to, *recv_bytes)
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "ALIGN": row_alignment(problem)}
 
-    return run
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[Any, ...]:
+        counts = (None,) * (3 + 4 * (MAX_WORLD_SIZE - 1))  # None: every call brings them
+        return (*super().arguments(problem, config, workspace), *counts)
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        bound = super().bind(problem, config, workspace)
+        assert isinstance(bound, AddressLaunch), "inputs of all_to_all_v are plain"
+        launch, width, rank = bound.by_address, ITEMSIZE[problem.dtype], workspace.rank
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x, send, recv = inputs
+            own_from, own_bytes, send_from, send_bytes = _places(send.tolist(), width, rank)
+            own_to, _, recv_to, recv_bytes = _places(recv.tolist(), width, rank)
+            own = (own_from, own_to, own_bytes)
+            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *own, *send_from, *send_bytes, *recv_to, *recv_bytes)
+
+        return run
 
 
-PUSH = register_variant(
-    Variant(
-        op="all_to_all_v",
-        name="push",
-        numerics="ordered",
-        summary="push through the peers' memory ordered by flags, pieces overlapped",
-        space=EVEN.space,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=kernel_blocks,
-        num_rounds=chunk_rounds,
-        kernels=(push_counts_kernel,),
-        compile_requests=_requests,
-    )
-)
+PUSH_V = PushV().register()
