@@ -14,8 +14,7 @@ from tunedcomm import kernels
 from tunedcomm.kernels.all_gather import progress
 from tunedcomm.kernels.common import copies
 from tunedcomm.kernels.common.launch import ManyLaunch
-from tunedcomm.kernels.gemm import ag_products as _products
-from tunedcomm.kernels.gemm import ar_one_shot as one_shot
+from tunedcomm.kernels.gemm import ag_chunked, ar
 from tunedcomm.kernels.gemm.op import operands_of
 from tunedcomm.ops import ag_gemm as ag_module
 from tunedcomm.ops import gemm_ar as ar_module
@@ -137,14 +136,14 @@ def test_launches_by_address() -> None:
 def slow_reader_body(rank: int, world_size: int) -> bool:
     """The last rank is slow to read what peers left it, while they are at the next call already, of another op."""
     a, b = torch.ones(32, 32, dtype=torch.float16), torch.eye(32, dtype=torch.float16)
-    real, seconds = one_shot.load_packets, 0.0
+    real, seconds = ar.load_packets, 0.0
 
     class Slow:
         def __call__(self, *args: Any, **options: Any) -> Any:
             time.sleep(seconds)
             return real(*args, **options)
 
-    one_shot.load_packets = Slow()  # type: ignore[assignment]
+    ar.load_packets = Slow()  # type: ignore[assignment]
     with tunedcomm.force("gemm_ar", "one_shot"), tunedcomm.force("ag_gemm", "library_tuned"):
         tunedcomm.gemm_ar(a, b)
         tunedcomm.ag_gemm(a[:16], b)
@@ -164,4 +163,4 @@ def test_nobody_writes_what_a_slow_peer_still_reads() -> None:
 def test_a_gather_under_way_shares_no_event_with_calls_in_between() -> None:
     assert min(copies.EVENTS_OF_PROGRESS) >= copies.NUM_EVENTS
     assert {progress._BEGUN, progress._SENT} == set(copies.EVENTS_OF_PROGRESS)
-    assert max(_products._START, _products._BEGUN, _products._BESIDE) < copies.NUM_EVENTS
+    assert max(ag_chunked._START, ag_chunked._BEGUN, ag_chunked._BESIDE) < copies.NUM_EVENTS

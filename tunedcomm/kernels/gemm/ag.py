@@ -1,20 +1,58 @@
-"""One queue over the tiles of all shards, in the order in which the shards come.
+"""ag_gemm in one persistent GEMM that works through the tiles of all shards in the order in which the shards come.
 
-The own shard is there; then come those of rank − 1, rank − 2, …, for every rank pushes to its next peers first. Within
-a shard the queue goes chunk by chunk, and a chunk consists of whole rows of tiles but at the end of a shard. Tiles
-cross neither, so a tile of a peer's shard waits for the flag of one chunk.
+A call begins with an exchange of flags, after which nobody reads the panels. Then every rank's shard is pushed into the
+peers' panels, to rank + 1 first, then to rank + 2, …, chunk by chunk, each followed by its flag. The panels' data are
+the gathered A, [M, K], and behind it, where rows of A have scales of their own, those of all M.
 
-Read through a descriptor of all shards, the last tile of one holds rows of the next, which may be under way just then.
-They only reach rows of the product that are not stored.
+**The queue.** The own shard is there; then come those of rank − 1, rank − 2, …. Within a shard the queue goes chunk by
+chunk, and a chunk consists of whole rows of tiles but at the end of a shard. Tiles cross neither, so a tile of a peer's
+shard waits for the flag of one chunk. Read through a descriptor of all shards, the last tile of one holds rows of the
+next, which may be under way just then; they only reach rows of the product that are not stored. Every chunk is waited
+for by some tile, so all that peers push into this rank's panels is there when the kernel ends.
+
+- copy_engine_persistent: copy engines push. A flag is a copy too, of the call's number, from this rank's panels into
+  the peer's: it follows its chunk on the same side stream, so the chunk is there when the flag is. No SM takes part.
+  The number is read where the device keeps it, so graphs can be replayed. The side streams fork from the caller's after
+  the call's beginning and join it at the end, for what follows may overwrite the shard and count the next call. What is
+  sent is queued before what waits, so that streams which share one hardware queue do not wait for each other.
+- sm_persistent: the first `comm_blocks` blocks of the GEMM kernel push before they take tiles, which a counter hands
+  out; the last block to leave sets it back. Each sender adds to a counter when its part of a chunk is stored; the one
+  that finds all others done raises the flag. The addition releases what the block stored and acquires what the others
+  did, and the flag's store releases all of it at system scope.
+
+No rank waits in a circle: who sends waits for nothing but the peers' beginning of the call, copy engines need no SM,
+and the first blocks of a grid that fits on the GPU are there when the others are.
+
+Numerics: ordered (nothing is summed over ranks; a tile's products are added in the order of the depth, whoever computes
+it). Graph-safe.
+Source: asynchronous tensor parallelism in PyTorch and fused all-gather GEMMs, with call numbers as progress signals;
+those that give some SMs to communication (FLUX, Triton-distributed).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.gemm.panels import await_chunk
+from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.launch import bind_kernel
+from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, rows_of, wanted_of
+from tunedcomm.kernels.gemm.panels import (
+    announce_to,
+    await_chunk,
+    begin_panels_kernel,
+    bind_begin,
+    call_number,
+    is_last,
+)
 from tunedcomm.kernels.gemm.tiles import (
+    element_type,
     matrix,
     operand_b,
     scaled,
@@ -23,12 +61,26 @@ from tunedcomm.kernels.gemm.tiles import (
     tile_of,
     tile_product,
 )
+from tunedcomm.kernels.gemm.variant import GemmVariant, num_tiles, refuse_tiles, tile_space, tile_wish, two_fit
+from tunedcomm.space import Choice, Config, Value
+from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
 from tunedcomm.symm import layout
+from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
 
-__all__ = ["DATA"]
+if TYPE_CHECKING:
+    import torch
+
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 DATA = tl.constexpr(layout.PANEL_DATA)
 _COUNTERS = tl.constexpr(layout.PANEL_COUNTERS_OFFSET)
+_TAKEN, _LEFT = tl.constexpr(0), tl.constexpr(1)  # counters
+SENT = tl.constexpr(2)  # the first counter that sending uses: one for each peer and chunk
+_PACKETS = tl.constexpr(2048)  # that a block has under way
+_ROWS = tl.constexpr(256)
+_LEAST_CHUNK = 256 * 1024  # bytes on GPUs: smaller pieces cost more to announce than to send
+LEAST_SENT_BYTES = 64 * 1024  # that a block should have to send
+_PACKET_BYTES = 16
 
 
 @triton.jit
@@ -112,3 +164,448 @@ def take(panels, counter):
 def put_back(panels, counter):
     """Set the counter to 0 for the next call; by one block, when all have seen that there is nothing left."""
     tl.store((panels + _COUNTERS + counter * 8).to(tl.pointer_type(tl.int64)), tl.num_programs(0) * 0)
+
+
+@triton.jit
+def _send_scales(scale_a, target, start, end, num_senders):
+    first = tl.program_id(0).to(tl.int64) * _ROWS
+    for at in tl.range(start + first, end, num_senders.to(tl.int64) * _ROWS):
+        row = at + tl.arange(0, _ROWS).to(tl.int64)
+        here = row < end
+        x = tl.load(scale_a.to(tl.pointer_type(tl.int32)) + row, mask=here, other=0)
+        tl.store(target.to(tl.pointer_type(tl.int32)) + row, x, mask=here)
+
+
+@triton.jit
+def send_shard(
+    a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, number, rows, depth, chunk_rows, num_senders, rank,
+    DTYPE: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The part of one of the first `num_senders` blocks.
+
+    Args:
+        a, scale_a: addresses of the shard and of its rows' scales.
+        panels, p0 …: addresses of the panels, the own ones and those of rank + 1, rank + 2, …
+        scales: offset of the scales in the panels.
+        number: the call's.
+        rows, depth, chunk_rows: of the shard and of a chunk.
+    """
+    row_packets = depth.to(tl.int64) * (element_type(DTYPE).primitive_bitwidth // 8) // 16
+    lanes = tl.arange(0, _PACKETS).to(tl.int64) + tl.program_id(0).to(tl.int64) * _PACKETS
+    step = num_senders.to(tl.int64) * _PACKETS
+    num_chunks = tl.cdiv(rows, chunk_rows)
+    first = (rank * rows).to(tl.int64)
+    for turn in tl.range(0, (num_chunks * (WORLD_SIZE - 1)).to(tl.int32)):
+        peer = turn // num_chunks
+        chunk = turn - peer * num_chunks
+        target = tl.where(peer == 0, p0, tl.where(peer == 1, p1, tl.where(peer == 2, p2, p3)))
+        target = tl.where(peer == 4, p4, tl.where(peer == 5, p5, tl.where(peer == 6, p6, target)))
+        place = target + DATA + first * row_packets * 16
+        start = (chunk * chunk_rows).to(tl.int64)
+        end = tl.minimum(start + chunk_rows, rows)
+        for packet in tl.range(start * row_packets, end * row_packets, step):
+            at = packet + lanes
+            here = at < end * row_packets
+            w0, w1, w2, w3 = load_packets(a + at * 16, here)
+            store_packets(place + at * 16, w0, w1, w2, w3, here)
+        if SCALING == "rowwise":
+            _send_scales(scale_a, target + scales + first * 4, start, end, num_senders)
+        if is_last(panels, SENT + turn, num_senders):
+            announce_to(target, rank, chunk, number)
+
+
+@triton.jit
+def send_kernel(
+    a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, rows, depth, chunk_rows, rank,
+    DTYPE: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """All blocks send the shard."""
+    send_shard(
+        a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, call_number(panels), rows, depth, chunk_rows,
+        tl.num_programs(0), rank, DTYPE, SCALING, WORLD_SIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def queue_kernel(
+    a, b, out, scale_a, scale_b, panels, scales, rows, columns, depth, chunk_rows, rank, timeout_ns, status,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Every block takes one of so many tiles as there are blocks."""
+    number = call_number(panels)
+    own, gathered, y = operands(
+        a, b, panels, rows, columns, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, DTYPE, WORLD_SIZE
+    )  # fmt: skip
+    count = num_queued(rows, columns, BLOCK_M, BLOCK_N, WORLD_SIZE)
+    for index in tl.range(tl.program_id(0), count, tl.num_programs(0)):
+        queued_tile(
+            index, own, gathered, y, out, scale_a, scale_b, panels, scales, number, rows, columns, depth, chunk_rows,
+            rank, timeout_ns, status, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NK, DTYPE, OUT, SCALING, WORLD_SIZE, PACKED,
+        )  # fmt: skip
+
+
+@triton.jit
+def sending_kernel(
+    a, b, out, scale_a, scale_b, panels, p0, p1, p2, p3, p4, p5, p6, scales, rows, columns, depth, chunk_rows,
+    num_senders, rank, timeout_ns, status,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NK: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Send if it is this block's part, then take tiles until there are none."""
+    number = call_number(panels)
+    if tl.program_id(0) < num_senders:
+        send_shard(
+            a, scale_a, panels, p0, p1, p2, p3, p4, p5, p6, scales, number, rows, depth, chunk_rows, num_senders, rank,
+            DTYPE, SCALING, WORLD_SIZE,
+        )  # fmt: skip
+    own, gathered, y = operands(
+        a, b, panels, rows, columns, depth, BLOCK_M, BLOCK_N, BLOCK_K, NK, DTYPE, WORLD_SIZE
+    )  # fmt: skip
+    count = num_queued(rows, columns, BLOCK_M, BLOCK_N, WORLD_SIZE)
+    index = take(panels, _TAKEN)
+    while index < count:
+        queued_tile(
+            index, own, gathered, y, out, scale_a, scale_b, panels, panels + scales, number, rows, columns, depth,
+            chunk_rows, rank, timeout_ns, status,
+            BLOCK_M, BLOCK_N, BLOCK_K, GROUP, NK, DTYPE, OUT, SCALING, WORLD_SIZE, PACKED,
+        )  # fmt: skip
+        index = take(panels, _TAKEN)
+    if is_last(panels, _LEFT, tl.num_programs(0)):
+        put_back(panels, _TAKEN)
+
+
+def _scales_offset(problem: Problem) -> int:
+    """Bytes from the beginning of the panels to the scales of all rows."""
+    m, _, k = problem.shape
+    return PANEL_DATA + -(-m * k * ITEMSIZE[problem.dtype] // 256) * 256
+
+
+def panel_bytes(problem: Problem) -> int:
+    """Bytes of data in the panels."""
+    return _scales_offset(problem) - PANEL_DATA + (4 * problem.shape[0] if problem.scaling == "rowwise" else 0)
+
+
+def gathered_in(panels: Panels, problem: Problem) -> torch.Tensor:
+    """The panels' A, [M, K]."""
+    import torch
+
+    m, _, k = problem.shape
+    size = m * k * ITEMSIZE[problem.dtype]
+    return panels.buffer.local[PANEL_DATA : PANEL_DATA + size].view(getattr(torch, problem.dtype)).view(m, k)
+
+
+def scales_in(panels: Panels, problem: Problem) -> torch.Tensor:
+    """The panels' scales of A's rows, [M, 1]."""
+    import torch
+
+    start = _scales_offset(problem)
+    return panels.buffer.local[start : start + 4 * problem.shape[0]].view(torch.float32).view(-1, 1)
+
+
+def refuse_gather(problem: Problem, limits: Limits, *, descriptors: bool = True) -> str | None:
+    """Why no variant with panels can run `problem`, whatever the config; None if one might."""
+    if problem.shape[0] % problem.world_size:
+        return f"{problem.shape[0]} rows are not the same number on each of {problem.world_size} ranks"
+    return refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem), descriptors=descriptors)
+
+
+def rows_of_chunk(problem: Problem, chunks: int, multiple: int) -> int:
+    """Rows of one of so many chunks of a shard, in whole multiples."""
+    even = -(-rows_of(problem) // chunks)
+    return -(-even // multiple) * multiple
+
+
+def refuse_chunks(problem: Problem, config: Config, limits: Limits, multiple: int) -> str | None:
+    """Why a shard is not cut into `chunks` pieces of whole multiples of rows, or None."""
+    chunks, rows = int(config["chunks"]), rows_of(problem)
+    if chunks == 1:
+        return None
+    a_chunk = rows_of_chunk(problem, chunks, multiple)
+    if -(-rows // a_chunk) != chunks:
+        return f"{rows} rows do not fill {chunks} chunks of whole {multiple} rows"
+    if limits.backend == "cuda" and a_chunk * problem.shape[2] * ITEMSIZE[problem.dtype] < _LEAST_CHUNK:
+        return f"chunks of {a_chunk} rows are less than {_LEAST_CHUNK} bytes: announcing them costs more than it brings"
+    return None
+
+
+def refuse_streams(problem: Problem, config: Config) -> str | None:
+    """Why copies do not go to `streams` side streams, or None."""
+    if int(config["streams"]) > problem.world_size - 1:
+        return f"{config['streams']} streams, but only {problem.world_size - 1} peers to copy to"
+    return None
+
+
+# Events: the caller's stream, then the end of each side stream.
+HERE, SENT_EVENT = 0, 1
+_ASIDE = NUM_STREAMS - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pushes:
+    """What pushing needs besides the addresses of the shard and its scales.
+
+    Attributes:
+        num_streams: side streams; the peers share them in turn, each has one.
+        local, peers: addresses of the panels, the own ones and the peers' in the order in which they are served.
+        rows, chunk_rows: of a shard and of a chunk.
+        row_bytes: of A.
+        scales: offset of the scales in the panels; 0 if rows have none.
+    """
+
+    copies: Copies
+    num_streams: int
+    rank: int
+    local: int
+    peers: tuple[int, ...]
+    rows: int
+    chunk_rows: int
+    row_bytes: int
+    scales: int
+
+    def begin(self, stream: int, a: int, scale_a: int) -> None:
+        """Queue all copies, after what is queued on `stream` now."""
+        copies, sides = self.copies, self.copies.streams[: self.num_streams]
+        copies.record(HERE, stream)
+        for side in sides:
+            copies.wait(side, HERE)
+        for step, peer in enumerate(self.peers):
+            side = sides[step % self.num_streams]
+            for chunk, start in enumerate(range(0, self.rows, self.chunk_rows)):
+                self._send(side, peer, chunk, start, a, scale_a)
+        for number, side in enumerate(sides):
+            copies.record(SENT_EVENT + number, side)
+
+    def _send(self, side: int, peer: int, chunk: int, start: int, a: int, scale_a: int) -> None:
+        count = min(self.chunk_rows, self.rows - start)
+        first = self.rank * self.rows + start
+        self.copies.copy(
+            side, peer + PANEL_DATA + first * self.row_bytes, a + start * self.row_bytes, count * self.row_bytes
+        )
+        if self.scales:
+            self.copies.copy(side, peer + self.scales + first * 4, scale_a + start * 4, count * 4)
+        flag = (self.rank * PANEL_CHUNKS + chunk) * 8
+        self.copies.copy(side, peer + flag, self.local + PANEL_NUMBER_OFFSET, 8)
+
+    def end(self, stream: int) -> None:
+        """Hold the stream back until everything is sent."""
+        for number in range(self.num_streams):
+            self.copies.wait(stream, SENT_EVENT + number)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The gathered A copied from the panels to where the caller wants it.
+
+    Attributes:
+        data: address of the panels' A.
+        shard: bytes of a shard.
+    """
+
+    copies: Copies
+    rank: int
+    world_size: int
+    data: int
+    shard: int
+
+    def begin(self, stream: int, a: int, target: int) -> None:
+        """The own shard, beside what follows on `stream`."""
+        self.copies.record(HERE, stream)
+        aside = self.copies.streams[_ASIDE]
+        self.copies.wait(aside, HERE)
+        self.copies.copy(aside, target + self.rank * self.shard, a, self.shard)
+        self.copies.record(SENT_EVENT + _ASIDE, aside)
+
+    def end(self, stream: int, target: int) -> None:
+        """The others, after what came before on `stream` has waited for them."""
+        before, after = self.rank * self.shard, (self.rank + 1) * self.shard
+        if before:
+            self.copies.copy(stream, target, self.data, before)
+        if left := self.world_size * self.shard - after:
+            self.copies.copy(stream, target + after, self.data + after, left)
+        self.copies.wait(stream, SENT_EVENT + _ASIDE)
+
+
+def make_pushes(
+    problem: Problem, workspace: Workspace, panels: Panels, *, num_streams: int, chunk_rows: int,
+    order: Sequence[int] | None = None,
+) -> Pushes:  # fmt: skip
+    """The pushes of a plan.
+
+    Args:
+        order: peers, by how many ranks they are ahead; by default rank + 1 first, then rank + 2, …
+    """
+    ahead = order or range(1, problem.world_size)
+    return Pushes(
+        copies=copies_of(workspace, problem.mode),
+        num_streams=num_streams,
+        rank=workspace.rank,
+        local=panels.local,
+        peers=tuple(panels.peers[step - 1] for step in ahead),
+        rows=rows_of(problem),
+        chunk_rows=chunk_rows,
+        row_bytes=problem.shape[2] * ITEMSIZE[problem.dtype],
+        scales=_scales_offset(problem) if problem.scaling == "rowwise" else 0,
+    )
+
+
+def make_gathered(problem: Problem, workspace: Workspace, panels: Panels) -> Gathered | None:
+    """The copies of a plan whose caller wants the gathered A, else None."""
+    if not wanted_of(problem).gathered:
+        return None
+    shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
+    copies = copies_of(workspace, problem.mode)
+    return Gathered(copies, workspace.rank, problem.world_size, panels.data, shard)
+
+
+def send_arguments(problem: Problem, workspace: Workspace, panels: Panels, chunk_rows: int) -> tuple[int, ...]:
+    """What `send_kernel` takes after the addresses of the shard and its scales."""
+    extents = (rows_of(problem), problem.shape[2], chunk_rows, workspace.rank)
+    return (panels.local, *panels.peers, _scales_offset(problem), *extents)
+
+
+class QueueVariant(GemmVariant):
+    """A persistent GEMM over the queue."""
+
+    op = "ag_gemm"
+    numerics: Numerics = "ordered"
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return (
+            refuse_gather(problem, limits)
+            or refuse_tiles(problem, config, limits, rows=rows_of(problem), shards=problem.world_size)
+            or refuse_chunks(problem, config, limits, int(config["block_m"]))
+        )
+
+    def best_tiles(self, problem: Problem, limits: Limits, rest: dict[str, Value]) -> dict[str, Value]:
+        """The config with the best feasible tiles, given the values of the other axes."""
+
+        def infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
+            return self.infeasible(problem, {**config, **rest}, limits)
+
+        wish = tile_wish(problem, limits, rows=rows_of(problem))
+        return {**closest(wish, tile_space(), problem, limits, infeasible), **rest}
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        packed = problem.shape[1] * out_itemsize(problem) % _PACKET_BYTES == 0
+        return {**super().constants(problem, config), "PACKED": packed}
+
+    def bind_gemm(
+        self, problem: Problem, config: Config, workspace: Workspace, most: int, arguments: tuple[int, ...]
+    ) -> Callable[..., None]:
+        """`(stream, a, b, out, scale_a, scale_b)` to a launch of the kernel, which stays until all is done.
+
+        Args:
+            most: blocks that find something to do.
+            arguments: of the kernel between those addresses and rank, timeout_ns, status.
+        """
+        grid = min(most, 2)
+        if workspace.device.type == "cuda":
+            import torch
+
+            num_sms = torch.cuda.get_device_properties(workspace.device).multi_processor_count
+            grid = min(most, int(config.get("blocks_per_sm", 1)) * num_sms)
+        kernel = bind_kernel(self.request(problem, config), grid, workspace.device)
+        waits = (workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
+        return kernel.fix((*(None,) * 5, *arguments, *waits))
+
+    def launch(
+        self, problem: Problem, begin: Callable[[int], None], multiply: Callable[..., None],
+        gathered: Gathered | None, pushes: Pushes | None,
+    ) -> Launch:  # fmt: skip
+        """The launch of the call's begin, the pushes if copy engines make them, and the GEMM."""
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            a = inputs[0].data_ptr()
+            scale_a, scale_b = (inputs[2].data_ptr(), inputs[3].data_ptr()) if problem.scaling else (0, 0)
+            begin(stream)
+            if pushes is not None:
+                pushes.begin(stream, a, scale_a)
+            if gathered is not None:
+                gathered.begin(stream, a, outputs[1].data_ptr())
+            multiply(stream, a, inputs[1].data_ptr(), outputs[0].data_ptr(), scale_a, scale_b)
+            if gathered is not None:
+                gathered.end(stream, outputs[1].data_ptr())
+            if pushes is not None:
+                pushes.end(stream)
+
+        return run
+
+
+def _queue_length(problem: Problem, config: Config) -> int:
+    """Tiles of all shards."""
+    return problem.world_size * num_tiles(rows_of(problem), problem, config)
+
+
+class CopyEnginePersistent(QueueVariant):
+    name = "copy_engine_persistent"
+    summary = "copy engines push shards and their flags; one persistent GEMM takes tiles in the order of arrival"
+    kernels = (begin_panels_kernel, queue_kernel)
+    space = tile_space(blocks_per_sm=Choice(1, 2), chunks=Choice(1, 2, 4), streams=Choice(1, 2, 3))
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().infeasible(problem, config, limits) or refuse_streams(problem, config):
+            return reason
+        if config["blocks_per_sm"] == 1:
+            return None
+        if limits.backend == "host" or _queue_length(problem, config) <= limits.num_sms:
+            return "there is no tile for a second block on an SM"
+        if not two_fit(problem, config):
+            return "two blocks with such tiles do not fit on an SM"
+        return None
+
+    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
+        return self.best_tiles(problem, limits, {"blocks_per_sm": 1, "chunks": 1, "streams": 1})
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        panels = workspace.panels(problem.mode, panel_bytes(problem))
+        rows, (_, n, k) = rows_of(problem), problem.shape
+        chunk_rows = rows_of_chunk(problem, int(config["chunks"]), int(config["block_m"]))
+        begin = bind_begin(problem, workspace, panels)
+        arguments = (panels.local, panels.local + _scales_offset(problem), rows, n, k, chunk_rows)
+        multiply = self.bind_gemm(problem, config, workspace, _queue_length(problem, config), arguments)
+        pushes = make_pushes(problem, workspace, panels, num_streams=int(config["streams"]), chunk_rows=chunk_rows)
+        return self.launch(problem, begin, multiply, make_gathered(problem, workspace, panels), pushes)
+
+
+class SmPersistent(QueueVariant):
+    name = "sm_persistent"
+    summary = "one persistent GEMM, of which some blocks push the shards first"
+    kernels = (begin_panels_kernel, sending_kernel)
+    space = tile_space(comm_blocks=Choice(1, 2, 4, 8, 16, 32), chunks=Choice(1, 2, 4))
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().infeasible(problem, config, limits):
+            return reason
+        senders = int(config["comm_blocks"])
+        if limits.backend == "host":
+            return None if senders == 1 else "interpreted blocks run one after another: only comm_blocks=1"
+        if senders == 1:
+            return "one block cannot keep a link busy"
+        if senders > limits.num_sms // 2:
+            return f"{senders} of {limits.num_sms} SMs leave too few for the products"
+        shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
+        if senders > 2 and shard < senders * LEAST_SENT_BYTES:
+            return f"{shard} bytes are too few for {senders} blocks to send"
+        return None
+
+    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        for senders in (1,) if limits.backend == "host" else (16, 8, 4, 2):
+            found = self.best_tiles(problem, limits, {"comm_blocks": senders, "chunks": 1})
+            if self.infeasible(problem, found, limits) is None:
+                break
+        return found
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        panels = workspace.panels(problem.mode, panel_bytes(problem))
+        rows, (_, n, k), senders = rows_of(problem), problem.shape, int(config["comm_blocks"])
+        chunk_rows = rows_of_chunk(problem, int(config["chunks"]), int(config["block_m"]))
+        begin = bind_begin(problem, workspace, panels)
+        arguments = (panels.local, *panels.peers, _scales_offset(problem), rows, n, k, chunk_rows, senders)
+        multiply = self.bind_gemm(problem, config, workspace, _queue_length(problem, config) + senders, arguments)
+        return self.launch(problem, begin, multiply, make_gathered(problem, workspace, panels), None)
+
+
+COPY_ENGINE_PERSISTENT = CopyEnginePersistent().register()
+SM_PERSISTENT = SmPersistent().register()

@@ -1,4 +1,4 @@
-"""lamport: a GEMM for few rows whose epilogue pushes each tile to all ranks as packets that announce themselves.
+"""gemm_ar, lamport: a GEMM for few rows whose epilogue pushes tiles to all ranks as packets that announce themselves.
 
 A block computes a tile over a part of the depth. Where the depth is cut into `split_k` parts, which lets more blocks
 read B at once, the parts go to memory of this rank, and the block that comes last to the tile adds them in the order of
@@ -21,21 +21,19 @@ Source: the packets of TensorRT-LLM's and FlashInfer's low-latency all-reduce, i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.common.feasibility import Launch, closest
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
+from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, arm
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.gemm.ar_launches import bind_addresses
-from tunedcomm.kernels.gemm.ar_sums import refuse_packets, sum_and_bias
-from tunedcomm.kernels.gemm.op import out_itemsize
+from tunedcomm.kernels.gemm.ar import refuse_packets, sum_and_bias
+from tunedcomm.kernels.gemm.op import out_itemsize, wanted_of
 from tunedcomm.kernels.gemm.tiles import (
     element_type,
     matrix,
@@ -45,14 +43,12 @@ from tunedcomm.kernels.gemm.tiles import (
     scaled,
     tile_words,
 )
-from tunedcomm.kernels.gemm.variant import num_tiles, refuse_tiles, tile_constants, tile_wish
+from tunedcomm.kernels.gemm.variant import GemmVariant, addresses, num_tiles, refuse_tiles, tile_wish
 from tunedcomm.space import Choice, Config, Space, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Problem, Variant, register_variant
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["LAMPORT", "gemm_lamport_kernel"]
 
 _MOST_ROWS = 256
 _MOST_PARTS = 512  # tiles in parts: each has a counter
@@ -158,130 +154,105 @@ def gemm_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-_SPACE = Space(
-    {
-        "block_m": Choice(16, 32, 64),
-        "block_n": Choice(32, 64, 128),
-        "block_k": Choice(32, 64, 128, 256),
-        "num_warps": Choice(4, 8),
-        "num_stages": Choice(1, 2, 4, 6),
-        "split_k": Choice(1, 2, 4, 8),
-        "pointers": Choice(False, True),
-        "launch_pdl": Choice(False, True),
-    }
-)
-
-
-def _infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    m, n, k = problem.shape
-    if reason := refuse_packets(problem, limits, panel_bytes=0):
-        return reason
-    nbytes = m * n * out_itemsize(problem)
-    if m > _MOST_ROWS:
-        return f"{m} rows are a matter of bandwidth: at most {_MOST_ROWS}"
-    if nbytes * problem.world_size > limits.stage_bytes:
-        return f"{nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
-    if config["launch_pdl"] and not limits.launch_pdl:
-        return "programmatic dependent launch is not available here"
-    block_m, split = int(config["block_m"]), int(config["split_k"])
-    packets = block_m * int(config["block_n"]) * out_itemsize(problem) // PACKET_BYTES
-    if packets < 32 * int(config["num_warps"]) and limits.backend == "cuda":
-        # The second copy would come after the first was polled, and lie there for the next call but one.
-        return f"a tile has {packets} packets: threads beyond would push some of them twice"
-    if m > block_m and block_m < 64 and limits.backend == "cuda":
-        return f"{m} rows go into one tile, or into tiles of 64 rows"
-    if reason := refuse_tiles(problem, {**config, "group": 1}, limits, rows=m):
-        return reason
-    if split > 1 and -(-k // int(config["block_k"])) < 2 * split and limits.backend == "cuda":
-        return f"a depth of {k} in {split} parts leaves a block less than two steps"
-    tiles = num_tiles(m, problem, config)
-    if split > 1 and tiles > _MOST_PARTS:
-        return f"{tiles} tiles keep all SMs busy: only split_k=1"
-    if split > 1 and tiles * split > 8 * limits.num_sms and limits.backend == "cuda":
-        return f"{tiles} tiles in {split} parts are more than 8 blocks an SM"
-    return None
-
-
-def _per_sm(problem: Problem, config: Config) -> int:
-    """Blocks that an SM holds for certain, with up to 128 registers a thread."""
-    m, n, k = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
-    shared = int(config["num_stages"]) * (m + n) * k * ITEMSIZE[problem.dtype] + m * n * 4 + 1024
-    return max(min(_SHARED_BYTES // shared, 16 // int(config["num_warps"])), 1)
-
-
-def _default(problem: Problem, limits: Limits) -> dict[str, Value]:
-    m, _, k = problem.shape
-    wish: dict[str, Any] = {**tile_wish(problem, limits, rows=min(m, 64)), "pointers": False}
-    del wish["group"]
-    tiles = max(num_tiles(m, problem, wish), 1)
-    steps = max(k // int(wish["block_k"]) // 2, 1)
-    split = max(min(_per_sm(problem, wish) * limits.num_sms // tiles, steps, 8), 1) if limits.backend == "cuda" else 2
-    wish |= {"split_k": split, "launch_pdl": limits.launch_pdl}
-    return closest(wish, _SPACE, problem, limits, _infeasible)
-
-
-def _request(problem: Problem, config: Config) -> CompileRequest:
-    constants = tile_constants(problem, {**config, "group": 1})
-    del constants["GROUP"]
-    warps, pdl = int(config["num_warps"]), bool(config["launch_pdl"])
-    constants |= {
-        "SPLIT": config["split_k"],
-        "POINTERS": config["pointers"],
-        "BIAS": "bias" in problem.layout,
-        "BLOCK": 32 * warps,
-        "PDL": pdl,
-    }
-    return CompileRequest.of(
-        gemm_lamport_kernel, constants, num_warps=warps, num_stages=int(config["num_stages"]), launch_pdl=pdl
+class Lamport(GemmVariant):
+    op = "gemm_ar"
+    name = "lamport"
+    numerics = "library"
+    summary = "a GEMM whose epilogue pushes packets that announce themselves; for few rows"
+    kernels = (gemm_lamport_kernel,)
+    space = Space(
+        {
+            "block_m": Choice(16, 32, 64),
+            "block_n": Choice(32, 64, 128),
+            "block_k": Choice(32, 64, 128, 256),
+            "num_warps": Choice(4, 8),
+            "num_stages": Choice(1, 2, 4, 6),
+            "split_k": Choice(1, 2, 4, 8),
+            "pointers": Choice(False, True),
+            "launch_pdl": Choice(False, True),
+        }
     )
 
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        m, n, k = problem.shape
+        if reason := refuse_packets(problem, limits, panel_bytes=0):
+            return reason
+        nbytes, on_gpus = m * n * out_itemsize(problem), limits.backend == "cuda"
+        if m > _MOST_ROWS:
+            return f"{m} rows are a matter of bandwidth: at most {_MOST_ROWS}"
+        if nbytes * problem.world_size > limits.stage_bytes:
+            return f"{nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
+        if config["launch_pdl"] and not limits.launch_pdl:
+            return "programmatic dependent launch is not available here"
+        block_m, split = int(config["block_m"]), int(config["split_k"])
+        packets = block_m * int(config["block_n"]) * out_itemsize(problem) // PACKET_BYTES
+        if on_gpus and packets < 32 * int(config["num_warps"]):
+            # The second copy would come after the first was polled, and lie there for the next call but one.
+            return f"a tile has {packets} packets: threads beyond would push some of them twice"
+        if on_gpus and m > block_m and block_m < 64:
+            return f"{m} rows go into one tile, or into tiles of 64 rows"
+        if reason := refuse_tiles(problem, {**config, "group": 1}, limits, rows=m):
+            return reason
+        if split == 1:
+            return None
+        if on_gpus and -(-k // int(config["block_k"])) < 2 * split:
+            return f"a depth of {k} in {split} parts leaves a block less than two steps"
+        tiles = num_tiles(m, problem, config)
+        if tiles > _MOST_PARTS:
+            return f"{tiles} tiles keep all SMs busy: only split_k=1"
+        if on_gpus and tiles * split > 8 * limits.num_sms:
+            return f"{tiles} tiles in {split} parts are more than 8 blocks an SM"
+        return None
 
-def _requests(problem: Problem, config: Config) -> Iterable[Any]:
-    return (_request(problem, config),)
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        m, _, k = problem.shape
+        wish: dict[str, Any] = {**tile_wish(problem, limits, rows=min(m, 64)), "pointers": False}
+        wish["launch_pdl"] = limits.launch_pdl
+        if limits.backend == "host":
+            return {**wish, "split_k": 2}
+        tiles = max(num_tiles(m, problem, wish), 1)
+        steps = max(k // int(wish["block_k"]) // 2, 1)
+        return {**wish, "split_k": max(min(self._per_sm(problem, wish) * limits.num_sms // tiles, steps, 8), 1)}
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        found = super().constants(problem, {**config, "group": 1})
+        del found["GROUP"]
+        own: dict[str, Value] = {"SPLIT": config["split_k"], "POINTERS": config["pointers"]}
+        own |= {"BIAS": wanted_of(problem).bias, "BLOCK": 32 * int(config["num_warps"]), "PDL": config["launch_pdl"]}
+        return {**found, **own}
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        """Parts of tiles: the blocks of the grid at most, on any GPU."""
+        return num_tiles(problem.shape[0], problem, config) * int(config["split_k"])
+
+    def _per_sm(self, problem: Problem, config: Config) -> int:
+        """Blocks that an SM holds for certain, with up to 128 registers a thread."""
+        m, n, k = (int(config[name]) for name in ("block_m", "block_n", "block_k"))
+        shared = int(config["num_stages"]) * (m + n) * k * ITEMSIZE[problem.dtype] + m * n * 4 + 1024
+        return max(min(_SHARED_BYTES // shared, 16 // int(config["num_warps"])), 1)
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        device, lane, layout = workspace.device, workspace.lanes[problem.mode], workspace.layout
+        on_gpu = device.type == "cuda"
+        # One block on the host: interpreted ones run one after another, and here they wait for each other.
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+        grid = max(min(self.num_blocks(problem, config), self._per_sm(problem, config) * sms), 1)
+        kernel = bind_kernel(self.request(problem, config), grid, device)
+        tiles, split = num_tiles(problem.shape[0], problem, config), int(config["split_k"])
+        room = tiles * split * int(config["block_m"]) * int(config["block_n"]) if split > 1 else 4
+        parts = workspace.scratch(problem.mode, room * 4)
+        counters = torch.zeros(tiles, dtype=torch.int32, device=device)
+        if on_gpu:
+            torch.cuda.synchronize(device)  # a launch may be on any stream
+        arguments = (
+            *problem.shape, parts.data_ptr(), counters.data_ptr(), lane.local, *lane.peers, workspace.rank,
+            workspace.timeout_ns, workspace.status_argument(problem), layout.arena, layout.stage_bytes,
+        )  # fmt: skip
+        launch: Any = kernel.fix((*(None,) * 6, *arguments))
+        launch.keep = counters  # live as long as the launch
+        return ManyLaunch(launch, addresses(problem))
 
 
-def _parts(problem: Problem, config: Config) -> int:
-    return num_tiles(problem.shape[0], problem, config) * int(config["split_k"])
-
-
-def _blocks(problem: Problem, config: Config, num_sms: int) -> int:
-    """Blocks of the grid: one for each part of a tile, as many as are resident at once for certain."""
-    return min(_parts(problem, config), _per_sm(problem, config) * num_sms)
-
-
-def _bind(problem: Problem, config: Config, workspace: Workspace) -> Launch:
-    import torch
-
-    device, lane, layout = workspace.device, workspace.lanes[problem.mode], workspace.layout
-    on_gpu = device.type == "cuda"
-    # Interpreted blocks run one after another, and here they wait for each other.
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
-    kernel = bind_kernel(_request(problem, config), max(_blocks(problem, config, sms), 1), device)
-    tiles, split = num_tiles(problem.shape[0], problem, config), int(config["split_k"])
-    room = tiles * split * int(config["block_m"]) * int(config["block_n"]) if split > 1 else 4
-    parts = workspace.scratch(problem.mode, room * 4)
-    counters = torch.zeros(tiles, dtype=torch.int32, device=device)
-    if on_gpu:
-        torch.cuda.synchronize(device)  # a launch may be on any stream
-    tail = (
-        *problem.shape, parts.data_ptr(), counters.data_ptr(), lane.local, *lane.peers, workspace.rank,
-        workspace.timeout_ns, workspace.status_argument(problem), layout.arena, layout.stage_bytes,
-    )  # fmt: skip
-    return bind_addresses(problem, kernel, tail, keep=(parts, counters))
-
-
-LAMPORT = register_variant(
-    Variant(
-        op="gemm_ar",
-        name="lamport",
-        numerics="library",
-        summary="a GEMM whose epilogue pushes packets that announce themselves; for few rows",
-        space=_SPACE,
-        infeasible=_infeasible,
-        default=_default,
-        bind=_bind,
-        num_blocks=_parts,  # at most, whatever the GPU
-        kernels=(gemm_lamport_kernel,),
-        compile_requests=_requests,
-    )
-)
+LAMPORT = Lamport().register()

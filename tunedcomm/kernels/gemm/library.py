@@ -28,7 +28,7 @@ from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, ManyLaunch
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.variant import LibraryVariant, VariantBase, all_gather_single, reduce_scatter_single
-from tunedcomm.kernels.gemm.ag_common import gathered_in, panel_bytes, refuse_gather, scales_in
+from tunedcomm.kernels.gemm.ag import gathered_in, panel_bytes, refuse_gather, scales_in
 from tunedcomm.kernels.gemm.op import (
     DTYPES,
     SCALED_MULTIPLE,

@@ -183,13 +183,3 @@ def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float
     # Of fp8 the high one, see `refuse_tiles`.
     block_m, block_n = (wide, 128) if problem.dtype.startswith("float8") else (128, wide)
     return {"block_m": block_m, "block_n": block_n, "block_k": deep, "group": 8, "num_warps": 8, "num_stages": 3}
-
-
-def tile_request(kernel: Any, problem: Problem, config: Config, **constants: Value) -> CompileRequest:
-    """The binary of a GEMM kernel with the usual constants and these."""
-    return CompileRequest.of(
-        kernel,
-        {**tile_constants(problem, config), **constants},
-        num_warps=int(config["num_warps"]),
-        num_stages=int(config["num_stages"]),
-    )
