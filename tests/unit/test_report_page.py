@@ -17,8 +17,8 @@ import chromium
 from report_samples import gemm_csv, recorded_database
 
 from tunedcomm.db.layers import named_layers
-from tunedcomm.report.build import gather, render
-from tunedcomm.report.heat import INK
+from tunedcomm.report.data import gather
+from tunedcomm.report.page import INK, render
 
 BROWSER = chromium.find()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (apt-get install chromium)")

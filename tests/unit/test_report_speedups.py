@@ -18,11 +18,9 @@ from report_samples import gemm_csv, stored_trials
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.db.store import Database
-from tunedcomm.report.bench_rows import read_csv
-from tunedcomm.report.build import gather, render
-from tunedcomm.report.curves import rows_table
-from tunedcomm.report.library import library_of
-from tunedcomm.report.measured import Group, Measured, group_up
+from tunedcomm.report.data import Group, Measured, gather, group_up, read_csv
+from tunedcomm.report.figures import rows_table
+from tunedcomm.report.page import render
 
 SHIPPED = Path(__file__).parents[2] / "tuning_db" / "h200-nvswitch18-x4.db"
 # Variant to its µs and the library's in its run. Of lamport's the library's is far above the median, 12.25.
@@ -146,16 +144,14 @@ def test_of_several_runs_each_row_is_compared_with_the_library_of_its_own(tmp_pa
 
 def test_the_page_says_what_the_library_is(tmp_path: Path) -> None:
     group = Group(origin="o", op="all_reduce", world_size=4, dtype="bfloat16", mode="graph", fabric="nvswitch-18")
-    named = {
-        op: library_of(replace(group, op=op)) for op in ("all_reduce", "all_reduce_rms_norm", "gemm_rs", "another")
-    }
+    named = {op: replace(group, op=op).library for op in ("all_reduce", "all_reduce_rms_norm", "gemm_rs", "another")}
     assert named == {
         "all_reduce": "NCCL",
         "all_reduce_rms_norm": "NCCL, then PyTorch operators, not compiled",
         "gemm_rs": "cuBLAS and NCCL",
         "another": "the library",
     }
-    assert library_of(replace(group, op="ag_gemm", fabric="host")) == "PyTorch and gloo"
+    assert replace(group, op="ag_gemm", fabric="host").library == "PyTorch and gloo"
     page = render(gather([], [gemm_csv(tmp_path / "g.csv")]))
     assert "<td>cuBLAS and NCCL</td>" in page[page.index('id="glance"') : page.index("</section>")]
     assert "over cuBLAS and NCCL" in page[page.index('id="gemms"') :]

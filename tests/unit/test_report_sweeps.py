@@ -16,10 +16,8 @@ from report_samples import recorded_database, recorded_trials, stored_trials
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.db.store import Database
-from tunedcomm.report.build import gather
-from tunedcomm.report.failures import failure_panels, template
-from tunedcomm.report.stored import StoredFile
-from tunedcomm.report.sweeps import sweep_panels
+from tunedcomm.report.data import StoredFile, gather
+from tunedcomm.report.figures import failure_panels, sweep_panels, template
 
 
 def read(path: Path) -> list[StoredFile]:

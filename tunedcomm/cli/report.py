@@ -35,7 +35,9 @@ def report(
 
     Example: tunedcomm report -o report.html --db cluster.db --csv bench/results/*.csv
     """
-    from tunedcomm.report.build import gather, need, render, write_png
+    from tunedcomm.report.data import gather
+    from tunedcomm.report.images import write_images
+    from tunedcomm.report.page import need, render
 
     need("plotly")
     if png is not None:
@@ -61,7 +63,7 @@ def report(
     except OSError as error:
         raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from error
     try:
-        images = [] if png is None else write_png(material, png)
+        images = [] if png is None else write_images(material, png)
     except OSError as error:
         raise typer.BadParameter(f"{png} cannot take images: {error.strerror}", param_hint="--png") from error
     _say(output, images, len(material.bench) + len(material.stored), as_json=as_json)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import json
+import math
 from collections.abc import Iterable, Sequence
 from importlib import resources
+from typing import Any
 
-from tunedcomm.report.panels import Figure, KeyEntry, Panel, Section, Table
-from tunedcomm.report.styles import Style
+from tunedcomm.db.records import utc_now
+from tunedcomm.errors import MissingPackageError
+from tunedcomm.report.data import Material
+from tunedcomm.report.figures import Axis, Figure, Heat, Panel, Section, Series, Style, Table, sections
+from tunedcomm.version import VERSION
 
-__all__ = ["page"]
-
+# The heat maps' colours: slower than the library in orange, as fast in a pale grey, faster in blue; from half to twice
+# as fast in every figure, beyond that alike, so that a colour always says the same. INK reads on each of them, in dark
+# mode, too.
+SCALE = [(0.0, "#e8793a"), (0.25, "#f3b98d"), (0.5, "#eef1f5"), (0.75, "#9cc7ef"), (1.0, "#4391dd")]
+MOST = 1.0  # of the scale, as the power of two
+INK = "#0b1220"
 # Outlines of the key's marks in a box of 30 by 14, around (15, 7).
 _MARKS = {
     "circle": '<circle cx="15" cy="7" r="4" {fill}/>',
@@ -30,17 +40,36 @@ _MARKS = {
 _FEW_COLUMNS = 3
 
 
-def page(title: str, subtitle: str, sections: Sequence[Section], footer: str) -> str:
-    """The whole file.
+def need(package: str) -> None:
+    """Raise what to do if a package of the extra `report` is missing.
 
-    Args:
-        title, subtitle: of the page, plain text.
-        sections: those without panels are left out.
-        footer: plain text.
+    Raises:
+        MissingPackageError: it is not installed.
     """
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(
+            f"a report is drawn with {package}, which is not installed; run `pip install 'tunedcomm[report]'`, which "
+            "brings plotly and matplotlib"
+        )
+
+
+def render(material: Material, *, title: str = "tunedcomm report") -> str:
+    """The whole file; sections without panels are left out.
+
+    Raises:
+        MissingPackageError: plotly is not installed.
+    """
+    need("plotly")
     from plotly.offline import get_plotlyjs
 
-    shown = [section for section in sections if section.panels]
+    made = utc_now().strftime("%Y-%m-%d %H:%M UTC")
+    what = [*(database.name for database in material.databases), *(file.name for file in material.files)]
+    subtitle = f"Made {made} by tunedcomm {VERSION} from {', '.join(what) or 'nothing'}."
+    footer = (
+        "Times are medians of the slowest rank, in µs. algbw = size/time and busbw = algbw × traffic a byte, by "
+        "nccl-tests' definitions. One file, no network: plotly.js is in it."
+    )
+    shown = [section for section in sections(material) if section.panels]
     has_figures = any(panel.figures for section in shown for panel in section.panels)
     links = "".join(f'<li><a href="#{section.anchor}">{_text(section.title)}</a></li>' for section in shown)
     body = "\n".join(_section(section) for section in shown)
@@ -93,7 +122,7 @@ def _panel(panel: Panel) -> str:
     if panel.note:
         parts.append(f'<p class="note">{_text(panel.note)}</p>')
     if panel.figures:
-        figures = "".join(_figure(heading, figure, panel.title) for heading, figure in panel.figures)
+        figures = "".join(_figure(figure, panel.title) for figure in panel.figures)
         parts.append(f'<div class="figures">{figures}</div>')
     if panel.key:
         parts.append(f'<ul class="key" aria-label="Key">{"".join(map(_key_entry, panel.key))}</ul>')
@@ -101,19 +130,102 @@ def _panel(panel: Panel) -> str:
     return "\n".join([*parts, "</article>"])
 
 
-def _figure(heading: str, figure: Figure, title: str) -> str:
+def _figure(figure: Figure, title: str) -> str:
     """A place for the figure and its data; `</` would end the script that holds them."""
-    layout = {name: value for name, value in figure["layout"].items() if name != "template"}
-    plain = json.dumps({"data": figure["data"], "layout": layout}, allow_nan=False, separators=(",", ":"))
-    data = plain.replace("</", r"<\/")
-    label = _text(f"{heading}: {title}")
+    data = json.dumps(plotly_figure(figure), allow_nan=False, separators=(",", ":")).replace("</", r"<\/")
+    label = _text(f"{figure.heading}: {title}")
     return (
-        f'<div><h4>{_text(heading)}</h4><div class="figure" role="img" aria-label="{label}"></div>'
+        f'<div><h4>{_text(figure.heading)}</h4><div class="figure" role="img" aria-label="{label}"></div>'
         f'<script type="application/json">{data}</script></div>'
     )
 
 
-def _key_entry(entry: KeyEntry) -> str:
+def plotly_figure(figure: Figure) -> dict[str, Any]:
+    """What plotly.js draws; page.js adds the theme and what suits the screen."""
+    layout: dict[str, Any] = {"showlegend": False, "xaxis": _axis(figure.x), "yaxis": _axis(figure.y)}
+    if figure.height is not None:
+        layout["height"] = figure.height
+    if figure.heat is not None:
+        layout["xaxis"]["type"] = "category"
+        layout["yaxis"] |= {"type": "category", "automargin": True}
+        return {"data": [_heat(figure.heat)], "layout": layout}
+    if any(series.kind == "bars" for series in figure.series):
+        layout["barmode"] = "stack" if figure.is_stacked else "group"
+        layout["xaxis"]["rangemode"] = "tozero"
+        layout["yaxis"] |= {"autorange": "reversed", "automargin": True}
+    return {"data": [_trace(series) for series in figure.series], "layout": layout}
+
+
+def _axis(axis: Axis) -> dict[str, Any]:
+    found: dict[str, Any] = {"title": {"text": axis.title}}
+    if axis.is_log:
+        found["type"] = "log"
+    if axis.ticks is not None:
+        found |= {"tickmode": "array", "tickvals": list(axis.ticks), "ticktext": list(axis.ticks.values())}
+    return found
+
+
+def _trace(series: Series) -> dict[str, Any]:
+    style, name = series.style, series.name
+    if series.kind == "bars":
+        value = f"<b>%{{y}}</b> {_text(name) if series.in_key else ''} %{{x:.4~g}} {series.unit}"
+        return {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": list(series.x),
+            "y": list(series.y),
+            "marker": {"color": style.colour},
+            "text": list(series.labels),
+            "hovertext": list(series.hover),
+            "hovertemplate": f"{value}{'<br>%{hovertext}' if series.hover else ''}<extra></extra>",
+        }
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "name": name,
+        "x": list(series.x),
+        "y": list(series.y),
+        "text": list(series.hover),
+        "hovertemplate": f"<b>%{{fullData.name}}</b> %{{y:.4~g}} {series.unit}<br>%{{text}}<extra></extra>",
+    }
+    if series.kind == "marks":
+        marker = {"symbol": style.mark, "size": 13, "color": style.colour, "line": {"width": 1.6}}
+        return {**trace, "mode": "markers", "marker": marker}
+    line = {"color": style.colour, "dash": style.dash, "width": style.width}
+    if style.mark == "line-ew":  # of the key alone
+        shape = "hv" if series.kind == "steps" else "linear"
+        return {**trace, "mode": "lines", "line": {**line, "shape": shape}}
+    marker = {"symbol": style.mark, "size": 8 if style.width > 2 else 6, "color": style.colour}
+    return {**trace, "mode": "lines+markers", "line": line, "marker": marker}
+
+
+def _heat(heat: Heat) -> dict[str, Any]:
+    ticks = {-MOST: "≤ 0.5×", math.log2(0.75): "0.75×", 0.0: "1×", math.log2(1.5): "1.5×", MOST: "≥ 2×"}
+    return {
+        "type": "heatmap",
+        "x": list(heat.columns),
+        "y": list(heat.rows),
+        "z": [[None if not value else math.log2(value) for value in line] for line in heat.values],
+        "zmin": -MOST,
+        "zmax": MOST,
+        "colorscale": [list(stop) for stop in SCALE],
+        "text": [["" if value is None else f"{value:.2f}" for value in line] for line in heat.values],
+        "texttemplate": "%{text}",
+        "textfont": {"color": INK},
+        "hovertemplate": "M %{x}, N×K %{y}: %{text}×<extra></extra>",
+        "hoverongaps": False,
+        "xgap": 2,
+        "ygap": 2,
+        "colorbar": {
+            "tickvals": list(ticks),
+            "ticktext": list(ticks.values()),
+            "thickness": 12,
+            "outlinewidth": 0,
+        },
+    }
+
+
+def _key_entry(entry: Series) -> str:
     note = f" <small>{_text(entry.note)}</small>" if entry.note else ""
     return (
         f'<li><button type="button" aria-pressed="true" data-name="{_text(entry.name)}">{_swatch(entry.style)}'

@@ -1,0 +1,608 @@
+"""What a report draws: measurements from CSV files and databases, and which of them make one figure."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from tunedcomm import kernels, metrics
+from tunedcomm.bench.csv import NEEDED, floor_us, known_link_gb_s
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import RunRecord, TrialRecord
+from tunedcomm.db.store import Database
+from tunedcomm.dispatch import dispatcher
+from tunedcomm.errors import UnknownNameError
+from tunedcomm.hardware import Environment
+from tunedcomm.selection.score import Scored
+from tunedcomm.selection.select import Registered, measured_pool
+from tunedcomm.selection.snapshot import Snapshot
+from tunedcomm.spec import Candidate, Problem, format_shape, get_op, parse_shape, variants
+from tunedcomm.symm.layout import limits_for
+
+LIBRARY = "library"
+T = TypeVar("T")
+# What dispatch ran, in a benchmark.
+TUNED = "tuned"
+# What dispatch would run by a database: a mark on the variants' lines, no line of its own.
+CHOSEN = "chosen"
+_ORDER = {TUNED: 0, LIBRARY: 1}
+_OPS = (*"all_reduce all_gather reduce_scatter all_to_all all_to_all_v all_reduce_rms_norm all_reduce_bias".split(),)
+# The library's times in two runs differ so much where a host was throttled, and a ratio to one of them says little.
+_UNSTEADY = 1.5
+_RULES = ("world_size", "rule", "regret_mean", "regret_worst")
+_HOST_COST = "host_cost:"
+# What `bench/regret.py` writes: several configs of any variant, one of them the library.
+_CANDIDATE = "candidate"
+_SOFTWARE = ("gpu", "fabric", "driver", "torch", "triton", "nccl", "tunedcomm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Group:
+    """Measurements that belong into one figure.
+
+    Attributes:
+        origin: the CSV file's name, or the database's layer.
+        op, dtype, world_size, mode, reduction, input_kind, in_place, layout: what their problems have in common.
+        gpu, fabric: where they were measured.
+        is_host_time: times that the host spends on a call, not the GPUs.
+    """
+
+    origin: str
+    op: str
+    world_size: int
+    dtype: str
+    mode: str
+    reduction: str = ""
+    input_kind: str = "plain"
+    in_place: bool = False
+    layout: str = ""
+    gpu: str = ""
+    fabric: str = ""
+    is_host_time: bool = False
+
+    @property
+    def title(self) -> str:
+        """`all_reduce, bfloat16, 4 × NVIDIA H200, graph`, and what is not as usual."""
+        where = f"{self.world_size} × {self.gpu}" if self.gpu else f"{self.world_size} ranks"
+        more = [
+            self.reduction if self.reduction not in ("", "sum") else "",
+            f"{self.input_kind} input" if self.input_kind != "plain" else "",
+            "in place" if self.in_place else "",
+            f"layout {self.layout}" if self.layout else "",
+            "time on the host" if self.is_host_time else "",
+        ]
+        return ", ".join([self.op, self.dtype, where, self.mode, *filter(None, more)])
+
+    @property
+    def slug(self) -> str:
+        """For file names and anchors."""
+        text = f"{self.op} {self.dtype} x{self.world_size} {self.title.split(', ', 3)[-1]} {self.origin}"
+        return "-".join("".join(c if c.isalnum() or c == "_" else " " for c in text.lower()).split())
+
+    def link_gb_s(self, given: float | None = None) -> float | None:
+        """What one GPU can send to its peers, in 1e9 bytes/s, by default as measured; None if that is not known."""
+        if self.is_host_time or self.world_size < 2:
+            return None
+        return given if given is not None else known_link_gb_s(self.gpu, self.fabric)
+
+    def floor_us(self, message_bytes: int, link_gb_s: float | None) -> float | None:
+        """Least time in µs that the links allow; None if that is not known."""
+        return None if link_gb_s is None else floor_us(self.op, message_bytes, self.world_size, link_gb_s)
+
+    @property
+    def library(self) -> str:
+        """`NCCL, then PyTorch operators, not compiled`; `the library` of an op that this tunedcomm does not have."""
+        kernels.discover()
+        found = variants(self.op).get("library")
+        if found is None:
+            return "the library"
+        here, elsewhere = (" on CPUs", " on GPUs") if self.fabric == "host" else (" on GPUs", " on CPUs")
+        parts = [part for part in found.summary.split(", ") if not part.endswith(elsewhere)]
+        said = ", ".join(part.removesuffix(here) for part in parts)
+        # What follows the collective are calls of PyTorch, as a program without torch.compile makes them.
+        return f"{said}, not compiled" if ", then " in said else said
+
+    @property
+    def is_gemm(self) -> bool:
+        """Problems with extents MxNxK, which no single size orders."""
+        return "gemm" in self.op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One contender at one problem.
+
+    Attributes:
+        shape: as it is written, `98304` or `4096x8192x3584`.
+        message_bytes: by which sizes are compared.
+        contender: `tuned`, `library`, a variant or a peer.
+        config: the candidate that ran, in words.
+        latency_p10_us, latency_p50_us, latency_p90_us: percentiles of the slowest rank.
+        library_us: the library's median in the same run; None where it is not known.
+        library_reckoned_us: the library's time that dispatch sets against it, where that is not `library_us`: that is
+            not known, was disturbed, or counts by half, being of an eager call.
+        error: ||out - ref|| / ||ref||; None if it was not checked.
+        date, run_id: when and in which run.
+        is_chosen: what dispatch runs here.
+        why: the reason, where it is chosen.
+        is_unsteady: the library's time that it is compared with is a half more or less than that of its own row.
+    """
+
+    group: Group
+    shape: str
+    message_bytes: int
+    contender: str
+    latency_p50_us: float
+    config: str = ""
+    latency_p10_us: float | None = None
+    latency_p90_us: float | None = None
+    library_us: float | None = None
+    library_reckoned_us: float | None = None
+    error: float | None = None
+    date: str = ""
+    run_id: str = ""
+    is_chosen: bool = False
+    why: str = ""
+    is_unsteady: bool = False
+
+    @property
+    def busbw_gb_s(self) -> float | None:
+        """Bus bandwidth by nccl-tests' definition; None where the op has none."""
+        op, world_size = self.group.op, self.group.world_size
+        if self.group.is_host_time or not self.message_bytes:
+            return None
+        try:
+            payload = metrics.payload_bytes(op, self.message_bytes, world_size)
+            return metrics.busbw_gb_s(op, payload, self.latency_p50_us, world_size)
+        except ValueError:
+            return None
+
+    @property
+    def over_library(self) -> float | None:
+        """How many times as fast as the library, in a database as dispatch reckons; None where it is not known."""
+        library_us = self.library_reckoned_us or self.library_us
+        return None if library_us is None else library_us / self.latency_p50_us
+
+    @property
+    def over_library_text(self) -> str:
+        """For tables."""
+        return "–" if self.over_library is None else f"{self.over_library:.2f}×" + (" ‡" if self.is_unsteady else "")
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The shape as numbers."""
+        return parse_shape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One contender over the sizes of a figure, from small to large."""
+
+    name: str
+    points: tuple[Measured, ...]
+
+
+def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
+    """Measurements by figure, one of each contender at each problem: of the newest run, and there the fastest."""
+    found = list(found)
+    newest: dict[tuple[Group, str, str], Measured] = {}
+    for one in found:
+        key = (one.group, one.shape, one.contender)
+        other = newest.get(key)
+        if other is None or _rank(one) > _rank(other):
+            newest[key] = one
+    library = {_run_of(one): one.latency_p50_us for one in found if one.contender == LIBRARY}
+    shown = {(one.group, one.shape): one.latency_p50_us for one in newest.values() if one.contender == LIBRARY}
+    grouped: dict[Group, list[Measured]] = {}
+    for one in sorted(newest.values(), key=lambda one: (one.message_bytes, one.shape, one.contender)):
+        library_us = one.library_us or (None if one.library_reckoned_us else library.get(_run_of(one)))
+        own_us = shown.get((one.group, one.shape))
+        is_unsteady = _differ(one.library_reckoned_us or library_us, own_us)
+        grouped.setdefault(one.group, []).append(replace(one, library_us=library_us, is_unsteady=is_unsteady))
+    return in_order(grouped)
+
+
+def in_order(groups: Mapping[Group, T]) -> dict[Group, T]:
+    """By op as people look for them, GEMMs last; then as groups are ordered."""
+
+    def place(group: Group) -> tuple[bool, int, str, Group]:
+        known = _OPS.index(group.op) if group.op in _OPS else len(_OPS)
+        return group.is_gemm, known, group.op, group
+
+    return {group: groups[group] for group in sorted(groups, key=place)}
+
+
+def _rank(one: Measured) -> tuple[str, bool, float]:
+    return one.date, one.is_chosen, -one.latency_p50_us
+
+
+def _differ(one_us: float | None, other_us: float | None) -> bool:
+    return bool(one_us and other_us) and not 1 / _UNSTEADY < (one_us or 0.0) / (other_us or 1.0) < _UNSTEADY
+
+
+def _run_of(one: Measured) -> tuple[Group, str, str, str]:
+    return one.group, one.shape, one.date, one.run_id
+
+
+def lines(found: Sequence[Measured]) -> list[Line]:
+    """The contenders of one figure: what dispatch runs first, the library second, the others by name."""
+    by_name: dict[str, list[Measured]] = {}
+    for one in found:
+        by_name.setdefault(one.contender, []).append(one)
+    names = sorted(by_name, key=lambda name: (_ORDER.get(name, 2), name))
+    return [Line(name, tuple(sorted(by_name[name], key=lambda one: one.message_bytes))) for name in names]
+
+
+def best_by_shape(found: Sequence[Measured]) -> dict[str, Measured]:
+    """Shape to what dispatch runs there, where it is known how it compares with the library.
+
+    Where nothing says what dispatch runs, the fastest contender stands for it.
+    """
+    by_shape: dict[str, list[Measured]] = {}
+    for one in found:
+        by_shape.setdefault(one.shape, []).append(one)
+    best = {}
+    for shape, members in by_shape.items():
+        ours = [one for one in members if one.is_chosen or one.contender == TUNED]
+        first = min(ours or members, key=lambda one: one.latency_p50_us)
+        if first.over_library is not None:
+            best[shape] = first
+    return best
+
+
+def speedup(found: Sequence[Measured]) -> dict[str, float]:
+    """Shape to how many times as fast as the library what dispatch runs is; see `best_by_shape`."""
+    return {shape: one.over_library for shape, one in best_by_shape(found).items() if one.over_library is not None}
+
+
+def geomean(values: Iterable[float]) -> float | None:
+    """The geometric mean; None of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+@dataclass(frozen=True, slots=True)
+class RegretRule:
+    """What one rule of selection loses at sizes that were not tuned; 1 is nothing."""
+
+    world_size: int
+    rule: str
+    mean: float
+    worst: float
+    sizes: str
+
+
+@dataclass(slots=True)
+class BenchFile:
+    """One CSV file.
+
+    Attributes:
+        name: of the file.
+        rows: contenders.
+        candidates: rows that time many candidates of one problem, for regret.
+        rules: regret by rule.
+        software: what the rows were measured with, each once.
+        skipped: line to what is wrong with it.
+    """
+
+    name: str
+    rows: list[Measured] = field(default_factory=list)
+    candidates: list[Measured] = field(default_factory=list)
+    rules: list[RegretRule] = field(default_factory=list)
+    software: list[dict[str, str]] = field(default_factory=list)
+    skipped: dict[int, str] = field(default_factory=dict)
+
+
+def read_csv(path: Path) -> BenchFile:
+    """Read one file; a line that makes no sense is left out and noted.
+
+    Raises:
+        ValueError: it cannot be read, or is neither rows of `tunedcomm bench` nor a table of regret.
+    """
+    found = BenchFile(path.name)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            is_rules = all(name in columns for name in _RULES)
+            missing = [name for name in NEEDED if name not in columns]
+            if missing and not is_rules:
+                raise ValueError(
+                    f"{path} is not a table that a report can show: it lacks the columns {', '.join(missing)}; give "
+                    "files that `tunedcomm bench --csv` or bench/regret.py wrote"
+                )
+            for row in reader:
+                try:
+                    _take(row, found, is_rules=is_rules)
+                except (ValueError, TypeError) as error:
+                    found.skipped[reader.line_num] = str(error)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return found
+
+
+def _take(row: Mapping[str, str | None], found: BenchFile, *, is_rules: bool) -> None:
+    if is_rules:
+        found.rules.append(
+            RegretRule(
+                world_size=int(row["world_size"] or 0),
+                rule=row["rule"] or "",
+                mean=_number(row, "regret_mean"),
+                worst=_number(row, "regret_worst"),
+                sizes=row.get("sizes") or "",
+            )
+        )
+        return
+    measured = _bench_row(row, found.name)
+    raw = row["contender"] == _CANDIDATE or (row["contender"] == LIBRARY and "regret" in found.name)
+    (found.candidates if raw else found.rows).append(measured)
+    software = {name: row.get(name) or "" for name in _SOFTWARE}
+    if software not in found.software:
+        found.software.append(software)
+
+
+def _number(row: Mapping[str, str | None], name: str) -> float:
+    value = float(row[name] or "nan")
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} is {row[name]!r}, not a number > 0")
+    return value
+
+
+def _optional(row: Mapping[str, str | None], name: str) -> float | None:
+    text = row.get(name)
+    return float(text) if text else None
+
+
+def _bench_row(row: Mapping[str, str | None], origin: str) -> Measured:
+    def text(name: str) -> str:
+        return row.get(name) or ""
+
+    contender = text("contender")
+    if not contender:
+        raise ValueError("contender is empty")
+    measured = Measured(
+        group=Group(
+            origin=origin,
+            op=text("op"),
+            world_size=int(text("world_size")),
+            dtype=text("dtype"),
+            mode=text("mode"),
+            reduction=text("reduction"),
+            input_kind=text("input_kind") or "plain",
+            in_place=text("in_place").lower() == "true",
+            layout=text("layout"),
+            gpu=text("gpu"),
+            fabric=text("fabric"),
+            is_host_time=contender.startswith(_HOST_COST),
+        ),
+        shape=text("shape"),
+        message_bytes=int(text("message_bytes")),
+        contender=contender.removeprefix(_HOST_COST),
+        config=text("config"),
+        latency_p50_us=_number(row, "latency_p50_us"),
+        latency_p10_us=_optional(row, "latency_p10_us"),
+        latency_p90_us=_optional(row, "latency_p90_us"),
+        error=_optional(row, "error"),
+        date=text("date"),
+        run_id=text("run_id"),
+        is_chosen=contender == TUNED,
+    )
+    if not measured.extents:
+        raise ValueError(f"shape {measured.shape!r} has no extents")
+    return measured
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One database.
+
+    Attributes:
+        name: of its layer, or the file's.
+        target: path or URL, without a password.
+        trials, runs, environments: all of them, oldest first.
+    """
+
+    name: str
+    target: str
+    trials: tuple[TrialRecord, ...]
+    runs: tuple[RunRecord, ...]
+    environments: tuple[Environment, ...]
+
+
+def read_layer(layer: Layer, *, name: str, op: str | None = None) -> StoredFile:
+    """Read one database.
+
+    Raises:
+        DatabaseError: it cannot be read.
+    """
+    immutable = True if layer.name == "packaged" else None
+    with Database.open(layer.target, readonly=True, immutable=immutable) as database:
+        trials = tuple(database.trials(op=op))
+        used = {trial.environment for trial in trials}
+        environments = tuple(there for there in database.environments() if there in used)
+        return StoredFile(name, str(database.path or database.url), trials, tuple(database.runs()), environments)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What dispatch makes of a problem that was measured.
+
+    Attributes:
+        candidate: what it would run; None where this tunedcomm does not have the op.
+        why: the reason.
+        scored: the candidates that it compares.
+        library_us: what it takes the library to need; None where that was never measured.
+    """
+
+    candidate: Candidate | None = None
+    why: str = ""
+    scored: Mapping[Candidate, Scored] = field(default_factory=dict)
+    library_us: float | None = None
+
+    def library_reckoned_us(self, trial: TrialRecord) -> float | None:
+        """The library's time that dispatch sets against a trial's; None where that is the one of the trial's run."""
+        found = self.scored.get(trial.candidate)
+        if found is None or self.library_us is None or found.row.latency_p50_us != trial.latency_p50_us:
+            return None  # dispatch goes by other rows
+        reckoned_us = self.library_us / found.score * found.row.latency_p50_us
+        is_by_ratio = trial.baseline_p50_us is not None and math.isclose(reckoned_us, trial.baseline_p50_us)
+        return None if is_by_ratio else reckoned_us
+
+
+class Chooser:
+    """What dispatch would run by the databases given, on the hardware that they were measured on."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        kernels.discover()
+        self._layers = layers
+        self._snapshots: dict[tuple[Environment, int], Snapshot] = {}
+
+    def choose(self, problem: Problem, environment: Environment) -> Answer:
+        """What dispatch would run there, and what it goes by."""
+        try:
+            get_op(problem.op)
+        except UnknownNameError:
+            return Answer()
+        key = (environment, problem.world_size)
+        if key not in self._snapshots:
+            self._snapshots[key] = load_snapshot(environment, problem.world_size, layers=self._layers)
+        snapshot, limits = self._snapshots[key], limits_for(environment, problem.world_size)
+        decision = dispatcher.decide(problem, snapshot, limits)
+        found = measured_pool(snapshot, problem, Registered(limits, dispatcher.source_hash_of))
+        scored = {one.candidate: one for one in found.scored}
+        return Answer(decision.candidate, decision.why, scored, found.library_us)
+
+
+def group_of(origin: str, problem: Problem, environment: Environment) -> Group:
+    """The figure that a stored problem belongs into."""
+    return Group(
+        origin=origin,
+        op=problem.op,
+        world_size=problem.world_size,
+        dtype=problem.dtype,
+        mode=problem.mode,
+        reduction=problem.reduction,
+        input_kind=problem.input_kind,
+        in_place=problem.in_place,
+        layout=problem.layout,
+        gpu=environment.gpu,
+        fabric=environment.fabric,
+    )
+
+
+def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
+    """The best of each variant at each problem, and which of them dispatch chooses.
+
+    The finals count where there are any, as for dispatch. What is chosen is a row of its own where it is another
+    config of its variant than the one that was fastest there.
+    """
+    best: dict[tuple[str, Problem], dict[Candidate, TrialRecord]] = {}
+    places = {}
+    for trial in stored.trials:
+        if trial.status == "ok" and trial.latency_p50_us is not None:
+            places[trial.environment.digest] = trial.environment
+            there = best.setdefault((trial.environment.digest, trial.problem), {})
+            other = there.get(trial.candidate)
+            # Of one candidate the finals count, and of these the last.
+            if other is None or (trial.final, trial.created_at) >= (other.final, other.created_at):
+                there[trial.candidate] = trial
+    found: list[Measured] = []
+    for (digest, problem), trials in best.items():
+        found += _of_problem(stored.name, problem, places[digest], trials, chooser)
+    return found
+
+
+def _of_problem(
+    origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, TrialRecord], chooser: Chooser
+) -> Iterable[Measured]:
+    answer = chooser.choose(problem, environment)
+    chosen = answer.candidate
+    kept: dict[str, TrialRecord] = {}
+    for trial in sorted(trials.values(), key=lambda trial: _rank_of(trial, answer)):
+        kept.setdefault(trial.variant, trial)
+    if chosen is not None and chosen in trials:
+        kept[chosen.variant] = trials[chosen]
+    try:
+        message_bytes = get_op(problem.op).message_bytes(problem)
+    except UnknownNameError:
+        message_bytes = problem.nbytes
+    for name, trial in kept.items():
+        assert trial.latency_p50_us is not None
+        is_chosen = chosen == trial.candidate or (chosen is not None and name == LIBRARY == chosen.variant)
+        yield Measured(
+            group=group_of(origin, problem, environment),
+            shape=format_shape(problem.shape),
+            message_bytes=message_bytes,
+            contender=name,
+            config=str(trial.candidate),
+            latency_p50_us=trial.latency_p50_us,
+            latency_p10_us=trial.latency_p10_us,
+            latency_p90_us=trial.latency_p90_us,
+            library_us=trial.latency_p50_us if name == LIBRARY else trial.baseline_p50_us,
+            library_reckoned_us=None if name == LIBRARY else answer.library_reckoned_us(trial),
+            error=trial.error,
+            date=trial.created_at.isoformat(timespec="seconds"),
+            run_id="" if trial.run_id is None else str(trial.run_id),
+            is_chosen=is_chosen,
+            why=answer.why if is_chosen else "",
+        )
+
+
+def _rank_of(trial: TrialRecord, answer: Answer) -> tuple[bool, bool, float]:
+    """Order of one variant's trials: what dispatch compares first, then finals, then by what they are taken to need."""
+    assert trial.latency_p50_us is not None
+    found = answer.scored.get(trial.candidate)
+    return found is None, not trial.final, trial.latency_p50_us if found is None else found.score
+
+
+@dataclass(slots=True)
+class Material:
+    """Everything that a report shows.
+
+    Attributes:
+        files: the CSV files.
+        databases: the databases, in their order.
+        bench, stored: measurements by figure, of the files and of the databases.
+        link_gb_s: the measured ceiling that the caller gave; None for what is known of the hardware.
+    """
+
+    files: list[BenchFile] = field(default_factory=list)
+    databases: list[StoredFile] = field(default_factory=list)
+    bench: dict[Group, list[Measured]] = field(default_factory=dict)
+    stored: dict[Group, list[Measured]] = field(default_factory=dict)
+    link_gb_s: float | None = None
+
+
+def gather(
+    layers: Sequence[Layer], csv_files: Sequence[Path], *, op: str | None = None, link_gb_s: float | None = None
+) -> Material:
+    """Read databases and CSV files.
+
+    Args:
+        layers: databases to read, nearest first; dispatch is asked what it makes of them together.
+        csv_files: what `tunedcomm bench --csv` and bench/regret.py wrote.
+        op: only this op's rows.
+        link_gb_s: what one GPU sends to its peers at most, in 1e9 bytes/s; None for what is known of the hardware.
+
+    Raises:
+        DatabaseError: a database cannot be read.
+        ValueError: a file cannot be read or holds something else.
+    """
+    material = Material(link_gb_s=link_gb_s)
+    material.files = [read_csv(path) for path in csv_files]
+    rows = [row for file in material.files for row in file.rows]
+    material.bench = group_up(row for row in rows if op in (None, row.group.op))
+    chooser = Chooser(layers)
+    names: Counter[str] = Counter()
+    for layer in layers:
+        name = Path(layer.target).name if "://" not in layer.target else layer.name
+        names[name] += 1
+        name += f" ({names[name]})" if names[name] > 1 else ""
+        material.databases.append(read_layer(layer, name=name, op=op))
+    material.stored = group_up(one for database in material.databases for one in measurements(database, chooser))
+    return material

@@ -1,0 +1,139 @@
+"""The curves and heat maps as images, for READMEs and slides, with matplotlib: plotly's export wants a browser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunedcomm.report.data import Group, Material
+from tunedcomm.report.figures import Figure, Heat, Series, curves, heat_figure, heat_of, styles_of
+from tunedcomm.report.page import INK, MOST, SCALE, need
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Plotly's names to matplotlib's.
+_MARKS = {
+    "circle": "o",
+    "circle-open": "o",
+    "square": "s",
+    "diamond": "D",
+    "triangle-up": "^",
+    "triangle-down": "v",
+    "cross": "P",
+    "x": "X",
+    "pentagon": "p",
+    "hexagram": "h",
+    "star": "*",
+    "star-open": "*",
+    "line-ew": "",
+}
+_DASHES = {"solid": "-", "dot": ":", "dash": "--", "none": ""}
+_THEMES = {
+    "": {"ground": "#ffffff", "text": "#1a2230", "grid": "#e3e7ed"},
+    "-dark": {"ground": "#0d1117", "text": "#e6eaf0", "grid": "#2b3440"},
+}
+
+
+def write_images(material: Material, folder: Path) -> list[Path]:
+    """Write `SLUG-latency.png` and `SLUG-busbw.png`, or `SLUG-speedup.png`, and the same with `-dark`.
+
+    Groups of one size are left out.
+
+    Returns:
+        The files, in the order of the groups.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+        OSError: the folder cannot take them.
+    """
+    need("matplotlib")
+    folder.mkdir(parents=True, exist_ok=True)
+    styles = styles_of(material)
+    written = []
+    for group, found in {**material.bench, **material.stored}.items():
+        if group.is_gemm:
+            figures = {"speedup": heat_figure(heat_of(found))}
+        elif len({one.message_bytes for one in found}) < 2:
+            continue
+        else:
+            drawn = curves(group, found, styles, group.link_gb_s(material.link_gb_s))
+            figures = dict(zip(("latency", "busbw"), drawn, strict=False))
+        for suffix, theme in _THEMES.items():
+            for name, figure in figures.items():
+                written.append(_save(folder / f"{group.slug}-{name}{suffix}.png", theme, group, figure))
+    return written
+
+
+def _save(path: Path, theme: Mapping[str, str], group: Group, figure: Figure) -> Path:
+    from matplotlib import figure as pictures
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = pictures.Figure(figsize=(8.6, 5.2), dpi=160, facecolor=theme["ground"], layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot(facecolor=theme["ground"])
+    axes.set_xlabel(figure.x.title)
+    if figure.heat is not None:
+        axes.set_ylabel(figure.y.title)
+        _draw_heat(axes, figure.heat)
+    else:
+        axes.set_ylabel(figure.heading)
+        _draw_curves(axes, figure)
+        axes.grid(True, which="major", color=theme["grid"], linewidth=0.8)
+        axes.legend(loc="best", fontsize=9.5, frameon=False, ncols=2, labelcolor=theme["text"])
+    axes.set_title(group.title, color=theme["text"], fontsize=12, loc="left")
+    axes.tick_params(colors=theme["text"], which="both", labelsize=10)
+    axes.xaxis.label.set_color(theme["text"])
+    axes.yaxis.label.set_color(theme["text"])
+    for spine in axes.spines.values():
+        spine.set_color(theme["grid"])
+    # A fixed date and no version: the same numbers give the same file.
+    picture.savefig(path, facecolor=theme["ground"], metadata={"Software": None})
+    return path
+
+
+def _draw_curves(axes: Axes, figure: Figure) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for series in figure.series:
+        _draw_series(axes, series)
+    for axis, ticks in ((axes.xaxis, figure.x.ticks), (axes.yaxis, figure.y.ticks)):
+        low, high = axis.get_view_interval()
+        shown = {tick: text for tick, text in (ticks or {}).items() if low <= tick <= high}
+        axis.set_ticks(list(shown), list(shown.values()))
+        axis.set_minor_locator(NullLocator())
+
+
+def _draw_series(axes: Axes, series: Series) -> None:
+    style = series.style
+    alone = series.kind == "marks"
+    axes.plot(
+        series.x,
+        [math.nan if value is None else float(value) for value in series.y],
+        color=style.colour,
+        linestyle=_DASHES[style.dash],
+        linewidth=style.width,
+        marker=_MARKS[style.mark],
+        markersize=12 if alone else 9 if style.mark == "star" else 5,
+        markerfacecolor="none" if style.mark.endswith("-open") else style.colour,
+        label=series.name,
+        zorder=5 if alone else 4 if style.width > 2.5 else 3,
+    )
+
+
+def _draw_heat(axes: Axes, heat: Heat) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    logs = [[math.nan if not value else math.log2(value) for value in line] for line in heat.values]
+    scale = LinearSegmentedColormap.from_list("speedup", SCALE)
+    axes.imshow(logs, cmap=scale, vmin=-MOST, vmax=MOST, aspect="auto", origin="lower")
+    axes.set_xticks(range(len(heat.columns)), heat.columns)
+    axes.set_yticks(range(len(heat.rows)), heat.rows)
+    for i, line in enumerate(heat.values):
+        for j, value in enumerate(line):
+            if value is not None:
+                axes.text(j, i, f"{value:.2f}×", ha="center", va="center", color=INK, fontsize=10, weight="bold")
