@@ -47,9 +47,11 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op
-from tunedcomm.tuner.recording import read_recording, write_recording
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from replay import read_recording, write_recording  # noqa: E402
+
 RECORDS = tuple(ROOT / "tests" / "data" / f"regret_h200_x{ranks}.jsonl.gz" for ranks in (4, 2))
 MEASURED = ROOT / "bench" / "results" / "regret_h200.csv"
 # Timed besides the rules' choices: the best of the search at that very size.

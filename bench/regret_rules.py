@@ -14,7 +14,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Problem, check_candidate
-from tunedcomm.tuner.finals import BEST_OF_SHAPE
+from tunedcomm.tuner.search.coordinator import BEST_OF_SHAPE
 
 # Of 4 GPUs: the finals of that sweep did not hold each size's best few yet, so they are taken from its search.
 BEST_FROM_SEARCH = frozenset({4})

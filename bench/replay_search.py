@@ -31,12 +31,13 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Problem, format_shape, get_op
-from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.recording import read_recording
-from tunedcomm.tuner.replay import Replay, run_search
+from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search.study import families, search_space
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from replay import Replay, read_recording, run_search  # noqa: E402
+
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 RESULTS = ROOT / "bench" / "results" / "replay" / "replay_search.csv"
 

@@ -36,14 +36,14 @@ from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord, utc_now
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.recording import read_recording
-from tunedcomm.tuner.replay import Replay
 from tunedcomm.tuner.search.claims import Claims, owner_id
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from replay import Replay, read_recording  # noqa: E402
+
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 RESULTS = ROOT / "bench" / "results" / "replay" / "scale_replay.csv"
-sys.path.insert(0, str(ROOT / "tests"))  # the embedded server
 
 STEPS = ("claim", "look", "record", "release")
 COLUMNS = {

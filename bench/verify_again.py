@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,11 +22,12 @@ from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
-from tunedcomm.tuner.recording import read_recording
-from tunedcomm.tuner.verdict import judge
-from tunedcomm.tuner.winners import Winner, stored_winners
+from tunedcomm.tuner.verify import Winner, judge, stored_winners
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from replay import read_recording  # noqa: E402
+
 TOLERANCE = 0.1
 # How much slower all kernels but the library's are made, to see whether that is noticed.
 SLOWER = {"graph": 1.2, "eager": 2.0}

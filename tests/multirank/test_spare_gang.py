@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tunedcomm.tuner.gang.process import GangProcess
-from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.processes import is_alive
+from tunedcomm.tuner.gang.process import GangProcess, is_alive
+from tunedcomm.tuner.gang.protocol import Settings
 
 SETTINGS = Settings(backend="host", world_size=2, trials=1)
 

@@ -19,7 +19,7 @@ from tunedcomm import spec
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
-from tunedcomm.tuner.processes import is_alive
+from tunedcomm.tuner.gang.process import is_alive
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
 
@@ -62,7 +62,7 @@ def gang_processes() -> set[int]:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"tunedcomm.tuner.launch" in words and str(os.getpid()).encode() in words:
+        if b"tunedcomm.tuner.gang.worker" in words and str(os.getpid()).encode() in words:
             found.add(int(folder.name))
     return {pid for pid in found if is_alive(pid)}
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 from quick import FULL
+from replay import stand_in
 
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.processes import is_alive
+from tunedcomm.tuner.gang.process import is_alive
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,8 @@ def problems_of(*exponents: int) -> tuple[Problem, ...]:
 
 
 def spec_of(*exponents: int, **changes: Any) -> SweepSpec:
-    values: dict[str, Any] = {"replay": str(RECORDING), "patience": 0, "command": "pytest", **changes}
+    values: dict[str, Any] = {"patience": 0, "command": "pytest", **changes}
+    values["stand_in"] = stand_in(RECORDING, values.pop("replay_trial_s", 0.0))
     return SweepSpec(op="all_reduce", problems=problems_of(*exponents), **values)
 
 
@@ -47,7 +49,7 @@ def gang_pids(supervisor: int) -> list[int]:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"tunedcomm.tuner.replay_gang" in words and str(supervisor).encode() in words:
+        if b"replay" in words and str(supervisor).encode() in words:
             found.append(int(folder.name))
     return sorted(pid for pid in found if is_alive(pid))
 

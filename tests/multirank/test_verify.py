@@ -19,8 +19,7 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.tuner.verdict import Verified
-from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, verify
+from tunedcomm.tuner.verify import Verified, VerifyOutcome, VerifySpec, verify
 
 # Shape to the stored winner there and the verdict that it must get.
 SLOW, WRONG, SEGFAULT, DEADLOCK, SOUND = 64, 1024, 4096, 8192, 16384

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from replay import read_recording
+
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.spec import Mode, get_variant
 from tunedcomm.symm.layout import limits_for
-from tunedcomm.tuner.recording import read_recording
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 

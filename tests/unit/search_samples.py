@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tunedcomm import spec
+from tunedcomm.db.records import TrialRecord
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Candidate, Limits, OpSpec, Problem, Variant, register_op, register_variant
-from tunedcomm.tuner.job import Settings, StoredTrial
+from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search.knowledge import Knowledge
 
 OP = "search_op"
@@ -105,13 +106,16 @@ def cost_us(candidate: Candidate) -> float:
     return 5.0 + off - bool(config["pdl"]) * 0.5
 
 
-def stored(problem: Problem, candidate: Candidate, status: str = "ok", **changes: Any) -> StoredTrial:
+def stored(problem: Problem, candidate: Candidate, status: str = "ok", **changes: Any) -> TrialRecord:
     values: dict[str, Any] = {
         "source_hash": "v1",
-        "environment": HERE.digest,
-        "latency_us": cost_us(candidate) if status in ("ok", "pruned") else None,
+        "environment": HERE,
+        "variant": candidate.variant,
+        "config": candidate.config_dict,
+        "numerics": spec.get_variant(candidate.op, candidate.variant).numerics,
+        "latency_p50_us": cost_us(candidate) if status in ("ok", "pruned") else None,
     }
-    return StoredTrial(problem=problem, candidate=candidate, status=status, **{**values, **changes})
+    return TrialRecord(problem=problem, status=status, **{**values, **changes})
 
 
 @dataclass(frozen=True)
@@ -120,15 +124,14 @@ class Job:
 
     problems: tuple[Problem, ...]
     settings: Settings
-    stored: tuple[StoredTrial, ...] = ()
-    environments: tuple[Environment, ...] = (HERE,)
+    stored: tuple[TrialRecord, ...] = ()
     seconds_left: float | None = None
 
     def known(self) -> dict[str, Any]:
-        return {"stored": self.stored, "environments": {here.digest: here for here in self.environments}}
+        return {"stored": self.stored}
 
 
-def job_of(*problems: Problem, known: tuple[StoredTrial, ...] = (), **changes: Any) -> Job:
+def job_of(*problems: Problem, known: tuple[TrialRecord, ...] = (), **changes: Any) -> Job:
     return Job(problems, replace(SETTINGS, **changes), known)
 
 

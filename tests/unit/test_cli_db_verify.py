@@ -15,7 +15,7 @@ from tunedcomm.cli import main, options, verify
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate
-from tunedcomm.tuner.outcome import Progress
+from tunedcomm.tuner.search.sweep import Progress
 from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
 
 

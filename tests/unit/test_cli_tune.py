@@ -20,8 +20,16 @@ from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.fates import VariantFate, num_failed, variant_fates
-from tunedcomm.tuner.search.sweep import GangProgress, ProblemResult, Progress, SweepOutcome, SweepSpec
+from tunedcomm.tuner.search.sweep import (
+    GangProgress,
+    ProblemResult,
+    Progress,
+    SweepOutcome,
+    SweepSpec,
+    VariantSummary,
+    num_failed,
+    summarise_variants,
+)
 
 PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 2, mode="eager")
 OTHER = Problem("all_reduce", (512,), "bfloat16", 2, mode="eager")
@@ -299,7 +307,7 @@ def test_json_progress_is_json_on_stderr(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "tuning all_reduce" in events[-1]["text"]
 
 
-def fate(variant: str = "lamport", *, num_ran: int = 0, infeasible: str = "", **failures: int) -> VariantFate:
+def fate(variant: str = "lamport", *, num_ran: int = 0, infeasible: str = "", **failures: int) -> VariantSummary:
     firsts = tuple(
         TrialRecord(
             problem=PROBLEM,
@@ -313,10 +321,10 @@ def fate(variant: str = "lamport", *, num_ran: int = 0, infeasible: str = "", **
         )
         for status in failures
     )
-    return VariantFate(variant=variant, num_ran=num_ran, failures=failures, firsts=firsts, infeasible=infeasible)
+    return VariantSummary(variant=variant, num_ran=num_ran, failures=failures, firsts=firsts, infeasible=infeasible)
 
 
-def swept(*fates: VariantFate, skipped: int = 0) -> Sweep:
+def swept(*fates: VariantSummary, skipped: int = 0) -> Sweep:
     return Sweep(replace(outcome(), fates=fates, num_skipped=skipped))
 
 
@@ -399,10 +407,10 @@ def test_fates_count_the_last_trial_of_each_candidate() -> None:
     (failed,) = fate(incorrect=1).firsts
     mended = replace(failed, status="pruned", reason="", latency_p50_us=4.0)
     elsewhere = replace(failed, problem=OTHER, status="infeasible", reason="too small")
-    (found,) = variant_fates([failed, elsewhere])
+    (found,) = summarise_variants([failed, elsewhere])
     assert (found.num_ran, found.failures, found.is_broken, found.infeasible) == (0, {"incorrect": 1}, True, "")
-    (found,) = variant_fates([failed, mended])
+    (found,) = summarise_variants([failed, mended])
     assert (found.num_ran, found.failures, found.is_broken) == (1, {}, False)
     assert (num_failed([failed, elsewhere]), num_failed([failed, mended])) == (1, 0)
-    (found,) = variant_fates([elsewhere])
+    (found,) = summarise_variants([elsewhere])
     assert (found.is_broken, found.infeasible) == (False, "too small")

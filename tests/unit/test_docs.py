@@ -12,7 +12,7 @@ import pytest
 
 from tunedcomm import errors
 from tunedcomm.db.schema import Base
-from tunedcomm.tuner.plan import SweepSpec, _settings
+from tunedcomm.tuner.search.sweep import SweepSpec, _settings
 
 ROOT = Path(__file__).parents[2]
 GENERATORS = sorted((ROOT / "docs").glob("generate_*.py"))

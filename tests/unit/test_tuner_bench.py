@@ -10,10 +10,10 @@ import torch
 
 from tunedcomm import kernels
 from tunedcomm.spec import Problem
-from tunedcomm.tuner.bench import Bench
 from tunedcomm.tuner.measure import timing as measure
 from tunedcomm.tuner.measure.correctness import LARGE_BYTES
 from tunedcomm.tuner.measure.timing import Contender
+from tunedcomm.tuner.measure.trial import Bench
 
 Tensors = tuple[torch.Tensor, ...]
 

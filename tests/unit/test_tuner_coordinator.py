@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay import Replay, read_recording
 
 from tunedcomm import kernels
+from tunedcomm.db.records import TrialRecord
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.commands import Command, Outcome, Row
-from tunedcomm.tuner.job import Settings, StoredTrial
-from tunedcomm.tuner.recording import read_recording
-from tunedcomm.tuner.replay import Replay
+from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
 from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import search_space
@@ -45,10 +44,10 @@ class Store:
     """Stands in for the tuned database: rows of all supervisors, and who has seen how many of them."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, StoredTrial]] = []
+        self.rows: list[tuple[int, TrialRecord]] = []
         self.seen: Counter[tuple[int, Problem]] = Counter()
 
-    def news(self, supervisor: int, problem: Problem) -> list[StoredTrial]:
+    def news(self, supervisor: int, problem: Problem) -> list[TrialRecord]:
         begin, self.seen[supervisor, problem] = self.seen[supervisor, problem], len(self.rows)
         return [trial for owner, trial in self.rows[begin:] if owner != supervisor and trial.problem == problem]
 
@@ -97,7 +96,7 @@ class Site:
         self, number: int, store: Store, table: Table | None = None, *, gangs: int = 2, **changes: Any
     ) -> None:
         self.number, self.store = number, store
-        self.unflushed: list[Row] = []
+        self.unflushed: list[TrialRecord] = []
         self.asked: list[tuple[Problem | None, Candidate | None, bool]] = []
         known = [trial for _, trial in store.rows]
         for problem in PROBLEMS:
@@ -106,7 +105,7 @@ class Site:
             PROBLEMS,
             replace(SETTINGS, gangs=gangs, **changes),
             source_hash=replay().source_hash,
-            on_row=self.unflushed.append,
+            on_trial=self.unflushed.append,
             stored=known,
             claims=None if table is None else TableClaims(table, number),
             news=lambda problem: store.news(number, problem),
@@ -128,10 +127,9 @@ class Site:
         return command.kind
 
     def flush(self) -> None:
-        here = replay().environment.digest
-        self.store.rows += [(self.number, row.steering(here)) for row in self.unflushed]
+        self.store.rows += [(self.number, row) for row in self.unflushed]
         self.unflushed.clear()
-        self.coordinator.rows_stored()
+        self.coordinator.trials_stored()
 
 
 def run(sites: Iterable[Site], seed: int) -> None:
@@ -229,7 +227,7 @@ def begun(site: Site, gang: int) -> Candidate:
     return candidate
 
 
-def lose(site: Site, gang: int, begun: Candidate | None, *, killed: bool = False) -> Row | None:
+def lose(site: Site, gang: int, begun: Candidate | None, *, killed: bool = False) -> TrialRecord | None:
     row = site.coordinator.lost(gang, "crashed", "planted", begun=begun, killed=killed)
     site.flush()
     site.commands.pop(gang)
@@ -247,7 +245,7 @@ def test_candidate_that_a_gang_had_not_begun_is_given_out_again() -> None:
     assert begun(site, 0) == expected
     row = lose(site, 0, expected)
     assert row is not None
-    assert (row.candidate, row.outcome.status) == (expected, "crashed")
+    assert (row.candidate, row.status) == (expected, "crashed")
     site.step(0)
     assert begun(site, 0) != expected
 
@@ -320,11 +318,10 @@ def test_outcomes_are_stored_under_what_was_asked() -> None:
     site = Site(0, Store(), gangs=1)
     site.step(0)
     command = site.commands[0]
-    row = site.coordinator.learn(0, Outcome(status="incorrect", reason="planted", error=0.5))
+    row = site.coordinator.learn(0, TrialResult(status="incorrect", reason="planted", error=0.5))
     assert (row.problem, row.candidate, row.final) == (command.problem, command.candidate, False)
-    fields = row.fields()
-    assert (fields["status"], fields["reason"], fields["error"]) == ("incorrect", "planted", 0.5)
-    assert fields["variant"] == "library"
+    assert (row.status, row.reason, row.error) == ("incorrect", "planted", 0.5)
+    assert row.variant == "library"
 
 
 def test_what_took_a_gang_along_is_left_alone_at_other_sizes() -> None:

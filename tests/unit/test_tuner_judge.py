@@ -10,8 +10,7 @@ from verify_samples import SIZES, at, here, problem_of, recorded
 
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.spec import Candidate
-from tunedcomm.tuner.verdict import judge
-from tunedcomm.tuner.winners import Winner
+from tunedcomm.tuner.verify import Winner, judge
 
 
 def winner_of(ratio: float, **changes: Any) -> Winner:

@@ -19,10 +19,10 @@ from search_samples import (
     registered,
 )
 
+from tunedcomm.db.records import TrialRecord
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
-from tunedcomm.tuner.job import StoredTrial
+from tunedcomm.tuner.gang.protocol import Command, Latency, TrialResult
 from tunedcomm.tuner.search.coordinator import Coordinator
 
 
@@ -37,25 +37,25 @@ class Machine:
 
     def __init__(self, job: Job, seconds_a_trial: float = 0.0) -> None:
         self.now, self.seconds_a_trial = 0.0, seconds_a_trial
-        self.rows: list[Row] = []
+        self.rows: list[TrialRecord] = []
         self.commands: list[Command] = []
         self.coordinator = Coordinator(
             job.problems,
             job.settings,
             source_hash=lambda op, variant: "v1",
-            on_row=self.rows.append,
+            on_trial=self.rows.append,
             clock=lambda: self.now,
             seconds_left=job.seconds_left,
             **job.known(),
         )
         self.coordinator.gang_ready(0, HERE, LIMITS)
 
-    def answer(self, command: Command) -> Outcome:
+    def answer(self, command: Command) -> TrialResult:
         assert command.candidate is not None
         us = cost_us(command.candidate)
         pruned = us > 1.3 * command.threshold_us and not command.final and not command.is_library
         latency = Latency(p10_us=us, p50_us=us, p90_us=us, samples=3)
-        return Outcome(status="pruned" if pruned else "ok", latency=latency, baseline_us=20.0)
+        return TrialResult(status="pruned" if pruned else "ok", latency=latency, baseline_us=20.0)
 
     def run(self) -> str:
         while (command := self.coordinator.next(0)).kind == "trial":
@@ -65,8 +65,8 @@ class Machine:
         assert command.kind == "end"
         return command.reason
 
-    def known(self) -> tuple[StoredTrial, ...]:
-        return tuple(row.steering(HERE.digest) for row in self.rows)
+    def known(self) -> tuple[TrialRecord, ...]:
+        return tuple(self.rows)
 
     def asked(self, problem: Problem, *, final: bool) -> list[Candidate]:
         return [c.candidate for c in self.commands if c.problem == problem and c.final == final and c.candidate]
@@ -85,7 +85,7 @@ def test_coordinator_searches_small_to_large_then_runs_finals_everywhere() -> No
     knowledge = knowledge_of(job_of(small, large, known=machine.known()))
     winners = set(knowledge.finalists([small, large], 2))
     for problem, measured in zip((small, large), finals, strict=True):
-        own = {*knowledge.winners(problem, 8, "default"), *knowledge.frugal(problem)}
+        own = {*knowledge.winners(problem, 8, "default"), *knowledge.best_per_sm_limit(problem)}
         assert measured - {library} == set(knowledge.feasible(problem, winners)) | own
         assert len(own) > 2
 
@@ -115,8 +115,8 @@ def test_coordinator_that_ran_through_has_nothing_left_to_do() -> None:
 def test_variant_without_feasible_config_is_reported_once_with_its_reason() -> None:
     machine = Machine(job_of(problem_of(256), trials=3))
     machine.run()
-    rows = [row for row in machine.rows if row.outcome.status == "infeasible"]
-    assert [(row.candidate.variant, row.outcome.reason) for row in rows] == [("absent", "not here")]
+    rows = [row for row in machine.rows if row.status == "infeasible"]
+    assert [(row.candidate.variant, row.reason) for row in rows] == [("absent", "not here")]
 
 
 def test_budget_is_shared_and_keeps_time_for_finals() -> None:
@@ -138,10 +138,10 @@ def test_budget_that_is_gone_still_measures_the_library_once_a_problem() -> None
 
 def test_dropped_variants_are_left_alone() -> None:
     class Crashing(Machine):
-        def answer(self, command: Command) -> Outcome:
+        def answer(self, command: Command) -> TrialResult:
             assert command.candidate is not None
             if command.candidate.variant == "wide":
-                return Outcome(status="crashed", reason="planted")
+                return TrialResult(status="crashed", reason="planted")
             return super().answer(command)
 
     machine = Crashing(job_of(problem_of(256), trials=30))

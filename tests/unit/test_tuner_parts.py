@@ -17,18 +17,24 @@ from typing import Any
 import pytest
 
 from tunedcomm.db.records import TrialRecord
+from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels.common.launch import CompileRequest
-from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.commands import Command, Latency, Outcome, Row
-from tunedcomm.tuner.death import Death, read_death, write_exits
-from tunedcomm.tuner.gang.process import gang_environment
-from tunedcomm.tuner.gang.protocol import GangEnd, SupervisorEnd, read_failures, write_failure
-from tunedcomm.tuner.job import Settings
+from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.gang.process import Death, gang_environment, is_alive, kill_processes, read_death, write_exits
+from tunedcomm.tuner.gang.protocol import (
+    PROTOCOL,
+    Command,
+    GangEnd,
+    Latency,
+    Settings,
+    SupervisorEnd,
+    TrialResult,
+    read_failures,
+    write_failure,
+)
 from tunedcomm.tuner.measure.compile_pool import decode, encode
-from tunedcomm.tuner.outcome import summarise_problem
-from tunedcomm.tuner.processes import is_alive, kill_processes
-from tunedcomm.tuner.tally import Tally
+from tunedcomm.tuner.search.sweep import SweepCounters, summarise_problem
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "1")
@@ -43,10 +49,17 @@ OUTPUT = """
 
 
 def test_settings_survive_their_file(tmp_path: Path) -> None:
-    limits = Limits("cuda", 132, True, 512, 1 << 20, 1 << 20, 1 << 20)
-    for settings in (SETTINGS, replace(SETTINGS, gangs=3, replay="a.jsonl", replay_trial_s=0.5, replay_limits=limits)):
+    for settings in (SETTINGS, replace(SETTINGS, gangs=3, stand_in=("replay", "a.jsonl"))):
         settings.save(tmp_path / "settings.json")
         assert Settings.load(tmp_path / "settings.json") == settings
+
+
+def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    SETTINGS.save(path)
+    path.write_text(path.read_text().replace(PROTOCOL, "0.0.1/1"))
+    with pytest.raises(TuningError, match=r"0\.0\.1/1"):
+        Settings.load(path)
 
 
 def test_commands_and_outcomes_survive_the_line() -> None:
@@ -58,10 +71,10 @@ def test_commands_and_outcomes_survive_the_line() -> None:
         assert Command.from_dict(json.loads(json.dumps(command.to_dict(), allow_nan=False))) == command
     latency = Latency(p10_us=1.0, p50_us=2.0, p90_us=3.0, samples=4)
     for outcome in (
-        Outcome(status="ok", latency=latency, baseline_us=3.0, error=0.0, bind_s=0.25, compiled=2),
-        Outcome(status="hung", reason="x"),
+        TrialResult(status="ok", latency=latency, baseline_us=3.0, error=0.0, bind_s=0.25, compiled=2),
+        TrialResult(status="hung", reason="x"),
     ):
-        assert Outcome.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
+        assert TrialResult.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
 
 
 @pytest.fixture
@@ -168,7 +181,7 @@ def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch:
 
 CHILD = """
 import os, sys, time
-from tunedcomm.tuner.processes import die_with_parent
+from tunedcomm.tuner.gang.process import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(60)
@@ -212,7 +225,7 @@ from triton.backends.compiler import GPUTarget
 from tunedcomm import kernels
 from tunedcomm.kernels.common import launch
 from tunedcomm.spec import Problem, get_variant
-from tunedcomm.tuner.compile_count import CompileCount
+from tunedcomm.tuner.measure.trial import CompileCount
 kernels.discover()
 variant = get_variant("all_reduce", "one_shot")
 problem = Problem("all_reduce", (4096,), "bfloat16", 2)
@@ -237,49 +250,48 @@ def test_compilations_that_the_cache_did_not_spare_are_counted(tmp_path: Path) -
     assert done.stdout == "[1, 1, 1, 1] [False, True]\n"
 
 
-def outcome_of(*, bind_s: float = 0.0, compiled: int = 0, status: str = "ok") -> Outcome:
-    return Outcome(status=status, bind_s=bind_s, compiled=compiled)
+def outcome_of(*, bind_s: float = 0.0, compiled: int = 0, status: str = "ok") -> TrialResult:
+    return TrialResult(status=status, bind_s=bind_s, compiled=compiled)
 
 
-def test_tally_measures_binding_once_the_sweep_is_warm() -> None:
-    tally = Tally()
+def test_counters_measures_binding_once_the_sweep_is_warm() -> None:
+    counters = SweepCounters()
     for second in range(1, 31):
-        tally.pass_time(second, 2)
-    tally.bound(outcome_of(bind_s=9.0, compiled=3), 20.0)
-    assert (tally.num_compiled, tally.bind_share) == (1, None)
+        counters.pass_time(second, 2)
+    counters.bound(outcome_of(bind_s=9.0, compiled=3), 20.0)
+    assert (counters.num_compiled, counters.bind_share) == (1, None)
     for second in range(31, 51):
-        tally.pass_time(second, 2)
-    tally.bound(outcome_of(bind_s=3.0, compiled=1), 40.0)
-    tally.bound(outcome_of(bind_s=1.0), 41.0)
-    assert (tally.num_compiled, tally.bind_share, tally.compile_share) == (2, 4.0 / 40.0, 3.0 / 40.0)
+        counters.pass_time(second, 2)
+    counters.bound(outcome_of(bind_s=3.0, compiled=1), 40.0)
+    counters.bound(outcome_of(bind_s=1.0), 41.0)
+    assert (counters.num_compiled, counters.bind_share, counters.compile_share) == (2, 4.0 / 40.0, 3.0 / 40.0)
 
 
-def test_tally_estimates_from_the_problems_that_were_searched() -> None:
+def test_counters_estimates_from_the_problems_that_were_searched() -> None:
     other = replace(PROBLEM, shape=(1024,))
-    tally = Tally()
+    counters = SweepCounters()
 
-    def row(problem: Problem, status: str = "ok") -> Row:
-        candidate = Candidate.of("all_reduce", "library", {})
-        return Row(problem=problem, candidate=candidate, outcome=outcome_of(status=status), source_hash="", final=False)
+    def row(problem: Problem, status: str = "ok") -> TrialRecord:
+        return record("library", 1.0, status, problem=problem)
 
-    assert tally.estimate_s([], 5, 0, 1.0) is None
-    tally.add(row(PROBLEM, "infeasible"), 1.0)
+    assert counters.estimate_s([], 5, 0, 1.0) is None
+    counters.add(row(PROBLEM, "infeasible"), 1.0)
     for second in range(10):
-        tally.add(row(PROBLEM, "hung" if second == 3 else "ok"), 10.0 + second)
-    assert (tally.trials, dict(tally.failures)) == (10, {"hung": 1})
-    assert tally.estimate_s([], 5, 1, 20.0) is None
-    assert tally.estimate_s([PROBLEM], 5, 2, 20.0) == 25.0
-    assert tally.estimate_s([PROBLEM, other], 5, 0, 20.0) == 5.0
+        counters.add(row(PROBLEM, "hung" if second == 3 else "ok"), 10.0 + second)
+    assert (counters.trials, dict(counters.failures)) == (10, {"hung": 1})
+    assert counters.estimate_s([], 5, 1, 20.0) is None
+    assert counters.estimate_s([PROBLEM], 5, 2, 20.0) == 25.0
+    assert counters.estimate_s([PROBLEM, other], 5, 0, 20.0) == 5.0
 
 
 def record(variant: str, us: float | None, status: str = "ok", **changes: Any) -> TrialRecord:
     values: dict[str, Any] = {
+        "problem": PROBLEM,
         "numerics": "library" if variant == "library" else "ordered",
         "config": {},
         "created_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
     }
     return TrialRecord(
-        problem=PROBLEM,
         environment=HERE,
         variant=variant,
         source_hash="a",

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay import read_recording, stand_in
 
 from tunedcomm import kernels
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.errors import TuningError, UnknownNameError
 from tunedcomm.spec import Problem
-from tunedcomm.tuner import plan
 from tunedcomm.tuner.gang.process import gang_environment
-from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
-from tunedcomm.tuner.recording import read_recording
-from tunedcomm.tuner.search.sweep import sweep
+from tunedcomm.tuner.gang.protocol import Settings
+from tunedcomm.tuner.search import sweep as plan
+from tunedcomm.tuner.search.sweep import SweepSpec, gang_devices, resolve, sweep
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
@@ -138,14 +137,13 @@ def test_one_gang_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gang_devices(found[0]) == [expected]
 
 
-def test_recording_decides_what_the_machine_would() -> None:
+def test_a_stand_in_needs_no_machine() -> None:
     kernels.discover()
-    spec = SweepSpec(op="all_reduce", shapes=((1 << 15,),), replay=str(RECORDING), replay_trial_s=0.5)
+    spec = SweepSpec(op="all_reduce", shapes=((1 << 15,),), world_size=4, stand_in=stand_in(RECORDING, 0.5))
     problems, settings = resolve(spec)
     assert [str(problem) for problem in problems] == ["all_reduce 32768 bfloat16 world_size=4 graph"]
-    assert (settings.backend, settings.world_size, settings.gangs, settings.replay_trial_s) == ("cuda", 4, 1, 0.5)
-    assert settings.replay_limits is not None
-    assert settings.replay_limits.num_sms == 132
+    assert (settings.backend, settings.world_size, settings.gangs) == ("cuda", 4, 1)
+    assert settings.stand_in == ("replay", str(RECORDING), "0.5")
 
 
 def test_the_summary_leaves_out_kernels_that_have_changed_since(tmp_path: Path) -> None:
@@ -155,7 +153,9 @@ def test_the_summary_leaves_out_kernels_that_have_changed_since(tmp_path: Path) 
     # A config that the sweep does not try.
     config = {**like.config, "num_blocks": 1}
     before = replace(like, source_hash="before", final=True, config=config, **faster)
-    spec = SweepSpec(op="all_reduce", problems=(like.problem,), replay=str(RECORDING), trials=2, variants=("lamport",))
+    spec = SweepSpec(
+        op="all_reduce", problems=(like.problem,), stand_in=stand_in(RECORDING), trials=2, variants=("lamport",)
+    )
     with Database.open(tmp_path / "tuned.db", create=True) as database:
         database.record([before])
         (result,) = sweep(spec, database).problems
@@ -165,7 +165,7 @@ def test_the_summary_leaves_out_kernels_that_have_changed_since(tmp_path: Path) 
 
 
 def test_fp8_is_tuned_with_scales_and_shapes_that_ranks_share() -> None:
-    from tunedcomm.tuner.plan import _expand
+    from tunedcomm.tuner.search.sweep import _expand
 
     def expand(**changes: Any) -> list[tuple[str, str]]:
         spec = SweepSpec(**{"op": "gemm_rs", "shapes": ((64, 32, 32),), **changes})

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay import Replay, SearchRun, read_recording, run_search, write_recording
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.commands import Command
-from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.recording import read_recording, write_recording
-from tunedcomm.tuner.replay import Replay, SearchRun, run_search
+from tunedcomm.tuner.gang.protocol import Command, Settings
 from tunedcomm.tuner.search.study import search_space
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +228,7 @@ def test_exhaustive_search_finds_the_recorded_best() -> None:
         best = min(latencies.get(candidate, math.inf) for candidate in search_space(problem, limits(), SETTINGS))
         found = done.winner(problem)
         assert found is not None
-        assert found.latency_us == best
+        assert found.latency_p50_us == best
         assert best < latencies[LIBRARY]
 
 
@@ -270,7 +268,7 @@ def test_lost_gangs_are_replaced_and_their_variant_is_dropped() -> None:
     assert done.reason == "done"
     assert done.dropped == {"one_shot"}
     assert done.num_gangs == 1 + SETTINGS.failures_per_variant
-    lost = [step for step in done.steps if step.outcome.status in ("crashed", "hung")]
+    lost = [step for step in done.steps if step.result.status in ("crashed", "hung")]
     assert len(lost) == SETTINGS.failures_per_variant
     assert len({step.command.candidate for step in lost}) == len(lost)
 
@@ -310,7 +308,7 @@ def test_lost_gang_disturbs_no_other() -> None:
     asked = [(step.command.problem, step.command.candidate, step.command.final) for step in done.steps]
     assert done.reason == "done"
     assert len(asked) == len(set(asked))
-    assert done.num_gangs == 2 + len([step for step in done.steps if step.outcome.status == "crashed"])
+    assert done.num_gangs == 2 + len([step for step in done.steps if step.result.status == "crashed"])
     # One more may be out at the other gang when the variant is dropped.
     assert SETTINGS.failures_per_variant <= done.num_gangs - 2 <= SETTINGS.failures_per_variant + 1
 

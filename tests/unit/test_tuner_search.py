@@ -23,7 +23,7 @@ from search_samples import (
 
 from tunedcomm import spec
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.tuner.problem_search import ProblemSearch
+from tunedcomm.tuner.search.coordinator import ProblemSearch
 from tunedcomm.tuner.search.study import Search, default_candidates, families, interleave, search_space
 
 
@@ -104,10 +104,10 @@ def test_only_current_rows_of_this_environment_are_settled() -> None:
     known = (
         stored(problem, wide(1, 1)),
         stored(problem, wide(2, 1), source_hash="v0"),
-        stored(problem, wide(4, 1), environment=other.digest),
+        stored(problem, wide(4, 1), environment=other),
         stored(problem, wide(8, 1), "hung"),
     )
-    job = replace(job_of(problem, known=known), environments=(HERE, other))
+    job = job_of(problem, known=known)
     assert knowledge_of(job).settled(problem) == {wide(1, 1): cost_us(wide(1, 1)), wide(8, 1): None}
     # What other software measured, or an older kernel, is worth trying first.
     assert set(knowledge_of(job).proposals(problem, 3, ())) == {wide(2, 1), wide(4, 1)}
@@ -116,8 +116,8 @@ def test_only_current_rows_of_this_environment_are_settled() -> None:
 def test_other_hardware_proposes_nothing() -> None:
     problem = problem_of()
     other = replace(HERE, gpu="another")
-    known = (stored(problem, wide(4, 1), environment=other.digest),)
-    job = replace(job_of(problem, known=known), environments=(other,))
+    known = (stored(problem, wide(4, 1), environment=other),)
+    job = job_of(problem, known=known)
     assert knowledge_of(job).proposals(problem, 3, ()) == []
 
 
@@ -152,7 +152,7 @@ def test_the_most_frugal_are_the_fastest_of_those_that_take_few_sms() -> None:
     problem = problem_of(4096)
     known = [stored(problem, wide(blocks, 4)) for blocks in (1, 2, 8, 32, 64)]
     known += [stored(problem, wide(16, 4), "pruned"), stored(problem, wide(4, 4), "incorrect")]
-    frugal = knowledge_of(job_of(problem, known=tuple(known))).frugal(problem)
+    frugal = knowledge_of(job_of(problem, known=tuple(known))).best_per_sm_limit(problem)
     assert wide(4, 4) not in frugal
     assert wide(64, 4) not in frugal, "slower than with 16"
     for limit in (1, 2, 4, 8, 16, 32, 64):

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tunedcomm.tuner.gang.process import GangProcess
-from tunedcomm.tuner.gang.protocol import write_failure
-from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.gang.protocol import Settings, write_failure
 
 
 def silent_gang(folder: Path, silent_s: float, trial_s: float, **changes: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay import read_recording
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -23,9 +24,7 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.recording import read_recording
-from tunedcomm.tuner.verdict import Verified, judge
-from tunedcomm.tuner.winners import Winner, stored_winners, uncertainty
+from tunedcomm.tuner.verify import Verified, Winner, judge, stored_winners, uncertainty
 
 DATA = Path(__file__).parents[1] / "data"
 TIMES = ("latency_p10_us", "latency_p50_us", "latency_p90_us")

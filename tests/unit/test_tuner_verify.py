@@ -16,9 +16,8 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import Candidate, candidates, check_candidate
-from tunedcomm.tuner.outcome import Progress
-from tunedcomm.tuner.verdict import Verified
-from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, verify
+from tunedcomm.tuner.search.sweep import Progress
+from tunedcomm.tuner.verify import Verified, VerifyOutcome, VerifySpec, verify
 
 
 @pytest.fixture

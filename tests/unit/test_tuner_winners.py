@@ -14,9 +14,9 @@ from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, get_variant
-from tunedcomm.tuner.compile_ahead import compile_ahead
-from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.winners import candidates_to_measure, stored_winners
+from tunedcomm.tuner.gang.protocol import Settings
+from tunedcomm.tuner.measure.compile_pool import compile_ahead
+from tunedcomm.tuner.verify import candidates_to_measure, stored_winners
 
 
 @pytest.fixture

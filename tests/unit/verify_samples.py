@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from replay import read_recording, stand_in, write_recording
+
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
@@ -17,9 +19,7 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.recording import read_recording, write_recording
-from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, verify
-from tunedcomm.tuner.winners import Stored, stored_winners
+from tunedcomm.tuner.verify import Stored, VerifyOutcome, VerifySpec, stored_winners, verify
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 # Three neighbours, then two more; all have several finals.
@@ -80,7 +80,8 @@ def run(
     recording = tmp_path / "machine.jsonl"
     environment = options.pop("environment", here())
     write_recording(recording, [replace(r, environment=environment) for r in answers])
-    values: dict[str, Any] = {"layers": (Layer("user", str(path)),), "replay": str(recording), "command": "pytest"}
+    values: dict[str, Any] = {"layers": (Layer("user", str(path)),), "world_size": 4, "command": "pytest"}
+    values["stand_in"] = stand_in(recording, options.pop("replay_trial_s", 0.0))
     store, progress = options.pop("store", True), options.pop("progress", None)
     spec = VerifySpec(**{**values, **options})
     if not store:

@@ -61,8 +61,7 @@ if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
     from tunedcomm.selection.snapshot import Snapshot
     from tunedcomm.spec import Limits
-    from tunedcomm.tuner.fates import VariantFate
-    from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec
+    from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec, VariantSummary
 
 COLUMNS = ("shape", "bytes", "dtype", "mode", "input", "winner", "p50 us", "library us", "speed-up", "trials", "failed")
 
@@ -216,8 +215,7 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
     from tunedcomm.db.layers import writable_database
     from tunedcomm.db.store import Database
     from tunedcomm.settings import db_patience_s
-    from tunedcomm.tuner.plan import resolve
-    from tunedcomm.tuner.search.sweep import sweep
+    from tunedcomm.tuner.search.sweep import resolve, sweep
 
     if spec.backend is None and backend_or_default() == "host":
         say("fewer than 2 GPUs here: tuning the host backend, whose timings say nothing about GPUs", as_json=as_json)
@@ -336,7 +334,7 @@ def _not_by_default(op: str, name: str) -> Iterator[str]:
         )
 
 
-def _failures(fate: VariantFate, database: str | None) -> Iterator[str]:
+def _failures(fate: VariantSummary, database: str | None) -> Iterator[str]:
     if fate.is_broken:
         yield f"{fate.variant}: none of {sum(fate.failures.values())} that were tried works"
     for first in fate.firsts:
@@ -359,7 +357,7 @@ def show_command(problem: Problem, database: str | None) -> str:
     return shlex.join([*words, *(["--db", database] if database else [])])
 
 
-def _fate_to_dict(fate: VariantFate) -> dict[str, Any]:
+def _fate_to_dict(fate: VariantSummary) -> dict[str, Any]:
     """Plain JSON values."""
     return {
         "variant": fate.variant,

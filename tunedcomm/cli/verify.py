@@ -38,8 +38,7 @@ from tunedcomm.cli.tune import is_spare_copy
 from tunedcomm.spec import format_shape
 
 if TYPE_CHECKING:
-    from tunedcomm.tuner.verdict import Verified
-    from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec
+    from tunedcomm.tuner.verify import Verified, VerifyOutcome, VerifySpec
 
 COLUMNS = (
     "shape",

@@ -5,31 +5,410 @@ from __future__ import annotations
 import importlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.errors import TuningError
+from tunedcomm.errors import InfeasibleError, TuningError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Limits, Mode, Problem, get_variant, variants
-from tunedcomm.tuner.commands import Outcome, Row
-from tunedcomm.tuner.compile_ahead import compile_ahead
+from tunedcomm.selection.score import noise
+from tunedcomm.selection.select import Decision, Registered, choose
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, get_variant, ops, variants
+from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
-from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
-from tunedcomm.tuner.outcome import GangProgress, Progress
-from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve_machine
-from tunedcomm.tuner.recheck import Recheck, Work
-from tunedcomm.tuner.tally import Tally
-from tunedcomm.tuner.verdict import Verified, judge
-from tunedcomm.tuner.winners import Stored, candidates_to_measure, stored_winners
+from tunedcomm.tuner.measure.compile_pool import CompilePool, compile_ahead, num_workers
+from tunedcomm.tuner.search.coordinator import Coordinator, Finals
+from tunedcomm.tuner.search.study import families
+from tunedcomm.tuner.search.sweep import GangProgress, Progress, SweepCounters, SweepSpec, gang_devices, resolve_machine
 
-__all__ = ["VerifyOutcome", "VerifySpec", "verify"]
+# The default comes first: it is what most callers get.
+_POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Winner:
+    """What dispatch answers at a measured problem under at least one numerics policy.
+
+    Attributes:
+        problem, candidate: what it answers, and to what.
+        policies: numerics policies that it is the answer under.
+        latency_us, library_us: what is stored of it and of the library, comparable with each other; None where the
+            library was never measured beside it.
+        noise: relative uncertainty of `latency_us`.
+        measured_us: what it took itself, in the run that it was measured in.
+        uncertainty: by how much `measured_us` may differ in another run of the same machine, as a share.
+        environment: where it was measured.
+        layer: name of the layer that holds it.
+        created_at: when it was measured, ISO 8601 in UTC.
+        is_drift: it was measured under other software.
+    """
+
+    problem: Problem
+    candidate: Candidate
+    policies: tuple[NumericsPolicy, ...]
+    latency_us: float
+    library_us: float | None
+    noise: float
+    measured_us: float
+    uncertainty: float
+    environment: Environment
+    layer: str
+    created_at: str
+    is_drift: bool
+
+    @property
+    def is_library(self) -> bool:
+        """True where no challenger beat the library."""
+        return self.candidate.variant == "library"
+
+    @property
+    def ratio(self) -> float | None:
+        """Its latency over the library's."""
+        return None if self.library_us is None else self.latency_us / self.library_us
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is known about one problem.
+
+    Attributes:
+        winners: the default policy's first.
+        runner_up: the fastest other challenger under the default policy, if there is one.
+    """
+
+    winners: tuple[Winner, ...]
+    runner_up: Candidate | None
+
+    @property
+    def age(self) -> tuple[bool, str]:
+        """Sorts first what is most in doubt: other software, then the oldest."""
+        return min((not winner.is_drift, winner.created_at) for winner in self.winners)
+
+
+def uncertainty(row: Row) -> float:
+    """By how much a median may differ in another run, as a share.
+
+    In graphs that is `noise`. An eager call of a small message takes what the host takes, and what moves a host lasts
+    longer than a run: many samples of one run say little about the next. So all of half the 10-90 spread counts.
+    """
+    known = row.latency_p10_us is not None and row.latency_p90_us is not None
+    if row.problem.mode != "eager" or not known:
+        return noise(row)
+    assert row.latency_p10_us is not None
+    assert row.latency_p90_us is not None
+    return max(noise(row), (row.latency_p90_us - row.latency_p10_us) / (2 * row.latency_p50_us))
+
+
+def stored_winners(
+    snapshot: Snapshot,
+    limits: Limits,
+    source_hash: Callable[[str, str], str | None],
+    wanted: Callable[[Problem], bool] = lambda problem: True,
+) -> dict[Problem, Stored]:
+    """The winners at the wanted problems of a snapshot, pins aside, by problem.
+
+    A problem is left out if nothing that was measured at it may be used any more, e.g. since its kernels have changed.
+    """
+    measured = replace(snapshot, pins=())
+    known = ops()
+    problems = sorted({row.problem for row in snapshot.rows if row.problem.op in known and wanted(row.problem)})
+    found = {problem: _stored(measured, problem, limits, source_hash) for problem in problems}
+    return {problem: stored for problem, stored in found.items() if stored is not None}
+
+
+def _stored(
+    snapshot: Snapshot, problem: Problem, limits: Limits, source_hash: Callable[[str, str], str | None]
+) -> Stored | None:
+    here = snapshot.environment.hard_key
+    rows = {
+        row.candidate: row
+        for row in snapshot.family_rows(problem)
+        if row.problem == problem
+        and row.environment.hard_key == here
+        and (row.is_library or source_hash(problem.op, row.candidate.variant) == row.source_hash)
+    }
+    decisions: dict[Candidate, Decision] = {}
+    policies: dict[Candidate, list[NumericsPolicy]] = {}
+    for policy in _POLICIES:
+        decision = _decide(snapshot, problem, limits, source_hash, policy)
+        if decision is not None and decision.candidate in rows and decision.latency_us is not None:
+            decisions.setdefault(decision.candidate, decision)
+            policies.setdefault(decision.candidate, []).append(policy)
+    if not decisions:
+        return None
+    winners = [_winner(problem, decision, rows[c], policies[c]) for c, decision in decisions.items()]
+    return Stored(tuple(winners), next(iter(decisions.values())).runner_up)
+
+
+def _decide(
+    snapshot: Snapshot,
+    problem: Problem,
+    limits: Limits,
+    source_hash: Callable[[str, str], str | None],
+    policy: NumericsPolicy,
+) -> Decision | None:
+    """Dispatch's answer from measurements of this very problem; None if it has none."""
+    try:
+        decision = choose(snapshot, problem, Registered(limits, source_hash), policy=policy)
+    except InfeasibleError:  # nothing that the policy admits is known
+        return None
+    return decision if decision.source == "exact" else None
+
+
+def _winner(problem: Problem, decision: Decision, row: Row, policies: Iterable[NumericsPolicy]) -> Winner:
+    assert decision.latency_us is not None
+    return Winner(
+        problem=problem,
+        candidate=decision.candidate,
+        policies=tuple(policies),
+        latency_us=decision.latency_us,
+        library_us=decision.library_us,
+        noise=noise(row),
+        measured_us=row.latency_p50_us,
+        uncertainty=uncertainty(row),
+        environment=row.environment,
+        layer=row.layer,
+        created_at=row.created_at,
+        is_drift=row.drift,
+    )
+
+
+def candidates_to_measure(stored: Mapping[Problem, Stored]) -> dict[Problem, tuple[Candidate, ...]]:
+    """What to measure of each problem besides the library, in the order of the problems.
+
+    That is its winners, its runner-up, and the winners of the next problem of its family on either side: between two
+    sizes dispatch compares what was measured at both, and of measurements under other software or in farther layers it
+    takes none where there are better ones.
+    """
+    by_family: dict[tuple[Problem, tuple[int, ...]], list[Problem]] = {}
+    for problem in stored:
+        by_family.setdefault((problem.family, problem.shape[1:]), []).append(problem)
+    near: dict[Problem, list[Problem]] = {}
+    for members in by_family.values():
+        members.sort(key=lambda p: (get_op(p.op).message_bytes(p), p))
+        for place, problem in enumerate(members):
+            near[problem] = [*members[max(place - 1, 0) : place], *members[place + 1 : place + 2]]
+    found = {}
+    for problem, known in stored.items():
+        mine = [winner.candidate for winner in known.winners]
+        mine += [] if known.runner_up is None else [known.runner_up]
+        mine += [winner.candidate for other in near[problem] for winner in stored[other].winners]
+        found[problem] = tuple(dict.fromkeys(c for c in mine if c.variant != "library"))
+    return found
+
+
+Verdict: TypeAlias = Literal["ok", "tied", "drifted", "slower", "failed", "unmeasured"]
+_WRONG = frozenset({"drifted", "slower", "failed", "unmeasured"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A stored winner and what it did now.
+
+    Attributes:
+        winner: as it was stored.
+        verdict: `ok`; `tied`: it is as fast as the library within the noise, which will serve instead; `drifted`: it
+            takes longer than it did, by itself and against the library, and by more than is tolerated; `slower`: it is
+            slower than the library, beyond the noise; `failed`: it does not run or is not right; `unmeasured`: it was
+            not tried.
+        why: one sentence.
+        latency_us, library_us: of it and of the library in one interleaved run; None where there is none.
+        noise: relative uncertainty of `latency_us`; None where there is none.
+        faster: what was measured too and is faster now, by itself and against the library, beyond the noise.
+        faster_us: its latency, comparable with `latency_us`.
+    """
+
+    winner: Winner
+    verdict: Verdict
+    why: str
+    latency_us: float | None = None
+    library_us: float | None = None
+    noise: float | None = None
+    faster: Candidate | None = None
+    faster_us: float | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if somebody should look at it."""
+        return self.verdict in _WRONG
+
+    @property
+    def ratio(self) -> float | None:
+        """Its latency over the library's, as measured now."""
+        if self.latency_us is None or self.library_us is None:
+            return None
+        return self.latency_us / self.library_us
+
+
+def judge(winner: Winner, records: Iterable[TrialRecord], *, tolerance: float) -> Verified:
+    """Compare a winner with the trials that were made now.
+
+    Args:
+        winner: as it was stored.
+        records: all trials of the verification, in order.
+        tolerance: how much slower it may have become besides the noise, as a share.
+    """
+    found = list(records)
+    latest = {record.candidate: record for record in found if record.problem == winner.problem}
+    mine = latest.get(winner.candidate)
+    if mine is None:
+        return Verified(winner=winner, verdict="unmeasured", why=_why_unmeasured(winner, found))
+    if mine.status != "ok" or mine.latency_p50_us is None:
+        return Verified(winner=winner, verdict="failed", why=f"{mine.status}: {mine.reason}")
+    library_us = mine.latency_p50_us if winner.is_library else mine.baseline_p50_us
+    if library_us is None:
+        why = "the library, which it is compared with, could not be measured beside it"
+        return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=mine.latency_p50_us)
+    now = _row(mine)
+    verdict, why = _compare(winner, now, library_us, tolerance)
+    faster, faster_us = _faster(winner, list(latest.values()), now, library_us)
+    return Verified(
+        winner=winner,
+        verdict=verdict,
+        why=why,
+        latency_us=mine.latency_p50_us,
+        library_us=library_us,
+        noise=noise(now),
+        faster=faster,
+        faster_us=faster_us,
+    )
+
+
+def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> tuple[Verdict, str]:
+    """What became of it. The library's time moves too: a loss against it alone is no fault of the winner."""
+    if winner.is_library:
+        return "ok", "the library serves"
+    ratio, now = row.latency_p50_us / library_us, noise(row)
+    # Where the library may not run at all, being slower than it is no fault.
+    may_be_library = any(admits(policy, "library") for policy in winner.policies)
+    if may_be_library and ratio > 1 + now:
+        return "slower", f"it takes {ratio - 1:.1%} longer than the library, and the noise is {now:.1%}"
+    uncertain = max(winner.uncertainty, uncertainty(row))
+    lost = 0.0 if winner.ratio is None else ratio / winner.ratio - 1
+    longer = row.latency_p50_us / winner.measured_us - 1
+    if min(lost, longer) > tolerance + uncertain:
+        return "drifted", (
+            f"against the library it lost {lost:.1%}, and by itself it takes {longer:.1%} longer; {tolerance:.1%} and "
+            f"a noise of {uncertain:.1%} are tolerated"
+        )
+    if may_be_library and ratio >= 1 - now:
+        return "tied", f"it is no longer faster than the library by more than the noise of {now:.1%}"
+    if lost > tolerance + uncertain:
+        return "ok", f"against the library it lost {lost:.1%}, which is the library's doing: by itself {longer:+.1%}"
+    return "ok", "as fast against the library as it was" if winner.ratio is not None else "faster than the library"
+
+
+def _why_unmeasured(winner: Winner, records: list[TrialRecord]) -> str:
+    lost = [r for r in records if r.variant == winner.candidate.variant and r.status in LOST]
+    if lost:
+        where = "; ".join(f"{record.status} at {record.problem}" for record in lost)
+        name = winner.candidate.variant
+        return f"not tried, for {name} had cost {len(lost)} gangs: {where}. Tune it again, or pin another one"
+    return "not tried: the command was stopped, or there was no memory for the problem, as the log says then"
+
+
+def _faster(
+    winner: Winner, records: list[TrialRecord], mine: Row, library_us: float
+) -> tuple[Candidate | None, float | None]:
+    """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise.
+
+    Each was timed beside the library, but not beside the winner: it must be faster as it was timed, and by its ratio to
+    the library.
+    """
+    best: tuple[float, Candidate] | None = None
+    for record in records:
+        may_run = all(admits(policy, record.numerics) for policy in winner.policies)
+        is_other = record.candidate != winner.candidate and record.variant != "library"
+        if not (may_run and is_other and record.status == "ok" and record.latency_p50_us and record.baseline_p50_us):
+            continue
+        score = record.latency_p50_us / record.baseline_p50_us * library_us
+        uncertain = max(uncertainty(_row(record)), uncertainty(mine))
+        clearly = max(score, record.latency_p50_us) * (1 + uncertain) < mine.latency_p50_us
+        if clearly and (best is None or score < best[0]):
+            best = (score, record.candidate)
+    return (None, None) if best is None else (best[1], best[0])
+
+
+def _row(record: TrialRecord) -> Row:
+    assert record.latency_p50_us is not None
+    return Row(
+        problem=record.problem,
+        candidate=record.candidate,
+        source_hash=record.source_hash,
+        environment=record.environment,
+        latency_p50_us=record.latency_p50_us,
+        latency_p10_us=record.latency_p10_us,
+        latency_p90_us=record.latency_p90_us,
+        samples=record.samples,
+        baseline_p50_us=record.baseline_p50_us,
+        final=record.final,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be measured.
+
+    Attributes:
+        candidates: of each problem, besides the library.
+        must: those of a problem that are tried even if they took a gang along at another size: nobody else finds out
+            what they do there.
+    """
+
+    candidates: Mapping[Problem, Sequence[Candidate]] = field(default_factory=dict)
+    must: frozenset[tuple[Problem, Candidate]] = frozenset()
+
+
+class Recheck(Coordinator):
+    """A coordinator whose work is known once the first gang has said where it runs.
+
+    Nothing that is stored counts as measured: every candidate is checked in full and timed again, beside the library.
+    What crashes or hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
+
+    Args:
+        settings: of the gangs.
+        source_hash: see `Coordinator`.
+        on_trial: see `Coordinator`.
+        choose: the environment and limits of the gangs to what there is to do.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        source_hash: Callable[[str, str], str],
+        on_trial: Callable[[TrialRecord], None],
+        choose: Callable[[Environment, Limits], Work],
+    ) -> None:
+        super().__init__((), settings, source_hash=source_hash, on_trial=on_trial)
+        self._choose = choose
+
+    def gang_ready(self, gang: int, environment: Environment, limits: Limits) -> None:
+        """Take a gang in, see `Coordinator`; the first one decides what there is to do."""
+        is_first = self.environment is None
+        work = self._choose(environment, limits) if is_first else Work()
+        if is_first:
+            self._families = families(work.candidates)
+            self._searches = dict.fromkeys(work.candidates)
+        super().gang_ready(gang, environment, limits)
+        for family in self._families if is_first else ():
+            self._finals[family[0]] = Finals(family, self._knowledge, limits, work.candidates, work.must)
+
+    def planned(self, problem: Problem) -> int:
+        """Trials of a problem still to be given out at most."""
+        finals = next(finals for first, finals in self._finals.items() if first.family == problem.family)
+        return finals.planned(problem)
+
+    def _offers(self, gang: int) -> Iterator[Command | None]:
+        for family in self._families:
+            yield self._from_finals(gang, family)
+
 
 _PROGRESS_S = 0.25
 
@@ -52,7 +431,7 @@ class VerifySpec:
         start_timeout_s, compile_timeout_s, trial_timeout_s: a gang silent for longer in that step is killed.
         plugins: modules that register further ops and variants.
         command: what to note as the run's command line.
-        replay, replay_trial_s: see `SweepSpec`.
+        stand_in: see `SweepSpec`.
     """
 
     ops: tuple[str, ...] = ()
@@ -70,8 +449,7 @@ class VerifySpec:
     trial_timeout_s: float | None = None
     plugins: tuple[str, ...] = ()
     command: str = ""
-    replay: str | None = None
-    replay_trial_s: float = 0.0
+    stand_in: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 10:
@@ -92,8 +470,7 @@ class VerifySpec:
             compile_timeout_s=self.compile_timeout_s,
             trial_timeout_s=self.trial_timeout_s,
             plugins=self.plugins,
-            replay=self.replay,
-            replay_trial_s=self.replay_trial_s,
+            stand_in=self.stand_in,
         )
 
     def wants(self, problem: Problem) -> bool:
@@ -176,7 +553,7 @@ class _Verify:
         self._database, self._progress = database, progress
         self._begin = time.monotonic()
         self._told_s = -_PROGRESS_S
-        self._tally = Tally()
+        self._counters = SweepCounters()
         self._stored: dict[Problem, Stored] = {}
         self._records: list[TrialRecord] = []
         self._num_flushed = 0
@@ -184,18 +561,18 @@ class _Verify:
         self._recheck = Recheck(
             settings,
             source_hash=lambda op, variant: kernels.source_hash(get_variant(op, variant)),
-            on_row=self._add,
+            on_trial=self._add,
             choose=self._choose,
         )
         self._supervisor = Supervisor(
-            self._recheck, settings, gang_devices(settings), on_outcome=self._bound, on_turn=self._turn
+            self._recheck, settings, gang_devices(settings), on_result=self._bound, on_turn=self._turn
         )
         self._stack = ExitStack()
         self._pool: CompilePool | None = None
         self._ahead: Iterator[int] = iter(())
 
     def __enter__(self) -> _Verify:
-        if self._settings.backend == "cuda" and self._settings.replay is None:
+        if self._settings.backend == "cuda" and self._settings.stand_in == ():
             self._pool = self._stack.enter_context(CompilePool(num_workers()))
         return self
 
@@ -221,7 +598,7 @@ class _Verify:
             world_size=self._settings.world_size,
             results=tuple(results),
             run_id=self._run_id,
-            num_trials=self._tally.trials,
+            num_trials=self._counters.trials,
             num_gangs=self._supervisor.num_gangs,
             seconds=self._elapsed_s,
         )
@@ -241,7 +618,7 @@ class _Verify:
         first = sorted(found, key=lambda problem: (found[problem].age, problem))[: spec.limit]
         self._stored = {problem: found[problem] for problem in sorted(first)}
         if self._database is not None and self._stored:
-            self._run_id = self._database.start_run(
+            self._run_id = self._recheck.run_id = self._database.start_run(
                 command=spec.command,
                 seed=spec.seed,
                 budget=f"winners of {len(self._stored)} problems",
@@ -254,21 +631,19 @@ class _Verify:
             self._ahead = compile_ahead(self._pool, chosen, self._settings, limits, compute_capability, chosen)
         return Work(chosen, frozenset((winner.problem, winner.candidate) for winner in winners))
 
-    def _add(self, row: Row) -> None:
-        environment = self._recheck.environment
-        assert environment is not None
-        self._records.append(TrialRecord(**row.fields(), environment=environment, run_id=self._run_id))
-        self._tally.add(row, self._elapsed_s)
+    def _add(self, trial: TrialRecord) -> None:
+        self._records.append(trial)
+        self._counters.add(trial, self._elapsed_s)
 
-    def _bound(self, slot: int, outcome: Outcome) -> None:
+    def _bound(self, slot: int, result: TrialResult) -> None:
         del slot
-        self._tally.bound(outcome, self._elapsed_s)
+        self._counters.bound(result, self._elapsed_s)
 
     def _turn(self) -> None:
         self._flush()
         next(self._ahead, None)  # a problem at a time, as gangs have come up
         up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
-        self._tally.pass_time(self._elapsed_s, up)
+        self._counters.pass_time(self._elapsed_s, up)
         if self._elapsed_s - self._told_s >= _PROGRESS_S:
             self._tell()
 
@@ -291,15 +666,15 @@ class _Verify:
             Progress(
                 problems=len(planned),
                 problems_done=sum(not count and problem not in busy for problem, count in planned.items()),
-                trials=self._tally.trials,
+                trials=self._counters.trials,
                 trials_planned=sum(planned.values()),
-                failures=dict(self._tally.failures),
+                failures=dict(self._counters.failures),
                 gangs=gangs,
                 num_gangs=self._supervisor.num_gangs,
                 elapsed_s=self._elapsed_s,
-                seconds_left=self._tally.estimate_s((), sum(planned.values()), 0, self._elapsed_s),
-                num_compiled=self._tally.num_compiled,
-                bind_share=self._tally.bind_share,
+                seconds_left=self._counters.estimate_s((), sum(planned.values()), 0, self._elapsed_s),
+                num_compiled=self._counters.num_compiled,
+                bind_share=self._counters.bind_share,
             )
         )
 

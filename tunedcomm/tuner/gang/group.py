@@ -24,10 +24,7 @@ from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.workspace import allocate
-from tunedcomm.tuner.commands import Command
-from tunedcomm.tuner.gang.protocol import GangEnd
-from tunedcomm.tuner.job import Settings
-from tunedcomm.tuner.launch import STORE_FD, STORE_PORT
+from tunedcomm.tuner.gang.protocol import STORE_FD, STORE_PORT, Command, GangEnd, Settings
 
 __all__ = ["Gang", "Trouble", "Verdict", "assemble"]
 

@@ -3,28 +3,158 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
+import json
 import logging
 import os
 import re
 import selectors
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunedcomm.spec import Candidate
-from tunedcomm.tuner.commands import Command
-from tunedcomm.tuner.death import Death, read_death
-from tunedcomm.tuner.gang.protocol import SupervisorEnd, failure_age_s, read_failures
-from tunedcomm.tuner.job import Settings, candidate_from_dict
-from tunedcomm.tuner.launch import GO_FD
-from tunedcomm.tuner.processes import is_alive, kernel_identity, kill_group, send_kill
+from tunedcomm.tuner.gang.protocol import (
+    GO_FD,
+    Command,
+    Settings,
+    SupervisorEnd,
+    candidate_from_dict,
+    failure_age_s,
+    read_failures,
+)
 
-__all__ = ["GangProcess", "gang_environment", "remove_stale_folders"]
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the one that started it ends, however it ends.
+
+    Args:
+        parent: pid of that process; if it is gone already, this process ends at once.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def process_start(pid: int) -> int | None:
+    """When a living process was started, in the kernel's ticks since boot; None if it has ended, reaped or not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def is_alive(pid: int) -> bool:
+    """True unless the process has ended."""
+    return process_start(pid) is not None
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL the process group that `pid` leads, if there still is one."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def send_kill(pids: Iterable[int]) -> None:
+    """SIGKILL every process, with the group that it leads; does not wait."""
+    for pid in pids:
+        kill_group(pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_processes(pids: Iterable[int], wait_s: float) -> list[int]:
+    """SIGKILL every process and wait until they are gone; returns those that are not after `wait_s`."""
+    left = list(pids)
+    send_kill(left)
+    deadline = time.monotonic() + wait_s
+    while (left := [pid for pid in left if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def kernel_identity() -> str:
+    """Names the kernel and the namespace in which process ids mean what they mean here."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # nothing can be said about processes then
+        return f"unknown {socket.gethostname()} {os.getpid()}"
+
+
+_MAX_ERROR = 500
+_EXITS_FILE = "exits.json"
+_EXCEPTION = re.compile(r"(?:\[rank(\d+)\]:\s*)?([\w.]*(?:Error|Exception|Interrupt)\b.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a gang died.
+
+    Attributes:
+        text: a sentence.
+        killed: SIGKILL, which nothing that a candidate does raises: a person, or the kernel when memory ran out.
+    """
+
+    text: str
+    killed: bool
+
+
+def write_exits(folder: Path, exits: Sequence[tuple[int, int]]) -> None:
+    """Leave which ranks ended by themselves and with which code, minus a signal's number where one killed it."""
+    (folder / _EXITS_FILE).write_text(json.dumps(list(exits)), encoding="ascii")
+
+
+def _read_exits(folder: Path) -> list[tuple[int, int]]:
+    try:
+        return [(int(rank), int(code)) for rank, code in json.loads((folder / _EXITS_FILE).read_text("ascii"))]
+    except (OSError, ValueError):  # the launcher did not get that far
+        return []
+
+
+def read_death(folder: Path, code: int) -> Death:
+    """What ended a gang.
+
+    Args:
+        folder: of the gang.
+        code: with which its launcher ended; minus a signal's number where one killed it.
+    """
+    failed = [(rank, exit_code) for rank, exit_code in _read_exits(folder) if exit_code]
+    # A signal is the cause, whoever was seen dead first: the others raise when a peer is gone.
+    killed = [(rank, -exit_code) for rank, exit_code in failed if exit_code < 0]
+    if killed:
+        text = f"rank {killed[0][0]} was killed by {signal.Signals(killed[0][1]).name}"
+        return Death(text, all(number == signal.SIGKILL for _, number in killed))
+    if not failed and code < 0:
+        return Death(f"it was killed by {signal.Signals(-code).name}", -code == signal.SIGKILL)
+    root = failed[0] if failed else None
+    output = ""
+    with contextlib.suppress(OSError):
+        output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+    parts = [f"rank {root[0]} ended with exit code {root[1]}" if root else f"the launcher ended with code {code}"]
+    parts += read_failures(folder) or [_first_error(output, str(root[0]) if root else None)]
+    return Death("; ".join(part for part in parts if part), killed=False)
+
+
+def _first_error(output: str, rank: str | None) -> str:
+    """The exception that ended `rank`, or the first one at all: later ones are its echo on other ranks."""
+    found = [match for line in output.splitlines() if (match := _EXCEPTION.match(line.strip()))]
+    mine = [match for match in found if match[1] == rank] or found
+    return mine[0][2][:_MAX_ERROR] if mine else ""
+
 
 _log = logging.getLogger("tunedcomm")
 
@@ -60,8 +190,8 @@ def gang_environment(settings: Settings, devices: str | None = None) -> dict[str
 
 
 def _command(settings: Settings, path: Path) -> list[str]:
-    module = "tunedcomm.tuner.launch" if settings.replay is None else "tunedcomm.tuner.replay_gang"
-    return [sys.executable, "-m", module, str(os.getpid()), str(path)]
+    module = settings.stand_in or ("tunedcomm.tuner.gang.worker", "gang")
+    return [sys.executable, "-m", *module, str(os.getpid()), str(path)]
 
 
 def remove_stale_folders() -> None:

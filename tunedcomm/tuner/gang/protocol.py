@@ -1,12 +1,14 @@
-"""The line between the supervisor and rank 0 of a gang: a Unix socket in the gang's folder, JSON lines both ways.
+"""What supervisor and gang say to each other, and the line between supervisor and rank 0.
 
-Commands go down, see `commands.Command`. Events come up, all with `event`, the name:
+The line is a Unix socket in the gang's folder with JSON lines both ways.
+
+Commands go down, see `Command`. Events come up, all with `event`, the name:
 
     ready    environment, limits
     work     candidate             the tensors for a problem are made, the library is bound beside the candidate
     trial    candidate             it is about to be bound
     run      candidate             every rank has bound it; launches begin
-    result   outcome               how the trial ended
+    result   result                how the trial ended
     end      reason                nothing follows: `done`, `budget`, or `unusable` where ranks may be out of step
 
 What a gang wrote before it died is still there to be read. Besides, a rank on which a launch raised leaves
@@ -17,15 +19,253 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["GangEnd", "SupervisorEnd", "failure_age_s", "read_failures", "write_failure"]
+from tunedcomm.errors import TuningError
+from tunedcomm.spec import Candidate, NumericsPolicy, Problem
+from tunedcomm.version import VERSION
+
+# What both ends must have in common: a process that starts after tunedcomm was upgraded does not work for an old one.
+PROTOCOL = f"{VERSION}/2"
+# Descriptors and port that a gang's processes inherit, by environment variable.
+STORE_FD, STORE_PORT, GO_FD = "GANG_STORE_FD", "GANG_STORE_PORT", "GANG_GO_FD"
+# Exit code of a gang that ended itself because its group may be out of step. The reason travels as an event; this only
+# marks the death as meant.
+EXIT_UNUSABLE = 75
+
+# Outcomes that are not tried again under the same environment and source unless asked to.
+FAILED = frozenset({"infeasible", "compile_error", "incorrect", "crashed", "hung"})
+
+
+def check_protocol(theirs: str) -> None:
+    """Refuse to work with a process of another version.
+
+    Raises:
+        TuningError: with both versions.
+    """
+    if theirs != PROTOCOL:
+        raise TuningError(
+            f"this process is of tunedcomm {PROTOCOL} and the one that started it of {theirs}: tunedcomm was replaced "
+            "while it ran. Start the command again"
+        )
+
+
+def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {"op": candidate.op, "variant": candidate.variant, "config": candidate.config_dict}
+
+
+def candidate_from_dict(data: Mapping[str, Any]) -> Candidate:
+    """Inverse of `candidate_to_dict`."""
+    return Candidate.of(data["op"], data["variant"], data["config"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a sweep is run; the same for every gang of it.
+
+    Attributes:
+        backend: `cuda` or `host`.
+        world_size: ranks of a gang.
+        trials: most candidates measured a problem, stored ones counted.
+        patience: a search ends when its best has stood for this many trials; 0 never ends it early.
+        seed: of the search and of the inputs.
+        policy: numerics classes that are measured.
+        variants: only these variants besides the library; empty means all.
+        retry: try again what failed before.
+        finals: measure the winners over the whole sweep at the end.
+        reach: a candidate within this factor of the best gets more samples.
+        first_rounds: timed replays (launches on the host) of the first look.
+        more_rounds: further ones, interleaved with the library, for those within reach.
+        final_rounds: ones in the finals.
+        start_timeout_s: a gang without a sign of life for so long at its start is killed.
+        compile_timeout_s: the same while a candidate is bound.
+        trial_timeout_s: the same while it runs.
+        peer_timeout_s: bound of the kernels' own waits.
+        failures_per_variant: a variant is left alone in this sweep after so many lost gangs.
+        gangs: how many run at once, each on its own GPUs.
+        plugins: modules that a gang imports after the kernels, to register further ops and variants.
+        stand_in: module and arguments that run in the place of `tuner.gang.worker`; empty measures.
+    """
+
+    backend: Literal["cuda", "host"]
+    world_size: int
+    trials: int
+    patience: int = 0
+    seed: int = 0
+    policy: NumericsPolicy = "any"
+    variants: tuple[str, ...] = ()
+    retry: bool = False
+    finals: bool = True
+    reach: float = 1.3
+    first_rounds: int = 3
+    more_rounds: int = 12
+    final_rounds: int = 20
+    start_timeout_s: float = 240.0
+    compile_timeout_s: float = 120.0
+    trial_timeout_s: float = 30.0
+    peer_timeout_s: float = 2.0
+    failures_per_variant: int = 3
+    gangs: int = 1
+    plugins: tuple[str, ...] = ()
+    stand_in: tuple[str, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps({"protocol": PROTOCOL, **asdict(self)}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Settings:
+        """Read what `save` wrote.
+
+        Raises:
+            TuningError: a supervisor of another version did.
+        """
+        data = json.loads(path.read_text(encoding="utf-8"))
+        check_protocol(data.pop("protocol", "unknown"))
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+        return cls(**values)
+
+
+# Outcomes after which the ranks may be out of step: the gang ends itself and another one is started.
+LOST = frozenset({"crashed", "hung"})
+# What becomes of a trial where the ranks have no memory for the problem itself: it is stored for nobody.
+TOO_LARGE = "too_large"
+_LIBRARY = "library"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Microseconds of the slowest rank: percentiles over `samples` rounds."""
+
+    p10_us: float
+    p50_us: float
+    p90_us: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What every rank does next.
+
+    Attributes:
+        kind: run a trial, wait for the next command, or end.
+        problem, candidate: of the trial.
+        baseline: the library's candidate, measured interleaved with it; None where the library cannot run.
+        threshold_us: latency of the best rival so far; candidates out of its reach get fewer samples.
+        full_check: check thoroughly, odd sizes included.
+        final: measure as in the finals.
+        reason: why it ends.
+    """
+
+    kind: Literal["trial", "wait", "end"]
+    problem: Problem | None = None
+    candidate: Candidate | None = None
+    baseline: Candidate | None = None
+    threshold_us: float = math.inf
+    full_check: bool = True
+    final: bool = False
+    reason: str = ""
+
+    @property
+    def is_library(self) -> bool:
+        """True for the baseline itself, which is always measured well."""
+        # By its name: a gang that replays recorded trials has no variants to look up.
+        return self.candidate is not None and self.candidate.variant == _LIBRARY
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        if self.problem is None or self.candidate is None:
+            return {"kind": self.kind, "reason": self.reason}
+        return {
+            "kind": self.kind,
+            "problem": self.problem.to_dict(),
+            "candidate": candidate_to_dict(self.candidate),
+            "baseline": None if self.baseline is None else candidate_to_dict(self.baseline),
+            "threshold_us": self.threshold_us if math.isfinite(self.threshold_us) else None,
+            "full_check": self.full_check,
+            "final": self.final,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Command:
+        """Inverse of `to_dict`."""
+        if "problem" not in data:
+            return cls(kind=data["kind"], reason=data["reason"])
+        baseline, threshold_us = data["baseline"], data["threshold_us"]
+        return cls(
+            kind=data["kind"],
+            problem=Problem.from_dict(data["problem"]),
+            candidate=candidate_from_dict(data["candidate"]),
+            baseline=None if baseline is None else candidate_from_dict(baseline),
+            threshold_us=math.inf if threshold_us is None else threshold_us,
+            full_check=data["full_check"],
+            final=data["final"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """How a trial ended; the same on every rank.
+
+    Attributes:
+        status, reason, latency, baseline_us, error: as in `db.records.TrialRecord`; the status may be `TOO_LARGE`.
+        bind_s: seconds for which the slowest rank bound the candidate (and the library, where that was bound first).
+        compiled: binaries that were not in the cache then, on the rank that had to compile most.
+    """
+
+    status: str
+    reason: str = ""
+    latency: Latency | None = None
+    baseline_us: float | None = None
+    error: float | None = None
+    bind_s: float = 0.0
+    compiled: int = 0
+
+    @property
+    def latency_us(self) -> float | None:
+        """The median, if it ran."""
+        return self.latency.p50_us if self.latency is not None else None
+
+    def with_binding(self, bind_s: float, compiled: int) -> TrialResult:
+        """The same outcome with what binding took."""
+        return replace(self, bind_s=bind_s, compiled=compiled)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrialResult:
+        """Inverse of `to_dict`."""
+        latency = data["latency"]
+        return cls(**{**data, "latency": None if latency is None else Latency(**latency)})
+
+
+def rounds_after_look(command: Command, look_us: float, settings: Settings) -> int:
+    """Timed rounds that a candidate gets after a first look of `look_us`; none if it is left at that look."""
+    near = command.is_library or look_us <= settings.reach * command.threshold_us
+    if command.final:
+        # A finalist that is far off at this shape needs a point on its curve, not a precise one.
+        return settings.final_rounds if near else settings.first_rounds
+    return settings.more_rounds if near else 0
+
+
+def pruned(command: Command, look: Latency, error: float | None) -> TrialResult:
+    """The outcome of a candidate that is left at its first look."""
+    reason = f"{look.p50_us:.4g} µs at first look, the best so far is {command.threshold_us:.4g} µs"
+    return TrialResult(status="pruned", reason=reason, latency=look, error=error)
+
+
+# The line
 
 _NAME = "socket"
 _CHUNK = 1 << 16

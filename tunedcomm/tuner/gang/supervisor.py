@@ -1,4 +1,4 @@
-"""Starts gangs, passes commands and outcomes between them and the coordinator, ends those that hang.
+"""Starts gangs, passes commands and results between them and the coordinator, ends those that hang.
 
 Holds no GPU context. A gang that dies or falls silent costs the candidate that it was running, which is recorded as
 `crashed` or `hung`, and a restart; the others go on meanwhile. Whatever was reported before is kept.
@@ -17,9 +17,8 @@ from typing import Any, Literal
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Limits
-from tunedcomm.tuner.commands import LOST, Command, Outcome
 from tunedcomm.tuner.gang.process import GangProcess, remove_stale_folders
-from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
 from tunedcomm.tuner.search.coordinator import Coordinator
 
 __all__ = ["GangState", "Supervisor"]
@@ -58,7 +57,7 @@ class Supervisor:
         settings: of the sweep.
         devices: GPUs of each gang that runs at once, as CUDA_VISIBLE_DEVICES names them; None leaves it as it is.
         on_ready: called when a gang is ready, before its first command is asked for.
-        on_outcome: called with each outcome that a gang reports, after its next command was sent.
+        on_result: called with each result that a gang reports, after its next command was sent.
         on_turn: called after everything that has come was answered, and at least ten times a second.
 
     Attributes:
@@ -73,11 +72,11 @@ class Supervisor:
         devices: Sequence[str | None],
         *,
         on_ready: Callable[[int], None] = lambda slot: None,
-        on_outcome: Callable[[int, Outcome], None] = lambda slot, outcome: None,
+        on_result: Callable[[int, TrialResult], None] = lambda slot, result: None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self._coordinator, self._settings, self._devices = coordinator, settings, devices
-        self._on_ready, self._on_outcome, self._on_turn = on_ready, on_outcome, on_turn
+        self._on_ready, self._on_result, self._on_turn = on_ready, on_result, on_turn
         self._selector = selectors.DefaultSelector()
         self._gangs: dict[int, GangProcess] = {}
         # Where a gang was lost the next one may be soon: one that has done its imports stands by.
@@ -140,33 +139,33 @@ class Supervisor:
         return GangProcess(slot, self._settings, self._selector, self._devices[slot])
 
     def _turn(self) -> None:
-        outcomes: list[tuple[int, Outcome]] = []
+        results: list[tuple[int, TrialResult]] = []
         for key, _ in self._selector.select(_TICK_S):
-            self._listen(key.data, outcomes)
+            self._listen(key.data, results)
         for gang in list(self._gangs.values()):
             if gang.retired:
                 self._replace(gang)
             else:
-                self._watch(gang, outcomes)
+                self._watch(gang, results)
         self._command_idle()
-        for slot, outcome in outcomes:
-            self._on_outcome(slot, outcome)
+        for slot, result in results:
+            self._on_result(slot, result)
         self._on_turn()
 
     # What gangs say
 
-    def _listen(self, gang: GangProcess, outcomes: list[tuple[int, Outcome]]) -> None:
+    def _listen(self, gang: GangProcess, results: list[tuple[int, TrialResult]]) -> None:
         """Answer what a gang has said; commands leave at once, everything else can wait."""
         for event in gang.read():
             name = event["event"]
             if name == "ready":
                 self._greet(gang, event)
             elif name == "result":
-                outcome = Outcome.from_dict(event["outcome"])
-                self._coordinator.learn(gang.slot, outcome)
+                result = TrialResult.from_dict(event["result"])
+                self._coordinator.learn(gang.slot, result)
                 self._changed = True
-                outcomes.append((gang.slot, outcome))
-                if outcome.status not in LOST:  # else it ends itself
+                results.append((gang.slot, result))
+                if result.status not in LOST:  # else it ends itself
                     self._command(gang)
             elif name == "end":
                 if gang.end not in ("done", "budget"):
@@ -180,7 +179,7 @@ class Supervisor:
         self._coordinator.gang_ready(gang.slot, environment, limits)
         self._on_ready(gang.slot)
         self._command(gang)
-        if gang.slot in self._lossy and self._settings.replay is None:
+        if gang.slot in self._lossy and not self._settings.stand_in:
             self._spares[gang.slot] = self._make(gang.slot)
 
     def _command(self, gang: GangProcess) -> None:
@@ -204,14 +203,14 @@ class Supervisor:
 
     # How gangs end
 
-    def _watch(self, gang: GangProcess, outcomes: list[tuple[int, Outcome]]) -> None:
+    def _watch(self, gang: GangProcess, results: list[tuple[int, TrialResult]]) -> None:
         if gang.is_dead():
-            self._listen(gang, outcomes)  # what it said before it died
+            self._listen(gang, results)  # what it said before it died
             death = gang.death()
             if death is not None and not gang.retired:
                 self._lose(gang, "crashed", death.text, killed=death.killed)
         elif gang.silence() is not None:
-            self._listen(gang, outcomes)  # it may have spoken while this process waited for the database
+            self._listen(gang, results)  # it may have spoken while this process waited for the database
             if not gang.retired and (silence := gang.silence()) is not None:
                 self._lose(gang, *silence)
 

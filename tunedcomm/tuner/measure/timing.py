@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from tunedcomm.tuner.commands import Latency
+from tunedcomm.tuner.gang.protocol import Latency
 from tunedcomm.tuner.measure.correctness import Launch, Tensors
 
 __all__ = [

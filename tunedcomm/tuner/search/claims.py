@@ -28,7 +28,7 @@ from tunedcomm.db.schema import ClaimRow, UtcDateTime
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseError
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.processes import kernel_identity, process_start
+from tunedcomm.tuner.gang.process import kernel_identity, process_start
 
 HEARTBEAT_S = 20.0
 GRACE_S = 90.0

@@ -1,35 +1,325 @@
 """Decides what every gang of a sweep runs next: searches family by family, then each family's finals.
 
-No tensor, no process group, no process in here: gangs ask for commands and are answered, outcomes are told, so that
-recorded outcomes can stand in for machines.
+No tensor, no process group, no process in here: gangs ask for commands and are answered, results are told, so that
+recorded results can stand in for machines.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from tunedcomm.db.engine import warn_once
+from tunedcomm.db.records import Status, TrialRecord
+from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
-from tunedcomm.tuner.budget import Budget
-from tunedcomm.tuner.commands import LOST, TOO_LARGE, Assignment, Command, Outcome, Row
-from tunedcomm.tuner.finals import Finals
-from tunedcomm.tuner.job import FAILED, Settings, StoredTrial
-from tunedcomm.tuner.one_environment import other_environment
-from tunedcomm.tuner.problem_search import ProblemSearch
+from tunedcomm.tuner.gang.protocol import FAILED, LOST, TOO_LARGE, Command, Settings, TrialResult
 from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.knowledge import Knowledge
-from tunedcomm.tuner.search.study import default_candidates, families, infeasible_variants
+from tunedcomm.tuner.search.study import (
+    Search,
+    default_candidates,
+    families,
+    infeasible_variants,
+    search_space,
+    stray_defaults,
+)
 
-__all__ = ["Coordinator"]
+
+class Budget:
+    """Counts from now.
+
+    Args:
+        clock: seconds.
+        seconds: how many there are; None is no bound.
+    """
+
+    def __init__(self, clock: Callable[[], float], seconds: float | None) -> None:
+        self._clock = clock
+        self._seconds = math.inf if seconds is None else seconds
+        self._end = clock() + self._seconds
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds left of a share of it."""
+        return self._end - self._seconds * (1 - share) - self._clock() if math.isfinite(self._end) else math.inf
+
+
+# Proposals taken from each neighbour.
+_PROPOSALS = 3
+
+
+class ProblemSearch:
+    """Gives out a problem's candidates until its search is over.
+
+    Args:
+        problem: what is tuned.
+        settings: of the sweep.
+        knowledge: of the sweep.
+        limits: of the gangs.
+        searched: problems whose search was over before, in that order.
+        dropped: variants that are left alone.
+        shared: other supervisors may search the problem too; what they have tried counts as this one's trials do.
+
+    Attributes:
+        until: the clock's reading after which nothing more is given out.
+        over: nothing is out and nothing is left.
+        elsewhere: candidates that other supervisors run.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        knowledge: Knowledge,
+        limits: Limits,
+        *,
+        searched: Collection[Problem],
+        dropped: Collection[str],
+        shared: bool,
+    ) -> None:
+        self.problem = problem
+        self.until = -math.inf
+        self.over = self._closed = False
+        self.elsewhere: list[Candidate] = []
+        self._settings, self._knowledge, self._limits = settings, knowledge, limits
+        self._searched, self._shared = tuple(searched), shared
+        self._out: set[Candidate] = set()
+        self._returned: list[Candidate] = []
+        self._search = self._make_search(dropped)
+        # The library is asked for first and whatever the clock says: no problem is left without it.
+        self._must: set[Candidate] = {c for c in self._feasible[:1] if c not in knowledge.settled(problem)}
+
+    def _make_search(self, dropped: Collection[str]) -> Search:
+        problem, knowledge = self.problem, self._knowledge
+        defaults = default_candidates(problem, self._limits)
+        found = search_space(problem, self._limits, self._settings, dropped)
+        for text in stray_defaults(problem, self._limits, {candidate.variant for candidate in found}):
+            warn_once(text)
+        # What took a gang along at this size is settled, at another size it is left alone.
+        known = knowledge.settled(problem)
+        self._feasible = [c for c in found if c in known or c in defaults[:1] or not knowledge.quarantined(problem, c)]
+        allowed = self._everything = frozenset(self._feasible)
+        seeds = [*defaults[:1], *knowledge.proposals(problem, _PROPOSALS, self._searched), *defaults]
+        settled = {c: us for c, us in known.items() if c in allowed}
+        return Search(
+            problem, self._feasible, self._settings, seeds=[s for s in seeds if s in allowed], settled=settled
+        )
+
+    @property
+    def planned(self) -> int:
+        """Trials still to be given out at most."""
+        if self._closed:
+            return 0
+        return len(self._returned) + self._search.planned
+
+    @property
+    def is_out(self) -> bool:
+        """True while a gang of this supervisor, or another supervisor, runs a candidate of it."""
+        return bool(self._out or self.elsewhere)
+
+    def close(self) -> None:
+        """Give out nothing any more."""
+        self._closed = True
+
+    def drop(self, dropped: Collection[str]) -> None:
+        """Begin again without these variants; what is settled is gone through at once."""
+        self._search = self._make_search(dropped)
+        for candidate in [*self._out, *self._returned, *self.elsewhere]:
+            self._search.take(candidate)
+        self._returned = [c for c in self._returned if c.variant not in dropped]
+        self.elsewhere = [c for c in self.elsewhere if c.variant not in dropped]
+        self._must &= set(self._feasible)
+
+    def ask(self, now: float, claim: Callable[[Candidate], bool]) -> Candidate | None:
+        """The next candidate, or None if there is none for now.
+
+        Args:
+            now: the clock's reading.
+            claim: False for a candidate that another supervisor runs, or has run.
+        """
+        if self._closed:
+            return None
+        kept: list[Candidate] = []
+        found = None
+        while found is None and (now < self.until or self._must - {*self.elsewhere, *kept}) and not self._is_used_up():
+            candidate = self._next()
+            if candidate is None:
+                break
+            if claim(candidate):
+                found = candidate
+            elif candidate not in self._knowledge.settled(self.problem):
+                kept.append(candidate)
+        self.elsewhere += kept
+        if found is not None:
+            self._must.discard(found)
+            self._out.add(found)
+        return found
+
+    def _is_used_up(self) -> bool:
+        """True if as many candidates as there may be have been tried by anybody, or are being tried."""
+        if not self._shared:
+            return False  # the search counts what was settled when its turn comes
+        tried = sum(candidate in self._everything for candidate in self._knowledge.settled(self.problem))
+        return tried + len(self._out) + len(self.elsewhere) >= self._settings.trials
+
+    def _next(self) -> Candidate | None:
+        if self._returned:
+            return self._returned.pop(0)
+        return self._search.ask()
+
+    def recheck(self, in_flight: Collection[Candidate]) -> None:
+        """Count what others run now, and take over what they had claimed and do not run any more, without a result."""
+        self._returned += [candidate for candidate in self.elsewhere if candidate not in in_flight]
+        self.elsewhere = [candidate for candidate in self.elsewhere if candidate in in_flight]
+        self.elsewhere += sorted(filter(self._search.take, in_flight), key=str)
+
+    def tell(self, candidate: Candidate, latency_us: float | None) -> None:
+        """Report the end of a candidate that was given out, or a result of another supervisor."""
+        self._out.discard(candidate)
+        self._must.discard(candidate)
+        if candidate in self.elsewhere:
+            self.elsewhere.remove(candidate)
+        self._search.take(candidate)
+        self._search.tell(candidate, latency_us)
+
+    def give_back(self, candidate: Candidate) -> None:
+        """Take a candidate back that was not run after all; it is the next to be given out."""
+        self._out.discard(candidate)
+        if candidate not in self._everything:  # its variant was dropped meanwhile
+            return
+        self._returned.insert(0, candidate)
+        if get_variant(candidate.op, candidate.variant).is_library:
+            self._must.add(candidate)
+
+
+_FINALISTS_PER_SHAPE = 2
+# With the best four of each shape dispatch between the shapes loses as little as with all that were tried
+# (bench/regret.py); twice as many leave room for what cannot run at a size between.
+BEST_OF_SHAPE = 8
+
+
+class Finals:
+    """Gives out the finals of a family, problem by problem.
+
+    Args:
+        family: problems in the order in which they are measured.
+        knowledge: of the sweep, with every search of the family over.
+        limits: of the gangs.
+        chosen: what to measure of each problem besides the library, instead of what this module's text says.
+        must: what is measured of a problem even if it took a gang along at another size.
+
+    Attributes:
+        elsewhere: what other supervisors run.
+    """
+
+    def __init__(
+        self,
+        family: Sequence[Problem],
+        knowledge: Knowledge,
+        limits: Limits,
+        chosen: Mapping[Problem, Sequence[Candidate]] | None = None,
+        must: Collection[tuple[Problem, Candidate]] = (),
+    ) -> None:
+        self._knowledge = knowledge
+        self._must = frozenset(must)
+        self._left: dict[Problem, list[Candidate]] = {}
+        self.elsewhere: list[tuple[Problem, Candidate]] = []
+        finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE) if chosen is None else []
+        for problem in family:
+            library = default_candidates(problem, limits)[:1]
+            if chosen is None:
+                best = knowledge.winners(problem, BEST_OF_SHAPE, "default")
+                wanted: Sequence[Candidate] = [*finalists, *best, *knowledge.best_per_sm_limit(problem)]
+            else:
+                wanted = chosen[problem]
+            self._left[problem] = knowledge.feasible(problem, [*library, *wanted])
+
+    def planned(self, problem: Problem) -> int:
+        """Trials of a problem still to be given out at most."""
+        return len(self._left[problem])
+
+    def ask(
+        self,
+        own: Problem | None,
+        others: Collection[Problem],
+        dropped: Collection[str],
+        claim: Callable[[Problem, Candidate], bool],
+    ) -> tuple[Problem, Candidate] | None:
+        """The next final, or None if there is none for now.
+
+        Args:
+            own: problem whose finals the gang is at; it stays there while it can.
+            others: problems whose finals other gangs are at, taken last.
+            dropped: variants that are left alone.
+            claim: False for a final that another supervisor runs, or has run.
+        """
+        for problem in sorted(self._left, key=lambda p: (p != own, p in others)):
+            queue = self._left[problem]
+            while queue:
+                candidate = queue.pop(0)
+                if candidate.variant in dropped or not self._wants(problem, candidate):
+                    continue
+                if claim(problem, candidate):
+                    return problem, candidate
+                if self._wants(problem, candidate):
+                    self.elsewhere.append((problem, candidate))
+        return None
+
+    def _wants(self, problem: Problem, candidate: Candidate) -> bool:
+        must = (problem, candidate) in self._must
+        return self._knowledge.needs_final(problem, candidate, ignore_quarantine=must)
+
+    def recheck(self, problem: Problem, in_flight: Collection[Candidate]) -> None:
+        """Take over what others had claimed and do not run any more."""
+        mine = [candidate for of, candidate in self.elsewhere if of == problem and candidate not in in_flight]
+        self.elsewhere = [(of, c) for of, c in self.elsewhere if of != problem or c in in_flight]
+        self._left[problem] += mine
+
+    def skip(self, problem: Problem) -> None:
+        """Give out nothing of a problem any more."""
+        self._left[problem] = []
+        self.elsewhere = [(of, candidate) for of, candidate in self.elsewhere if of != problem]
+
+    def give_back(self, problem: Problem, candidate: Candidate) -> None:
+        """Take a final back that was not run after all; it is the next one of its problem."""
+        self._left[problem].insert(0, candidate)
+
+
+def other_environment(gang: int, first: Environment, other: Environment) -> TuningError:
+    """What to raise where a gang runs in another environment than the first one."""
+    differences = first.differences(other).values() or first.drift(other)
+    return TuningError(
+        f"gang {gang} runs in another environment than the first one: {'; '.join(differences)}. A sweep "
+        "measures one environment: tune the GPUs of each kind by themselves, with CUDA_VISIBLE_DEVICES"
+    )
+
 
 # Share of a budget that searches may use; the rest is for the finals, without which nothing is known between shapes.
 _SEARCH_SHARE = 0.85
 # A gang that somebody else killed says little about its candidate, the second one in a row says enough.
 _MAX_KILLED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a gang was told to run.
+
+    Attributes:
+        command: as it was sent.
+        problem, candidate: of the command.
+        claim: the right to run it, where several supervisors share a sweep.
+    """
+
+    command: Command
+    problem: Problem
+    candidate: Candidate
+    claim: Claim | None
 
 
 class Coordinator:
@@ -38,8 +328,9 @@ class Coordinator:
     Args:
         problems, settings: what is tuned, in this order, and how.
         source_hash: (op, variant) to the hash of its kernels.
-        on_row: called with every trial that ended, as soon as it did.
-        stored, environments: what was known before, oldest first, and digest to environment of it.
+        on_trial: called with every trial that ended, as soon as it did.
+        stored: trials that were known before, oldest first, in any environment.
+        run_id: of the trials.
         claims: shared with other supervisors; None if there are none.
         news: trials of a problem that other supervisors have stored since the last call; asked where there are claims.
         clock, seconds_left: seconds, and how many the budget has left; None is no bound.
@@ -56,19 +347,20 @@ class Coordinator:
         settings: Settings,
         *,
         source_hash: Callable[[str, str], str],
-        on_row: Callable[[Row], None],
-        stored: Iterable[StoredTrial] = (),
-        environments: Mapping[str, Environment] | None = None,
+        on_trial: Callable[[TrialRecord], None],
+        stored: Iterable[TrialRecord] = (),
         clock: Callable[[], float] = time.monotonic,
         claims: Claims | None = None,
-        news: Callable[[Problem], Iterable[StoredTrial]] = lambda problem: (),
+        news: Callable[[Problem], Iterable[TrialRecord]] = lambda problem: (),
         seconds_left: float | None = None,
+        run_id: int | None = None,
     ) -> None:
+        self.run_id = run_id
         self.environment: Environment | None = None
         self.limits: Limits | None = None
         self.searched: list[Problem] = []
-        self._settings, self._source_hash, self._on_row = settings, source_hash, on_row
-        self._stored, self._environments = tuple(stored), environments or {}
+        self._settings, self._source_hash, self._on_trial = settings, source_hash, on_trial
+        self._stored = tuple(stored)
         self._clock, self.claims, self._news = clock, claims, news
         self._budget = Budget(clock, seconds_left)
         self._families = families(problems)
@@ -99,9 +391,8 @@ class Coordinator:
                 self._source_hash,
                 retry=self._settings.retry,
                 stored=self._stored,
-                environments=self._environments,
             )
-        elif environment.digest != self.environment.digest:
+        elif environment != self.environment:
             raise other_environment(gang, self.environment, environment)
 
     def next(self, gang: int) -> Command:
@@ -119,26 +410,28 @@ class Coordinator:
             return Command(kind="wait")
         return Command(kind="end", reason="budget" if self._budget.left() <= 0 else "done")
 
-    def learn(self, gang: int, outcome: Outcome) -> Row | None:
+    def learn(self, gang: int, result: TrialResult) -> TrialRecord | None:
         """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
         running = self._running.pop(gang)
         self._killed.pop((running.problem, running.candidate), None)
-        if outcome.status == TOO_LARGE:
-            self._skip(running, outcome.reason)
+        if result.status == TOO_LARGE:
+            self._skip(running, result.reason)
             return None
         if self._was_taken_over(running):
             self._give_back(running)  # the other supervisor stores its row
             return None
-        row = self._store(running.problem, running.candidate, outcome, final=running.command.final)
+        row = self._store(running.problem, running.candidate, result, final=running.command.final)
         if running.claim is not None:
             self._finished.append(running.claim)
         if not running.command.final:
-            self._search(running.problem).tell(running.candidate, outcome.latency_us)
-        if outcome.status in LOST:
+            self._search(running.problem).tell(running.candidate, result.latency_us)
+        if result.status in LOST:
             self._count_lost(running.candidate.variant)
         return row
 
-    def lost(self, gang: int, status: str, reason: str, *, begun: Candidate | None, killed: bool = False) -> Row | None:
+    def lost(
+        self, gang: int, status: str, reason: str, *, begun: Candidate | None, killed: bool = False
+    ) -> TrialRecord | None:
         """Take in that a gang is gone.
 
         Args:
@@ -158,18 +451,18 @@ class Coordinator:
         if killed:
             self._killed[running.problem, running.candidate] += 1
         spared = killed and self._killed[running.problem, running.candidate] < _MAX_KILLED
-        outcome = Outcome(status=status, reason=reason)
+        result = TrialResult(status=status, reason=reason)
         if begun == running.candidate and not spared:
-            return self.learn(gang, outcome)
+            return self.learn(gang, result)
         del self._running[gang]
         self._give_back(running)
         if begun is None or spared:
             return None
-        row = self._store(running.problem, begun, outcome, final=False)
+        row = self._store(running.problem, begun, result, final=False)
         self._count_lost(begun.variant)
         return row
 
-    def rows_stored(self) -> None:
+    def trials_stored(self) -> None:
         """Release the claims of all rows so far, which are in the database now."""
         if self.claims is not None:
             self.claims.release(self._finished)
@@ -334,7 +627,7 @@ class Coordinator:
             self._knowledge.add(trial)
             search = self._searches[trial.problem]
             if search is not None and not trial.final:
-                search.tell(trial.candidate, trial.latency_us if trial.status not in FAILED else None)
+                search.tell(trial.candidate, trial.latency_p50_us if trial.status not in FAILED else None)
 
     def _was_taken_over(self, running: Assignment) -> bool:
         """True if another supervisor took this one for dead, and runs or has run what this one ran."""
@@ -368,13 +661,30 @@ class Coordinator:
         for finals in self._finals.values():
             finals.skip(running.problem)
 
-    def _store(self, problem: Problem, candidate: Candidate, outcome: Outcome, *, final: bool) -> Row:
+    def _store(self, problem: Problem, candidate: Candidate, result: TrialResult, *, final: bool) -> TrialRecord:
         assert self.environment is not None
-        source_hash, is_final = self._source_hash(candidate.op, candidate.variant), final and outcome.status == "ok"
-        row = Row(problem=problem, candidate=candidate, outcome=outcome, source_hash=source_hash, final=is_final)
-        self._knowledge.add(row.steering(self.environment.digest))
-        self._on_row(row)
-        return row
+        variant, latency = get_variant(candidate.op, candidate.variant), result.latency
+        trial = TrialRecord(
+            problem=problem,
+            environment=self.environment,
+            variant=candidate.variant,
+            numerics=variant.numerics,
+            source_hash=self._source_hash(candidate.op, candidate.variant),
+            config=candidate.config_dict,
+            status=cast("Status", result.status),
+            reason=result.reason,
+            latency_p10_us=latency.p10_us if latency else None,
+            latency_p50_us=latency.p50_us if latency else None,
+            latency_p90_us=latency.p90_us if latency else None,
+            samples=latency.samples if latency else 0,
+            baseline_p50_us=result.baseline_us,
+            error=result.error,
+            final=final and result.status == "ok",
+            run_id=self.run_id,
+        )
+        self._knowledge.add(trial)
+        self._on_trial(trial)
+        return trial
 
     def _count_lost(self, variant: str) -> None:
         before = self.dropped
@@ -389,5 +699,5 @@ class Coordinator:
             taken: list[Claim] = []
             known = self._knowledge.status(problem, candidate) is not None
             if not known and self._claim(problem, taken, candidate, final=False):
-                self._store(problem, candidate, Outcome(status="infeasible", reason=reason), final=False)
+                self._store(problem, candidate, TrialResult(status="infeasible", reason=reason), final=False)
                 self._finished += taken

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
+from tunedcomm.db.records import TrialRecord
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import (
@@ -23,8 +24,7 @@ from tunedcomm.spec import (
     get_op,
     get_variant,
 )
-from tunedcomm.tuner.commands import LOST
-from tunedcomm.tuner.job import FAILED, StoredTrial
+from tunedcomm.tuner.gang.protocol import FAILED, LOST
 
 __all__ = ["Knowledge"]
 
@@ -45,7 +45,6 @@ class Knowledge:
         source_hash: (op, variant) to the hash of its kernels as they are now.
         retry: what failed before the sweep is to be tried again.
         stored: what was known before the sweep, oldest first.
-        environments: digest to environment of `stored`.
     """
 
     def __init__(
@@ -56,44 +55,43 @@ class Knowledge:
         source_hash: Callable[[str, str], str],
         *,
         retry: bool = False,
-        stored: Iterable[StoredTrial] = (),
-        environments: Mapping[str, Environment] | None = None,
+        stored: Iterable[TrialRecord] = (),
     ) -> None:
         self._limits = limits
         self._retry = retry
         self._source_hash = source_hash
-        self._results: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in problems}
-        self._finals: dict[Problem, dict[Candidate, StoredTrial]] = {problem: {} for problem in self._results}
-        self._proposals: dict[Problem, list[StoredTrial]] = {}
+        self._results: dict[Problem, dict[Candidate, TrialRecord]] = {problem: {} for problem in problems}
+        self._finals: dict[Problem, dict[Candidate, TrialRecord]] = {problem: {} for problem in self._results}
+        self._proposals: dict[Problem, list[TrialRecord]] = {}
         self._tried: set[tuple[Problem, Candidate]] = set()
         self._quarantine: set[tuple[Problem, Candidate]] = set()
-        self._environment = environment.digest
-        known = environments or {}
+        self._environment = environment
         for trial in stored:
             if self.counts(trial):
                 self._enter(trial)
-            elif trial.status == "ok" and not environment.mismatches(known[trial.environment]):
+            elif trial.status == "ok" and not environment.mismatches(trial.environment):
                 self._proposals.setdefault(trial.problem, []).append(trial)
 
-    def counts(self, trial: StoredTrial) -> bool:
+    def counts(self, trial: TrialRecord) -> bool:
         """True if a stored trial was measured in this environment, and of the kernels as they are now."""
         if trial.environment != self._environment:
             return False
         try:
-            return trial.source_hash == self._source_hash(trial.candidate.op, trial.candidate.variant)
+            return trial.source_hash == self._source_hash(trial.problem.op, trial.variant)
         except UnknownNameError:
             return False
 
-    def add(self, trial: StoredTrial) -> None:
+    def add(self, trial: TrialRecord) -> None:
         """Take in a result of this sweep; a later one of the same candidate replaces an earlier one."""
         self._tried.add((trial.problem, trial.candidate))
         self._enter(trial)
 
-    def _enter(self, trial: StoredTrial) -> None:
-        if trial.status in LOST and not (self._retry and (trial.problem, trial.candidate) not in self._tried):
-            self._quarantine.add((trial.problem.family, trial.candidate))
+    def _enter(self, trial: TrialRecord) -> None:
+        problem, candidate = trial.problem, trial.candidate
+        if trial.status in LOST and not (self._retry and (problem, candidate) not in self._tried):
+            self._quarantine.add((problem.family, candidate))
         table = self._finals if trial.final else self._results
-        table.setdefault(trial.problem, {})[trial.candidate] = trial
+        table.setdefault(problem, {})[candidate] = trial
 
     def status(self, problem: Problem, candidate: Candidate) -> str | None:
         """How the candidate's last trial outside the finals ended, or None."""
@@ -102,7 +100,7 @@ class Knowledge:
 
     def measured(self, problem: Problem, candidate: Candidate, *, final: bool) -> bool:
         """True if there is a result that makes another trial of the search, or of the finals, needless."""
-        return not self.wants_final(problem, candidate) if final else candidate in self.settled(problem)
+        return not self.needs_final(problem, candidate) if final else candidate in self.settled(problem)
 
     def settled(self, problem: Problem) -> dict[Candidate, float | None]:
         """Candidates that are not to be tried again, with their latency if they ran."""
@@ -110,7 +108,7 @@ class Knowledge:
         for candidate, trial in self._results.get(problem, {}).items():
             again = self._retry and trial.status in FAILED
             if not again or (problem, candidate) in self._tried:
-                settled[candidate] = trial.latency_us if trial.status not in FAILED else None
+                settled[candidate] = trial.latency_p50_us if trial.status not in FAILED else None
         return settled
 
     def quarantined(self, problem: Problem, candidate: Candidate) -> bool:
@@ -124,28 +122,27 @@ class Knowledge:
         which some callers insist on. Nor does the library: how far it is ahead of the best challenger is worth knowing.
         """
         policy = _NARROWEST[numerics]
-        rivals = [t for t in self._challengers(problem) if admits(policy, _numerics(t.candidate))]
-        return min((trial.latency_us or math.inf for trial in rivals), default=math.inf)
+        rivals = [us for candidate, us in self._challengers(problem) if admits(policy, _numerics(candidate))]
+        return min(rivals, default=math.inf)
 
     def winners(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
         """The best `count` challengers that may be chosen under `policy`, best first; equal times in a fixed order."""
-        ranked = sorted(
-            self._challengers(problem), key=lambda trial: (trial.latency_us or math.inf, str(trial.candidate))
-        )
-        found = [t.candidate for t in ranked if admits(policy, _numerics(t.candidate))]
+        ranked = sorted(self._challengers(problem), key=lambda found: (found[1], str(found[0])))
+        found = [candidate for candidate, _ in ranked if admits(policy, _numerics(candidate))]
         return [c for c in found if get_variant(problem.op, c.variant).bounded][:count]
 
-    def frugal(self, problem: Problem, policy: NumericsPolicy = "default") -> list[Candidate]:
+    def best_per_sm_limit(self, problem: Problem, policy: NumericsPolicy = "default") -> list[Candidate]:
         """The fastest challengers that take at most 1, 2, 4, … SMs, for callers that compute beside the call."""
-        ran = [t for t in self._results.get(problem, {}).values() if t.status in ("ok", "pruned") and t.latency_us]
         cost: dict[Candidate, tuple[float, str]] = {}
         sms: dict[Candidate, int] = {}
-        for trial in ran:
-            variant = get_variant(problem.op, trial.candidate.variant)
-            taken = variant.num_blocks(problem, trial.candidate.config_dict)
+        for candidate, trial in self._results.get(problem, {}).items():
+            if trial.status not in ("ok", "pruned") or not trial.latency_p50_us:
+                continue
+            variant = get_variant(problem.op, candidate.variant)
+            taken = variant.num_blocks(problem, candidate.config_dict)
             if variant.bounded and not variant.is_library and taken >= 0 and admits(policy, variant.numerics):
-                cost[trial.candidate] = (trial.latency_us or math.inf, str(trial.candidate))
-                sms[trial.candidate] = taken
+                cost[candidate] = (trial.latency_p50_us, str(candidate))
+                sms[candidate] = taken
         limits = [0, *(1 << exponent for exponent in range(_MAX_SMS.bit_length()))]
         fitting = [[c for c in cost if sms[c] <= limit] for limit in limits]
         return list(dict.fromkeys(min(found, key=cost.__getitem__) for found in fitting if found))
@@ -156,14 +153,14 @@ class Knowledge:
         Of shapes and families only those that were `searched` count: their results are the same when a sweep is begun
         again, so that it goes the same way.
         """
-        measure = get_op(problem.op).message_bytes
-        here = math.log2(measure(problem) + 1)
+        message_bytes = get_op(problem.op).message_bytes
+        here = math.log2(message_bytes(problem) + 1)
         near = [other for other in searched if other != problem and other.op == problem.op and self._challengers(other)]
-        near.sort(key=lambda o: (abs(math.log2(measure(o) + 1) - here), o.family != problem.family, str(o)))
+        near.sort(key=lambda o: (abs(math.log2(message_bytes(o) + 1) - here), o.family != problem.family, str(o)))
         found: list[Candidate] = []
         for other in near[:3]:
             found += self.winners(other, count)
-        stored = sorted(self._proposals.get(problem, []), key=lambda trial: trial.latency_us or math.inf)
+        stored = sorted(self._proposals.get(problem, []), key=lambda trial: trial.latency_p50_us or math.inf)
         found += [trial.candidate for trial in stored[:count]]
         return self.feasible(problem, found)
 
@@ -187,14 +184,11 @@ class Knowledge:
         ranked = sorted(wins, key=lambda candidate: (candidate not in best, -wins[candidate], str(candidate)))
         return ranked[: max(_MAX_FINALISTS, len(best))]
 
-    def wants_final(self, problem: Problem, candidate: Candidate, *, whatever_elsewhere: bool = False) -> bool:
-        """True if the candidate has no final here yet and did not fail here.
-
-        Nor took a gang along at another size of the family, unless that is not to matter.
-        """
+    def needs_final(self, problem: Problem, candidate: Candidate, *, ignore_quarantine: bool = False) -> bool:
+        """True if the candidate has no final here yet, did not fail here and is not quarantined."""
         if candidate in self._finals.get(problem, {}):
             return False
-        if self.quarantined(problem, candidate) and not whatever_elsewhere:
+        if self.quarantined(problem, candidate) and not ignore_quarantine:
             return False
         return self.status(problem, candidate) not in FAILED
 
@@ -206,9 +200,13 @@ class Knowledge:
             if other.family == problem.family and candidate in results
         )
 
-    def _challengers(self, problem: Problem) -> list[StoredTrial]:
-        trials = self._results.get(problem, {}).values()
-        return [t for t in trials if t.status == "ok" and not get_variant(problem.op, t.candidate.variant).is_library]
+    def _challengers(self, problem: Problem) -> list[tuple[Candidate, float]]:
+        """Candidates besides the library whose search ended `ok`, with their latency."""
+        return [
+            (candidate, trial.latency_p50_us or math.inf)
+            for candidate, trial in self._results.get(problem, {}).items()
+            if trial.status == "ok" and not get_variant(problem.op, candidate.variant).is_library
+        ]
 
 
 def _numerics(candidate: Candidate) -> Numerics:

@@ -25,7 +25,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
-from tunedcomm.tuner.job import Settings
+from tunedcomm.tuner.gang.protocol import Settings
 
 # Candidates drawn at random before the model is trusted; seeds and stored trials count.
 _STARTUP_TRIALS = 16

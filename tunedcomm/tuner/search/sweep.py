@@ -5,30 +5,543 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
+import os
 import socket
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord, canonical_json
+from tunedcomm.db.records import FAILED as DANGEROUS
+from tunedcomm.db.records import TrialRecord, canonical_json, fastest
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
-from tunedcomm.spec import Problem, get_variant, variants
-from tunedcomm.tuner.commands import Outcome, Row
-from tunedcomm.tuner.compile_ahead import compile_ahead
-from tunedcomm.tuner.fates import num_failed, variant_fates
+from tunedcomm.hardware import Environment, num_gpu_ranks, ranks_share_a_gpu
+from tunedcomm.spec import (
+    ITEMSIZE,
+    Candidate,
+    InputKind,
+    Mode,
+    NumericsPolicy,
+    OpSpec,
+    Problem,
+    admits,
+    get_op,
+    get_variant,
+    variants,
+)
+from tunedcomm.tuner.gang.protocol import FAILED, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
-from tunedcomm.tuner.job import Settings, StoredTrial
-from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
-from tunedcomm.tuner.outcome import GangProgress, ProblemResult, Progress, SweepOutcome, summarise_problem
-from tunedcomm.tuner.plan import SweepSpec, gang_devices, resolve
+from tunedcomm.tuner.measure.compile_pool import CompilePool, compile_ahead, num_workers
 from tunedcomm.tuner.search.claims import Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import StudyMirror, journal_path
-from tunedcomm.tuner.tally import Tally
 
-__all__ = ["GangProgress", "ProblemResult", "Progress", "SweepOutcome", "SweepSpec", "resolve", "sweep"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSpec:
+    """What to tune and how hard. Whatever is None or empty is filled in for the machine, see `resolve`.
+
+    Attributes:
+        op: the op.
+        shapes: canonical shapes; the op's default ones if empty.
+        dtypes: payload dtypes.
+        modes: call modes; `graph` on GPUs, `eager` on the host if empty.
+        world_size: ranks; all GPUs, or 2 on the host.
+        backend: `cuda` where there are at least two GPUs, else `host`.
+        reductions: of the problems; by default the op's first.
+        input_kinds, in_place: further options of the problems.
+        layouts: the op's first if empty.
+        scalings: the usual one of each dtype if empty; of those given each dtype is tuned with what suits it.
+        problems: tune exactly these instead of the product of the above.
+        variants: only these variants besides the library.
+        trials: most candidates a problem, stored ones counted.
+        patience: end a search when its best has stood for this many trials; 0 never does.
+        budget_s: seconds for the whole sweep; None is no bound.
+        seed: of the search and the inputs.
+        policy: numerics classes that are measured.
+        retry: try again what failed in an earlier sweep.
+        finals: measure the winners over the whole sweep at the end.
+        start_timeout_s, compile_timeout_s, trial_timeout_s: a gang silent for longer in that step is killed.
+        peer_timeout_s: bound of the kernels' own waits.
+        gangs: how many run at once; None fills the machine's GPUs, and is one on the host.
+        plugins: modules that register further ops and variants.
+        command: what to note as the run's command line.
+        stand_in: module and arguments that answer in the gangs' place, on a machine without GPUs; empty measures.
+    """
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    modes: tuple[Mode, ...] = ()
+    world_size: int | None = None
+    backend: Literal["cuda", "host"] | None = None
+    reductions: tuple[str, ...] = ()
+    input_kinds: tuple[InputKind, ...] = ("plain",)
+    in_place: tuple[bool, ...] = (False,)
+    layouts: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    variants: tuple[str, ...] = ()
+    trials: int | None = None
+    patience: int | None = None
+    budget_s: float | None = None
+    seed: int = 0
+    policy: NumericsPolicy = "any"
+    retry: bool = False
+    finals: bool = True
+    start_timeout_s: float | None = None
+    compile_timeout_s: float | None = None
+    trial_timeout_s: float | None = None
+    peer_timeout_s: float | None = None
+    gangs: int | None = None
+    plugins: tuple[str, ...] = ()
+    command: str = ""
+    stand_in: tuple[str, ...] = ()
+
+
+def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
+    """Fill in what the machine decides.
+
+    Raises:
+        TuningError: the machine has too few GPUs for the world size, or for so many gangs of it.
+        UnknownNameError: no such op or variant.
+        ValueError: an option that the op does not have.
+    """
+    settings = resolve_machine(spec)
+    problems = tuple(dict.fromkeys(spec.problems or _expand(spec, settings.backend, settings.world_size)))
+    for name in spec.variants:
+        get_variant(spec.op, name)
+    if strangers := [problem for problem in problems if problem.world_size != settings.world_size]:
+        raise TuningError(
+            f"a sweep has one world size, {settings.world_size}; {strangers[0]} has another. Tune it by itself"
+        )
+    return problems, settings
+
+
+def resolve_machine(spec: SweepSpec) -> Settings:
+    """The part of `resolve` that asks for no op.
+
+    Raises:
+        TuningError: the machine has too few GPUs for the world size, or for so many gangs of it.
+    """
+    if spec.stand_in:
+        world_size = spec.world_size or spec.problems[0].world_size
+        return replace(_settings(spec, "cuda", world_size), gangs=spec.gangs or 1, stand_in=spec.stand_in)
+    gpus = num_gpu_ranks() if spec.backend != "host" else 0
+    backend: Literal["cuda", "host"] = spec.backend or ("cuda" if gpus >= 2 else "host")
+    world_size = spec.world_size or (spec.problems[0].world_size if spec.problems else 0)
+    world_size = world_size or (gpus if backend == "cuda" and not ranks_share_a_gpu() else 2)
+    if world_size < 2 or (backend == "cuda" and world_size > gpus):
+        raise TuningError(
+            f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
+            "at least 2 ranks; pass --world-size with a smaller number, or --backend host for CPU ranks"
+        )
+    fitting = 1 if ranks_share_a_gpu() else gpus // world_size
+    gangs = _count_gangs(spec.gangs, fitting if backend == "cuda" else None, gpus, world_size)
+    return replace(_settings(spec, backend, world_size), gangs=gangs)
+
+
+def _count_gangs(asked: int | None, fitting: int | None, gpus: int, world_size: int) -> int:
+    """How many gangs run at once; `fitting` is None where nothing but patience bounds them."""
+    if asked is not None and asked < 1:
+        raise TuningError(f"a sweep needs at least 1 gang, got {asked}")
+    if fitting is None:
+        return asked or 1
+    if asked is not None and asked > fitting:
+        raise TuningError(
+            f"{asked} gangs of {world_size} ranks need {asked * world_size} GPUs and this machine has {gpus} usable "
+            f"ones: at most {fitting} fit; pass --gangs {fitting}, or auto"
+        )
+    return asked or fitting
+
+
+def gang_devices(settings: Settings) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each gang: its share of the GPUs that this process may use, which no other gang has."""
+    if settings.backend == "host" or settings.stand_in:
+        return [""] * settings.gangs
+    if ranks_share_a_gpu():
+        return [os.environ.get("CUDA_VISIBLE_DEVICES") or "0"]
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = visible or [str(index) for index in range(settings.gangs * settings.world_size)]
+    starts = range(0, settings.gangs * settings.world_size, settings.world_size)
+    return [",".join(names[start : start + settings.world_size]) for start in starts]
+
+
+def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> tuple[Problem, ...]:
+    op = get_op(spec.op)
+    modes: tuple[Mode, ...] = spec.modes or (("graph",) if backend == "cuda" else ("eager",))
+    known = op.reductions or ("",)
+    reductions = spec.reductions or known[:1]
+    layouts = spec.layouts or op.layouts[:1]
+    for name, given, allowed in (
+        ("reduction", reductions, known),
+        ("dtype", spec.dtypes, op.dtypes),
+        ("layout", layouts, op.layouts),
+    ):
+        if wrong := [value for value in given if value not in allowed]:
+            raise ValueError(f"{op.name} has no {name} {wrong[0]!r}; allowed: {', '.join(allowed)}")
+    if wrong_shapes := [shape for shape in spec.shapes if len(shape) != op.rank_of_shape]:
+        raise ValueError(f"shape {wrong_shapes[0]} does not fit {op.name}: {op.shape_help}")
+    if True in spec.in_place and not op.in_place:
+        raise ValueError(f"{op.name} cannot overwrite its input; leave out in_place (--in-place)")
+    options = product(spec.dtypes, modes, reductions, spec.input_kinds, spec.in_place, layouts)
+    problems = tuple(
+        Problem(
+            op=op.name,
+            shape=shape,
+            dtype=dtype,
+            world_size=world_size,
+            reduction=reduction,
+            input_kind=input_kind,
+            in_place=in_place,
+            layout=layout,
+            scaling=scaling,
+            mode=mode,
+        )
+        for dtype, mode, reduction, input_kind, in_place, layout in options
+        for scaling in _scalings(spec, op, dtype)
+        for shape in spec.shapes or op.default_shapes(backend, ITEMSIZE[dtype])
+    )
+    for problem in problems:
+        op.check(problem)
+    return problems
+
+
+def _scalings(spec: SweepSpec, op: OpSpec, dtype: str) -> tuple[str, ...]:
+    """What problems of one dtype are tuned with.
+
+    Raises:
+        ValueError: none of those asked for suits the dtype.
+    """
+    allowed = op.scalings_of(dtype)
+    if not spec.scalings:
+        return allowed[:1]
+    if not (found := tuple(scaling for scaling in spec.scalings if scaling in allowed)):
+        raise ValueError(
+            f"{op.name} of {dtype} has no scaling {spec.scalings[0]!r}; allowed: "
+            f"{', '.join(name or 'none' for name in allowed)}"
+        )
+    return found
+
+
+def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> Settings:
+    """Interpreted launches take about 0.1 s, so the host gets few trials, few samples and patient watchdogs."""
+    if backend == "cuda":
+        base = Settings(backend=backend, world_size=world_size, trials=160, patience=48)
+    else:
+        base = Settings(
+            backend=backend,
+            world_size=world_size,
+            trials=8,
+            first_rounds=2,
+            more_rounds=3,
+            final_rounds=3,
+            trial_timeout_s=60.0,
+            peer_timeout_s=20.0,
+        )
+    asked: dict[str, Any] = {
+        "trials": spec.trials,
+        "patience": spec.patience,
+        "start_timeout_s": spec.start_timeout_s,
+        "compile_timeout_s": spec.compile_timeout_s,
+        "trial_timeout_s": spec.trial_timeout_s,
+        "peer_timeout_s": spec.peer_timeout_s,
+    }
+    return replace(
+        base,
+        seed=spec.seed,
+        policy=spec.policy,
+        variants=spec.variants,
+        retry=spec.retry,
+        finals=spec.finals,
+        plugins=spec.plugins,
+        **{name: value for name, value in asked.items() if value is not None},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangProgress:
+    """What one gang is at.
+
+    Attributes:
+        slot: its number among those that run at once.
+        step: `starting`, `binding`, `running`, `waiting` or `ending`.
+        problem, candidate: what it runs; None where there is nothing.
+        final: it is measured as in the finals.
+        best_us, library_us: of that problem; None where not yet known.
+    """
+
+    slot: int
+    step: str
+    problem: Problem | None = None
+    candidate: Candidate | None = None
+    final: bool = False
+    best_us: float | None = None
+    library_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a sweep stands.
+
+    Attributes:
+        problems, problems_done: all of them, and those whose search is over.
+        trials, trials_planned: measured in this sweep, and still to come in the searches that are under way, at most.
+        failures: failed trials of this sweep by status.
+        gangs: those that are up, by slot.
+        num_gangs: started so far.
+        elapsed_s: seconds since the sweep began.
+        seconds_left: what is left of the budget, or an estimate where that is less; None while nobody knows.
+        num_compiled, bind_share: see `SweepOutcome`.
+    """
+
+    problems: int
+    problems_done: int
+    trials: int
+    trials_planned: int
+    failures: dict[str, int]
+    gangs: tuple[GangProgress, ...]
+    num_gangs: int
+    elapsed_s: float
+    seconds_left: float | None = None
+    num_compiled: int = 0
+    bind_share: float | None = None
+
+    @property
+    def trials_per_minute(self) -> float:
+        """Over the whole sweep."""
+        return 60 * self.trials / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemResult:
+    """What is known about a problem after the sweep.
+
+    Attributes:
+        problem: what was tuned.
+        best: the fastest `ok` trial, beside the library in its run, that the default numerics policy admits; None if
+            nothing ran.
+        library_us: median of the library, from the same interleaved run as `best`.
+        num_trials: candidates tried, stored ones counted.
+        failures: how many of them failed, by status.
+    """
+
+    problem: Problem
+    best: TrialRecord | None
+    library_us: float | None
+    num_trials: int
+    failures: dict[str, int]
+
+    @property
+    def speedup(self) -> float | None:
+        """Library over best; None where either is missing."""
+        if self.best is None or self.best.latency_p50_us is None or self.library_us is None:
+            return None
+        return self.library_us / self.best.latency_p50_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOutcome:
+    """What a sweep did.
+
+    Attributes:
+        run_id: of the database.
+        environment: where it was measured.
+        problems: results in the order of the sweep.
+        reason: `done`, or `budget` if time ran out first.
+        num_trials: measured in this sweep, finals included.
+        failures: failed trials of this sweep by status.
+        dropped: variants left alone after they had cost too many gangs.
+        num_gangs: gangs started.
+        start_s: seconds that they took until they were ready, in all.
+        seconds: wall time.
+        compiled_ahead: binaries handed to the compile pool.
+        num_compiled: trials for which a rank still had to compile.
+        bind_share: share of the gangs' time that went into binding, by the slowest rank, after the first 30 s of the
+            sweep; None if it was over by then.
+        compile_share: the part of it in which a rank waited for the compiler.
+        num_skipped: candidates that failed in an earlier sweep, and were not tried again.
+        fates: what became of each variant that was asked for; of all if none was.
+    """
+
+    run_id: int
+    environment: Environment | None
+    problems: tuple[ProblemResult, ...]
+    reason: str
+    num_trials: int
+    failures: dict[str, int]
+    dropped: tuple[str, ...]
+    num_gangs: int
+    start_s: float
+    seconds: float
+    compiled_ahead: int
+    num_compiled: int = 0
+    bind_share: float | None = None
+    compile_share: float | None = None
+    num_skipped: int = 0
+    fates: tuple[VariantSummary, ...] = ()
+
+    @property
+    def unsolved(self) -> tuple[Problem, ...]:
+        """Problems without a single `ok` trial."""
+        return tuple(result.problem for result in self.problems if result.best is None)
+
+
+def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> ProblemResult:
+    """Sum up the records of one problem in one environment, oldest first; finals count before searches.
+
+    Of a candidate's the last one counts. What failed after it was good is not used, as in dispatch.
+    """
+    known = list(records)
+    lost = {candidate for candidate, r in {r.candidate: r for r in known}.items() if r.status in DANGEROUS}
+    latest: dict[tuple[Candidate, bool], TrialRecord] = {(r.candidate, r.final): r for r in known}
+    tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
+    ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics) and _may_be_chosen(r)]
+    ran = [r for r in ran if r.candidate not in lost]
+    ran = [r for r in ran if r.final] or ran
+    best = fastest(ran)
+    library = [r.latency_p50_us for r in ran if r.variant == "library"]
+    library_us = library[0] if library else None
+    if best is not None and best.variant != "library":  # the library measured by itself is another run
+        library_us = best.baseline_p50_us or library_us
+    failures: Counter[str] = Counter(r.status for r in tried if r.status in FAILED)
+    return ProblemResult(
+        problem=problem, best=best, library_us=library_us, num_trials=len(tried), failures=dict(failures)
+    )
+
+
+def _may_be_chosen(record: TrialRecord) -> bool:
+    known = variants(record.problem.op).get(record.variant)
+    return known is None or known.bounded
+
+
+# A sweep's first binds compile whatever the pool has not come to yet: what they wait says nothing about the rest.
+_WARM_UP_S = 30.0
+
+
+class SweepCounters:
+    """What happened in this sweep alone; readings of the clock are seconds since it began.
+
+    Attributes:
+        trials: measured ones.
+        failures: failed ones by status.
+        num_compiled: trials for which a rank still had to compile.
+    """
+
+    def __init__(self) -> None:
+        self.trials = self.num_compiled = 0
+        self.failures: Counter[str] = Counter()
+        self._by_problem: Counter[Problem] = Counter()
+        self._first_s: float | None = None
+        self._gang_s = self._bind_s = self._compile_s = 0.0
+        self._seen_s = _WARM_UP_S
+
+    def add(self, trial: TrialRecord, now: float) -> None:
+        """Count a trial; an infeasible candidate is none."""
+        if trial.status == "infeasible":
+            return
+        self.trials += 1
+        self._by_problem[trial.problem] += not trial.final
+        if self._first_s is None:
+            self._first_s = now
+        if trial.status in FAILED:
+            self.failures[trial.status] += 1
+
+    def bound(self, result: TrialResult, now: float) -> None:
+        """Count what a trial that ended now had taken to bind."""
+        self.num_compiled += result.compiled > 0
+        if now > _WARM_UP_S:
+            self._bind_s += result.bind_s
+            self._compile_s += result.bind_s if result.compiled else 0.0
+
+    def pass_time(self, now: float, num_gangs: int) -> None:
+        """So many gangs were up until now."""
+        if now > self._seen_s:
+            self._gang_s += num_gangs * (now - self._seen_s)
+            self._seen_s = now
+
+    @property
+    def bind_share(self) -> float | None:
+        """Share of the gangs' time that went into binding, once they are warmed up."""
+        return min(1.0, self._bind_s / self._gang_s) if self._gang_s > 0 else None
+
+    @property
+    def compile_share(self) -> float | None:
+        """The part of `bind_share` in which a rank waited for the compiler."""
+        return min(1.0, self._compile_s / self._gang_s) if self._gang_s > 0 else None
+
+    def estimate_s(self, searched: Collection[Problem], planned: int, unopened: int, now: float) -> float | None:
+        """Seconds that the rest may take: so many trials planned, and problems that will be like those before."""
+        counts = [count for problem in searched if (count := self._by_problem[problem])]
+        if self._first_s is None or self.trials < 2 or (unopened and not counts):
+            return None
+        trials = planned + (unopened * statistics.mean(counts) if unopened else 0)
+        return trials * (now - self._first_s) / self.trials
+
+
+_RAN = frozenset({"ok", "pruned"})
+_BROKEN = FAILED - {"infeasible"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantSummary:
+    """One variant's candidates over all problems of a sweep, trials of earlier sweeps counted.
+
+    Attributes:
+        variant: its name.
+        num_ran: trials that ran, fast or not.
+        failures: status to how many failed with it; what is infeasible has not failed.
+        firsts: the first trial of each kind of failure.
+        infeasible: why it cannot run, where that holds for every problem.
+    """
+
+    variant: str
+    num_ran: int
+    failures: Mapping[str, int]
+    firsts: tuple[TrialRecord, ...] = ()
+    infeasible: str = ""
+
+    @property
+    def is_broken(self) -> bool:
+        """True if some were tried and none runs."""
+        return bool(self.failures) and not self.num_ran
+
+
+def summarise_variants(records: Iterable[TrialRecord]) -> tuple[VariantSummary, ...]:
+    """Sum up trials of one environment and of the kernels as they are, by variant."""
+    by_variant: dict[str, list[TrialRecord]] = {}
+    for record in _latest(records).values():
+        by_variant.setdefault(record.variant, []).append(record)
+    return tuple(_fate(variant, mine) for variant, mine in sorted(by_variant.items()))
+
+
+def num_failed(records: Iterable[TrialRecord]) -> int:
+    """How many candidates of how many problems failed in these trials, at last; infeasible ones did not."""
+    return sum(record.status in _BROKEN for record in _latest(records).values())
+
+
+def _latest(records: Iterable[TrialRecord]) -> dict[tuple[Problem, Candidate], TrialRecord]:
+    return {(record.problem, record.candidate): record for record in records if not record.final}
+
+
+def _fate(variant: str, records: list[TrialRecord]) -> VariantSummary:
+    failures: Counter[str] = Counter(record.status for record in records if record.status in _BROKEN)
+    num_ran = sum(record.status in _RAN for record in records)
+    reasons = [record.reason for record in records if record.status == "infeasible"]
+    return VariantSummary(
+        variant=variant,
+        num_ran=num_ran,
+        failures=dict(failures),
+        firsts=tuple(next(r for r in records if r.status == status) for status in failures),
+        infeasible=reasons[0] if reasons and not failures and not num_ran else "",
+    )
+
 
 # Ids by which a server may be behind with showing rows: see `Database.trials`.
 _ID_LAG = 1000
@@ -78,7 +591,7 @@ class _Sweep:
         self._progress = progress
         self._begin = time.monotonic()
         self._budget_s = spec.budget_s
-        self._tally = Tally()
+        self._counters = SweepCounters()
         self._records: dict[Problem, list[TrialRecord]] = {problem: [] for problem in problems}
         self._known = known = stored_records(database, problems)
         for record in known:
@@ -90,32 +603,32 @@ class _Sweep:
         self._mirror = StudyMirror(journal_path(database))
         self._seen = {problem: {r.id or 0 for r in found} for problem, found in self._records.items()}
         self._compiled_ahead = 0
+        self._run_id = database.start_run(
+            command=spec.command, seed=spec.seed, budget=_budget_text(spec, settings), host=socket.gethostname()
+        )
         self._coordinator = Coordinator(
             problems,
             settings,
             source_hash=lambda op, variant: kernels.source_hash(get_variant(op, variant)),
-            on_row=self._add,
-            stored=map(_steering, known),
-            environments={record.environment.digest: record.environment for record in known},
+            on_trial=self._add,
+            stored=known,
             news=self._news,
             seconds_left=spec.budget_s,
+            run_id=self._run_id,
         )
         self._supervisor = Supervisor(
             self._coordinator,
             settings,
             gang_devices(settings),
             on_ready=self._welcome,
-            on_outcome=self._bound,
+            on_result=self._bound,
             on_turn=self._turn,
-        )
-        self._run_id = database.start_run(
-            command=spec.command, seed=spec.seed, budget=_budget_text(spec, settings), host=socket.gethostname()
         )
         self._stack = ExitStack()
         self._pool: CompilePool | None = None
 
     def __enter__(self) -> _Sweep:
-        if self._settings.backend == "cuda" and self._settings.replay is None:
+        if self._settings.backend == "cuda" and self._settings.stand_in == ():
             self._pool = self._stack.enter_context(CompilePool(num_workers()))
         return self
 
@@ -139,18 +652,18 @@ class _Sweep:
             environment=self._coordinator.environment,
             problems=tuple(self._result(problem) for problem in self._problems),
             reason=reason,
-            num_trials=self._tally.trials,
-            failures=dict(self._tally.failures),
+            num_trials=self._counters.trials,
+            failures=dict(self._counters.failures),
             dropped=tuple(sorted(self._coordinator.dropped)),
             num_gangs=self._supervisor.num_gangs,
             start_s=self._supervisor.start_s,
             seconds=self._elapsed_s,
             compiled_ahead=self._compiled_ahead,
-            num_compiled=self._tally.num_compiled,
-            bind_share=self._tally.bind_share,
-            compile_share=self._tally.compile_share,
+            num_compiled=self._counters.num_compiled,
+            bind_share=self._counters.bind_share,
+            compile_share=self._counters.compile_share,
             num_skipped=0 if self._settings.retry else num_failed(filter(self._is_wanted, self._known)),
-            fates=variant_fates(filter(self._is_wanted, itertools.chain(*self._records.values()))),
+            fates=summarise_variants(filter(self._is_wanted, itertools.chain(*self._records.values()))),
         )
 
     @property
@@ -169,9 +682,9 @@ class _Sweep:
             return
         self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
 
-    def _bound(self, slot: int, outcome: Outcome) -> None:
+    def _bound(self, slot: int, result: TrialResult) -> None:
         del slot
-        self._tally.bound(outcome, self._elapsed_s)
+        self._counters.bound(result, self._elapsed_s)
 
     def _turn(self) -> None:
         """Everything that gangs do not wait for."""
@@ -179,28 +692,25 @@ class _Sweep:
         # A problem at a time: listing its binaries takes a while.
         self._compiled_ahead += next(self._ahead, 0) if self._ahead is not None else 0
         up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
-        self._tally.pass_time(self._elapsed_s, up)
+        self._counters.pass_time(self._elapsed_s, up)
         if self._elapsed_s - self._told_s >= _PROGRESS_S:
             self._tell()
 
     # Rows
 
-    def _add(self, row: Row) -> None:
-        environment = self._coordinator.environment
-        assert environment is not None
-        record = TrialRecord(**row.fields(), environment=environment, run_id=self._run_id)
-        self._records[row.problem].append(record)
-        self._pending.append(record)
-        self._tally.add(row, self._elapsed_s)
+    def _add(self, trial: TrialRecord) -> None:
+        self._records[trial.problem].append(trial)
+        self._pending.append(trial)
+        self._counters.add(trial, self._elapsed_s)
 
     def _flush(self) -> None:
         if self._pending:
             self._database.record(self._pending)
-            self._coordinator.rows_stored()
+            self._coordinator.trials_stored()
             self._mirror.add(self._pending)
             self._pending = []
 
-    def _news(self, problem: Problem) -> list[StoredTrial]:
+    def _news(self, problem: Problem) -> list[TrialRecord]:
         """What other supervisors have stored of a problem since the last call."""
         seen = self._seen[problem]
         after = max(max(seen, default=0) - _ID_LAG, 0)
@@ -211,7 +721,7 @@ class _Sweep:
         found = self._database.trials(problem=problem, after_id=min(fresh) - 1)
         mine = [record for record in found if record.id in fresh]
         self._records[problem] += mine
-        return [_steering(record) for record in mine]
+        return mine
 
     # Telling
 
@@ -226,22 +736,22 @@ class _Sweep:
             Progress(
                 problems=len(self._problems),
                 problems_done=len(searched),
-                trials=self._tally.trials,
+                trials=self._counters.trials,
                 trials_planned=sum(count or 0 for count in planned.values()),
-                failures=dict(self._tally.failures),
+                failures=dict(self._counters.failures),
                 gangs=gangs,
                 num_gangs=self._supervisor.num_gangs,
                 elapsed_s=self._elapsed_s,
                 seconds_left=self._seconds_left(planned),
-                num_compiled=self._tally.num_compiled,
-                bind_share=self._tally.bind_share,
+                num_compiled=self._counters.num_compiled,
+                bind_share=self._counters.bind_share,
             )
         )
 
     def _seconds_left(self, planned: dict[Problem, int | None]) -> float | None:
         known = sum(count or 0 for count in planned.values())
         unopened = sum(count is None for count in planned.values())
-        bounds = [self._tally.estimate_s(self._coordinator.searched, known, unopened, self._elapsed_s)]
+        bounds = [self._counters.estimate_s(self._coordinator.searched, known, unopened, self._elapsed_s)]
         bounds += [max(self._budget_s - self._elapsed_s, 0.0)] if self._budget_s is not None else []
         return min((bound for bound in bounds if bound is not None), default=None)
 
@@ -297,15 +807,3 @@ def _source_digest(op: str) -> str:
     """Of the sources of all variants of an op."""
     sources = {variant.name: kernels.source_hash(variant) for variant in variants(op).values()}
     return hashlib.sha256(canonical_json(sources).encode()).hexdigest()
-
-
-def _steering(record: TrialRecord) -> StoredTrial:
-    return StoredTrial(
-        problem=record.problem,
-        candidate=record.candidate,
-        status=record.status,
-        source_hash=record.source_hash,
-        environment=record.environment.digest,
-        latency_us=record.latency_p50_us,
-        final=record.final,
-    )

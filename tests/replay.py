@@ -1,29 +1,48 @@
 """Recorded trials in a gang's place: the whole search runs without GPUs, and the same way every time.
 
-A `Replay` answers a command as the gang did that was recorded; `run_search` walks a coordinator to its end with such
-answers, in this process; `tuner.replay_gang` is a gang's process that gives them to a whole sweep. Recorded trials come
-from a database, or from a file of `tuner.recording`.
+A `Replay` answers a command as the recorded gang did; `run_search` walks a coordinator to its end with such answers,
+in this process. `python -m replay RECORDING TRIAL_S SUPERVISOR_PID SETTINGS` is a gang of one process for a whole
+sweep, see `stand_in`: no group, no device, no kernel. What was recorded as crashed or hung ends it.
+
+A recording is a text file of JSON lines: the environment first, then a line for each problem, followed by one for each
+of its trials.
 """
 
 from __future__ import annotations
 
+import gzip
 import heapq
+import json
 import math
 import random
+import sys
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 from tunedcomm.db.records import TrialRecord, canonical_json
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, get_variant
-from tunedcomm.tuner.commands import LOST, Command, Latency, Outcome, Row
-from tunedcomm.tuner.job import Settings, StoredTrial
+from tunedcomm.symm.layout import limits_for
+from tunedcomm.tuner.gang.process import die_with_parent
+from tunedcomm.tuner.gang.protocol import (
+    EXIT_UNUSABLE,
+    LOST,
+    Command,
+    GangEnd,
+    Latency,
+    Settings,
+    TrialResult,
+    candidate_to_dict,
+    pruned,
+    rounds_after_look,
+)
 from tunedcomm.tuner.search.coordinator import Coordinator
-from tunedcomm.tuner.stages import pruned, rounds_after_look
 
-__all__ = ["Replay", "SearchRun", "Step", "run_search"]
-
+_NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 # Standard error of a median in standard errors of a mean, for normal samples.
 _MEDIAN_ERROR = 1.2533
 # Standard deviations between a normal distribution's median and its 10th or 90th percentile.
@@ -100,22 +119,22 @@ class Replay:
             if us is not None and admits(policy, get_variant(candidate.op, candidate.variant).numerics)
         }
 
-    def answer(self, command: Command, settings: Settings) -> Outcome:
+    def answer(self, command: Command, settings: Settings) -> TrialResult:
         """What a gang with these settings would have found."""
         problem, candidate = command.problem, command.candidate
         assert problem is not None
         assert candidate is not None
         row = self._row(problem, candidate, final=command.final)
         if row is None:
-            return Outcome(status="infeasible", reason=f"{candidate} was never measured on {problem}")
+            return TrialResult(status="infeasible", reason=f"{candidate} was never measured on {problem}")
         if row.latency_p50_us is None:
-            return Outcome(status=row.status, reason=row.reason, error=row.error)
+            return TrialResult(status=row.status, reason=row.reason, error=row.error)
         look = self._latency(row, settings.first_rounds)
         rounds = rounds_after_look(command, look.p50_us, settings)
         if not rounds:
             return pruned(command, look, row.error)
         baseline_us = self._baseline_us(row, command.baseline)
-        return Outcome(status="ok", latency=self._latency(row, rounds), baseline_us=baseline_us, error=row.error)
+        return TrialResult(status="ok", latency=self._latency(row, rounds), baseline_us=baseline_us, error=row.error)
 
     def _row(self, problem: Problem, candidate: Candidate, *, final: bool) -> TrialRecord | None:
         rows = self._rows.get((problem, candidate), {})
@@ -132,7 +151,7 @@ class Replay:
         low, high = row.latency_p10_us or middle, row.latency_p90_us or middle
         if self._noise_seed is not None:
             seed = f"{self._noise_seed}-{row.problem.digest}-{row.candidate}-{rounds}"
-            draw = random.Random(seed).gauss(0.0, 1.0)  # noqa: S311
+            draw = random.Random(seed).gauss(0.0, 1.0)
             spread = (high - middle if draw > 0 else middle - low) / _P90_DEVIATIONS
             middle = min(max(middle + draw * _MEDIAN_ERROR * spread / rounds**0.5, low), high)
         return Latency(p10_us=low, p50_us=middle, p90_us=high, samples=rounds)
@@ -150,7 +169,7 @@ class Step:
     """A command and its answer."""
 
     command: Command
-    outcome: Outcome
+    result: TrialResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,25 +186,25 @@ class SearchRun:
     """
 
     steps: tuple[Step, ...]
-    stored: tuple[StoredTrial, ...]
+    stored: tuple[TrialRecord, ...]
     reason: str
     num_gangs: int
     seconds: float
     dropped: frozenset[str]
 
-    def table(self) -> dict[tuple[Problem, Candidate, bool], StoredTrial]:
+    def table(self) -> dict[tuple[Problem, Candidate, bool], TrialRecord]:
         """The last trial of each candidate by problem, in a search (False) and in the finals (True)."""
         return {(trial.problem, trial.candidate, trial.final): trial for trial in self.stored}
 
-    def winner(self, problem: Problem, policy: NumericsPolicy = "default") -> StoredTrial | None:
+    def winner(self, problem: Problem, policy: NumericsPolicy = "default") -> TrialRecord | None:
         """The fastest `ok` trial that `policy` admits, the library's too; finals count before searches."""
         ran = [t for t in self.table().values() if t.problem == problem and t.status == "ok" and _admitted(t, policy)]
         ran = [t for t in ran if t.final] or ran
-        return min(ran, key=lambda t: (t.latency_us or 0.0, str(t.candidate)), default=None)
+        return min(ran, key=lambda t: (t.latency_p50_us or 0.0, str(t.candidate)), default=None)
 
 
-def _admitted(trial: StoredTrial, policy: NumericsPolicy) -> bool:
-    return admits(policy, get_variant(trial.candidate.op, trial.candidate.variant).numerics)
+def _admitted(trial: TrialRecord, policy: NumericsPolicy) -> bool:
+    return admits(policy, trial.numerics)
 
 
 def run_search(
@@ -194,7 +213,7 @@ def run_search(
     replay: Replay,
     *,
     limits: Limits,
-    stored: Iterable[StoredTrial] = (),
+    stored: Iterable[TrialRecord] = (),
     seconds_left: float | None = None,
     max_trials: int | None = None,
     trial_seconds: float = 0.0,
@@ -228,7 +247,7 @@ class _Search:
         settings: Settings,
         replay: Replay,
         limits: Limits,
-        stored: tuple[StoredTrial, ...],
+        stored: tuple[TrialRecord, ...],
         seconds_left: float | None,
         trial_seconds: float,
     ) -> None:
@@ -241,7 +260,7 @@ class _Search:
             problems,
             settings,
             source_hash=replay.source_hash,
-            on_row=self._take,
+            on_trial=self._take,
             stored=stored,
             clock=lambda: self._now,
             seconds_left=seconds_left,
@@ -261,11 +280,11 @@ class _Search:
             self._now, gang = heapq.heappop(self._busy)
             command = coordinator.activity(gang)
             assert command is not None
-            outcome = self._replay.answer(command, self._settings)
-            self._steps.append(Step(command, outcome))
-            coordinator.learn(gang, outcome)
-            if outcome.status in LOST:
-                coordinator.lost(gang, outcome.status, outcome.reason, begun=None)
+            result = self._replay.answer(command, self._settings)
+            self._steps.append(Step(command, result))
+            coordinator.learn(gang, result)
+            if result.status in LOST:
+                coordinator.lost(gang, result.status, result.reason, begun=None)
                 if not coordinator.has_time:
                     self._reason = "budget"
                     continue
@@ -293,5 +312,121 @@ class _Search:
                 self._idle.append(gang)
                 self._reason = command.reason or self._reason
 
-    def _take(self, row: Row) -> None:
-        self._stored.append(row.steering(self._replay.environment.digest))
+    def _take(self, trial: TrialRecord) -> None:
+        self._stored.append(replace(trial, created_at=_NOON))  # runs are compared
+
+
+_FORMAT = 1
+# Left out of a line where they are empty.
+_OPTIONAL = (
+    "reason",
+    "latency_p10_us",
+    "latency_p50_us",
+    "latency_p90_us",
+    "samples",
+    "baseline_p50_us",
+    "error",
+    "final",
+)
+
+
+def write_recording(path: Path, records: Iterable[TrialRecord]) -> None:
+    """Write the newest trials of one environment, sorted; compressed if the name ends in `.gz`.
+
+    The same trials in any order give the same bytes. Numbers are kept to six digits, times to the second.
+
+    Raises:
+        ValueError: see `Replay`.
+    """
+    replay = Replay(records)
+    lines: list[dict[str, Any]] = [{"format": _FORMAT, "environment": replay.environment.to_dict()}]
+    for problem in replay.problems():
+        lines.append({"problem": problem.to_dict()})
+        lines += sorted(map(_trial_line, replay.records(problem)), key=canonical_json)
+    data = "".join(f"{canonical_json(line)}\n" for line in lines).encode()
+    # No time in the header of the compressed file: the same trials are the same bytes.
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def _trial_line(record: TrialRecord) -> dict[str, Any]:
+    values = {name: getattr(record, name) for name in _OPTIONAL}
+    kept = {name: _round(value) for name, value in values.items() if value not in (None, "", False)}
+    return {
+        "variant": record.variant,
+        "config": record.config,
+        "numerics": record.numerics,
+        "source_hash": record.source_hash,
+        "status": record.status,
+        "created_at": record.created_at.isoformat(timespec="seconds"),
+        **kept,
+    }
+
+
+def _round(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def read_recording(path: Path) -> list[TrialRecord]:
+    """Inverse of `write_recording`.
+
+    Raises:
+        ValueError: not such a file, or of a later version.
+    """
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    lines = [json.loads(line) for line in text.splitlines()]
+    if not lines or lines[0].get("format") != _FORMAT:
+        raise ValueError(f"{path} is no recording of format {_FORMAT}; write one with write_recording")
+    environment = Environment.from_dict(lines[0]["environment"])
+    records: list[TrialRecord] = []
+    problem: Problem | None = None
+    for line in lines[1:]:
+        if "problem" in line:
+            problem = Problem.from_dict(line["problem"])
+            continue
+        if problem is None:
+            raise ValueError(f"{path}: a trial stands before the first problem: {line}")
+        created_at = datetime.fromisoformat(line["created_at"])
+        records.append(
+            TrialRecord(**{**line, "problem": problem, "environment": environment, "created_at": created_at})
+        )
+    return records
+
+
+def _work(settings: Settings, replay: Replay, channel: GangEnd, trial_s: float) -> str:
+    while True:
+        command = Command.from_dict(channel.receive())
+        if command.kind == "end":
+            return command.reason
+        if command.kind == "wait":
+            continue
+        assert command.candidate is not None
+        for event in ("work", "trial", "run"):
+            channel.report(event, {"candidate": candidate_to_dict(command.candidate)})
+        time.sleep(trial_s)
+        result = replay.answer(command, settings)
+        channel.report("result", {"result": result.to_dict()})
+        if result.status in LOST:
+            return "unusable"
+
+
+def answer_as_gang(recording: Path, trial_s: float, supervisor: int, path: Path) -> int:
+    """Answer until the supervisor says that it is enough."""
+    die_with_parent(supervisor)
+    settings = Settings.load(path)
+    replay = Replay(read_recording(recording))
+    channel = GangEnd(path.parent)
+    limits = limits_for(replay.environment, settings.world_size)
+    channel.report("ready", {"environment": replay.environment.to_dict(), "limits": asdict(limits)})
+    reason = _work(settings, replay, channel, trial_s)
+    channel.report("end", {"reason": reason})
+    return EXIT_UNUSABLE if reason == "unusable" else 0
+
+
+def stand_in(recording: Path, trial_s: float = 0.0) -> tuple[str, ...]:
+    """A sweep's `stand_in` that answers from a recording and pretends to need so many seconds for a trial."""
+    return "replay", str(recording), str(trial_s)
+
+
+if __name__ == "__main__":
+    sys.exit(answer_as_gang(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))
