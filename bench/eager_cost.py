@@ -22,7 +22,8 @@ import torch.distributed._symmetric_memory as symm_mem
 from rows import Line, append
 
 import tunedcomm
-from tunedcomm.ops import _fast
+from tunedcomm.ops import call as call_module
+from tunedcomm.spec import Problem
 
 WARM_UP = 5  # blocks
 
@@ -59,7 +60,8 @@ def main() -> None:
     communicator = tunedcomm.get_communicator()
     tunedcomm.all_reduce(x)
     tunedcomm.all_reduce(x, out=out)
-    plan = communicator.plans["all_reduce", numel, x.dtype, "sum", False, "default", None, False, False]
+    problem = Problem("all_reduce", (numel,), "bfloat16", dist.get_world_size(), mode="eager")
+    plan = communicator.plans[problem, "default", None, False]
     stream = torch.cuda.current_stream().cuda_stream
     addresses = x.data_ptr(), out.data_ptr()
     contenders: dict[str, tuple[str, Callable[[], object]]] = {
@@ -68,8 +70,8 @@ def main() -> None:
         "launch": (str(plan.decision.candidate), lambda: plan.launch.by_address(stream, *addresses)),
         "torch_one_shot": ("symmetric input", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)),
         "library": ("in place", lambda: dist.all_reduce(x)),
-        "allocation": ("of the output alone", lambda: _fast.empty((numel,), (1,), torch.bfloat16)),
-        "is_capturing": ("asked on streams other than the default one", _fast.is_capturing),
+        "allocation": ("of the output alone", lambda: call_module.empty((numel,), (1,), torch.bfloat16)),
+        "is_capturing": ("asked on streams other than the default one", call_module.is_capturing),
     }
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
     for block in range(args.blocks + WARM_UP):

@@ -6,13 +6,13 @@ docstrings; layouts, tolerances and reductions those of the op specs and variant
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.kernels.all_to_all.op import layout_of
 from tunedcomm.spec import Limits, Numerics, NumericsPolicy, OpSpec, Problem, Variant, admits, get_op, ops, variants
@@ -185,7 +185,7 @@ def paragraph(text: str) -> str:
 
 def public(name: str) -> Callable[..., Any]:
     """The op's public function."""
-    function: Callable[..., Any] = getattr(importlib.import_module(f"tunedcomm.ops.{name}"), name)
+    function: Callable[..., Any] = getattr(tunedcomm, name)
     return function
 
 

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from tunedcomm.integrations.intercept import intercept as intercept
     from tunedcomm.integrations.intercept import uninstall as uninstall
     from tunedcomm.integrations.serving import ServingAllReduce as ServingAllReduce
-    from tunedcomm.ops.ag_gemm import ag_gemm as ag_gemm
-    from tunedcomm.ops.all_gather import all_gather as all_gather
-    from tunedcomm.ops.all_reduce import all_reduce as all_reduce
-    from tunedcomm.ops.all_reduce import all_reduce_ as all_reduce_
-    from tunedcomm.ops.all_reduce_bias import all_reduce_bias as all_reduce_bias
-    from tunedcomm.ops.all_reduce_rms_norm import all_reduce_rms_norm as all_reduce_rms_norm
-    from tunedcomm.ops.all_to_all import all_to_all as all_to_all
-    from tunedcomm.ops.all_to_all_v import all_to_all_v as all_to_all_v
-    from tunedcomm.ops.gemm_ar import gemm_ar as gemm_ar
-    from tunedcomm.ops.gemm_rs import gemm_rs as gemm_rs
-    from tunedcomm.ops.progress import GatherProgress as GatherProgress
-    from tunedcomm.ops.progress import all_gather_with_progress as all_gather_with_progress
-    from tunedcomm.ops.reduce_scatter import reduce_scatter as reduce_scatter
+    from tunedcomm.ops.collectives import all_gather as all_gather
+    from tunedcomm.ops.collectives import all_reduce as all_reduce
+    from tunedcomm.ops.collectives import all_reduce_ as all_reduce_
+    from tunedcomm.ops.collectives import all_reduce_bias as all_reduce_bias
+    from tunedcomm.ops.collectives import all_reduce_rms_norm as all_reduce_rms_norm
+    from tunedcomm.ops.collectives import all_to_all as all_to_all
+    from tunedcomm.ops.collectives import all_to_all_v as all_to_all_v
+    from tunedcomm.ops.collectives import reduce_scatter as reduce_scatter
+    from tunedcomm.ops.gemm import ag_gemm as ag_gemm
+    from tunedcomm.ops.gemm import gemm_ar as gemm_ar
+    from tunedcomm.ops.gemm import gemm_rs as gemm_rs
+    from tunedcomm.ops.symmetric import GatherProgress as GatherProgress
+    from tunedcomm.ops.symmetric import all_gather_with_progress as all_gather_with_progress
     from tunedcomm.ops.symmetric import register_symmetric as register_symmetric
     from tunedcomm.ops.symmetric import symmetric_empty as symmetric_empty
     from tunedcomm.spec import Problem as Problem
@@ -53,18 +53,10 @@ _HOMES = {
     "integrations.fusion": "FusionPass fusion_pass",
     "integrations.intercept": "install intercept uninstall",
     "integrations.serving": "ServingAllReduce",
-    "ops.ag_gemm": "ag_gemm",
-    "ops.all_gather": "all_gather",
-    "ops.all_reduce": "all_reduce all_reduce_",
-    "ops.all_reduce_bias": "all_reduce_bias",
-    "ops.all_reduce_rms_norm": "all_reduce_rms_norm",
-    "ops.all_to_all": "all_to_all",
-    "ops.all_to_all_v": "all_to_all_v",
-    "ops.gemm_ar": "gemm_ar",
-    "ops.gemm_rs": "gemm_rs",
-    "ops.progress": "GatherProgress all_gather_with_progress",
-    "ops.reduce_scatter": "reduce_scatter",
-    "ops.symmetric": "register_symmetric symmetric_empty",
+    "ops.collectives": "all_gather all_reduce all_reduce_ all_reduce_bias all_reduce_rms_norm all_to_all all_to_all_v "
+    "reduce_scatter",
+    "ops.gemm": "ag_gemm gemm_ar gemm_rs",
+    "ops.symmetric": "GatherProgress all_gather_with_progress register_symmetric symmetric_empty",
     "spec": "Problem",
 }
 

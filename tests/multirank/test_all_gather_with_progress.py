@@ -17,7 +17,7 @@ import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.kernels.common import copies
-from tunedcomm.ops import progress
+from tunedcomm.ops import symmetric
 
 WORLD_SIZE = 3
 
@@ -141,7 +141,7 @@ def ended_elsewhere(rank: int) -> None:
     waited: list[int] = []
     out = tunedcomm.symmetric_empty((4 * WORLD_SIZE, 4), dtype=torch.float32)
     gather = tunedcomm.all_gather_with_progress(shard(rank, 4, 4, 0), out=out)
-    with replaced(progress, "is_capturing", lambda: True), refused("must end in the capture that it began in"):
+    with replaced(symmetric, "is_capturing", lambda: True), refused("must end in the capture that it began in"):
         gather.finish()
     gather._stream = 7
     with replaced(copies._HostCopies, "wait", lambda self, stream, event: waited.append(stream)):

@@ -14,7 +14,7 @@ from variant_checks import bits_of, check_variant, inputs_of_all, limits_of
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.ops.all_reduce_rms_norm import _path
+from tunedcomm.ops.call import paths
 from tunedcomm.spec import Problem, get_op, get_variant, variants
 
 OP = "all_reduce_rms_norm"
@@ -149,7 +149,7 @@ def forms_body(rank, world_size):
             with tunedcomm.force(OP, name):
                 for _ in range(2):
                     assert same(tunedcomm.all_reduce_rms_norm(**given), y, h), name
-                    assert _path.last, "made by the first call"
+                    assert paths[OP].last, "made by the first call"
                     out, held = torch.full_like(y, 0.0), torch.full_like(h, float("nan"))
                     got = tunedcomm.all_reduce_rms_norm(**given, out=out, residual_out=held)
                     assert got[0] is out
@@ -162,10 +162,10 @@ def forms_body(rank, world_size):
                         assert torch.equal(bits_of(held), bits_of(h))
                         held.copy_(given["residual"])
                         tensors = tuple(asked.get(n) for n in ("x", "weight", "bias", "residual", "scale", "out"))
-                        fast = _path.last[dist.group.WORLD]
+                        fast = paths[OP].last[dist.group.WORLD]
                         option = (1e-6, given.get("out_dtype"))
-                        assert fast((*tensors, held.clone()), option, "default", None) is None, "not the residual"
-                        assert same(fast((*tensors, held), option, "default", None), y, h), "the second call is fast"
+                        assert fast(*tensors, held.clone(), *option, "default", None) is None, "not the residual"
+                        assert same(fast(*tensors, held, *option, "default", None), y, h), "the second call is fast"
                 wide = torch.zeros(2, 3, 128, dtype=h.dtype)
                 strided = {
                     **given,

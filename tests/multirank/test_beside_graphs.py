@@ -21,14 +21,14 @@ from tunedcomm.spec import Candidate, Problem, get_variant
 
 def what_graphs_replay_is_kept(rank: int) -> None:
     """Whoever dispatches anew drops plans, but not those of captured calls: graphs write to their buffers."""
-    from tunedcomm.ops import _many, _path, all_to_all_v
+    from tunedcomm.ops import call as call_module
 
     x, weight = torch.ones(4, 64), torch.ones(64)
     communicator = get_communicator()
-    for module, call in (
-        (_path, lambda: tunedcomm.all_reduce(x)),
-        (_many, lambda: tunedcomm.all_reduce_rms_norm(x, weight)),
-        (all_to_all_v, lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2)),
+    for call in (
+        lambda: tunedcomm.all_reduce(x),
+        lambda: tunedcomm.all_reduce_rms_norm(x, weight),
+        lambda: tunedcomm.all_to_all_v(x, [2, 2], [2, 2], max_count=2),
     ):
         call()
         before = set(communicator._captured)
@@ -36,7 +36,7 @@ def what_graphs_replay_is_kept(rank: int) -> None:
         assert not before & warm
         for key, plan in list(communicator.plans.items()):
             communicator.plans[(*key[:-1], True)] = plan
-        with replaced(module, "is_capturing", lambda: True):
+        with replaced(call_module, "is_capturing", lambda: True):
             call()
         communicator.forget_plans()
         call()

@@ -105,7 +105,7 @@ def a_plan_that_cannot_be_bound(rank: int) -> None:
         assert name == "library"
         assert len(warnings) == 1
         assert "do not fit on 1 SM" in warnings[0]
-        plan = communicator.plans["all_reduce", SMALL, torch.float32, "sum", False, "default", None, False, False]
+        plan = communicator.plans[Problem("all_reduce", (SMALL,), "float32", 2, mode="eager"), "default", None, False]
         assert plan.decision.candidate.variant == "library"
         assert "do not fit on 1 SM" in plan.decision.why
         for policy, context in (("ordered", None), ("default", "lamport")):

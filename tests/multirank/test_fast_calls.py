@@ -12,7 +12,7 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.ops import _fast
+from tunedcomm.ops import call as call_module
 
 NUMEL = 600
 found: list[bool] = []
@@ -20,7 +20,7 @@ found: list[bool] = []
 
 def spy() -> None:
     """Note of every call whether it went the short way."""
-    real = _fast.make
+    real = call_module.make_fast_call
 
     def making(*arguments: object) -> Callable[..., torch.Tensor | None] | None:
         call = real(*arguments)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def spy() -> None:
 
         return noting
 
-    _fast.make = making  # type: ignore[assignment]
+    call_module.make_fast_call = making  # type: ignore[assignment]
 
 
 def went(call: Callable[[], torch.Tensor]) -> tuple[bool, torch.Tensor]:
@@ -177,16 +177,16 @@ def symmetric_tensors(rank: int) -> None:
         assert not fast
         assert torch.equal(result, torch.full((NUMEL,), 3.0))
         assert not went(lambda: tunedcomm.all_reduce(plain))[0], "made before any tensor was symmetric"
-        for kind, tensor in ((True, plain), (False, shared), (True, plain), (False, shared)):
+        for tensor in (plain, shared, plain, shared):
             fast, result = went(lambda tensor=tensor: tunedcomm.all_reduce(tensor))  # type: ignore[misc]
-            assert fast is kind
+            assert fast, "each by a call of its own"
             assert torch.equal(result, torch.full((NUMEL,), 3.0))
     dist.barrier()
 
 
 def no_guards(rank: int) -> None:
     """A torch without the compiler's guards: the longer way, the same results."""
-    guards, _fast._guards = _fast._guards, None
+    guards, call_module._guards = call_module._guards, None
     try:
         get_communicator().forget_plans()
         with tunedcomm.force("all_reduce", "lamport"):
@@ -194,7 +194,7 @@ def no_guards(rank: int) -> None:
                 assert torch.equal(tunedcomm.all_reduce(ones(rank)), torch.full((NUMEL,), 3.0))
             assert not get_communicator().fast_calls
     finally:
-        _fast._guards = guards
+        call_module._guards = guards
 
 
 CASES = {

@@ -16,9 +16,8 @@ from tunedcomm.kernels.common import copies
 from tunedcomm.kernels.common.launch import ManyLaunch
 from tunedcomm.kernels.gemm import ag_chunked, ar
 from tunedcomm.kernels.gemm.op import operands_of
-from tunedcomm.ops import ag_gemm as ag_module
-from tunedcomm.ops import gemm_ar as ar_module
-from tunedcomm.ops import gemm_rs as rs_module
+from tunedcomm.ops import gemm, run_problem
+from tunedcomm.ops.call import paths
 from tunedcomm.space import Space
 from tunedcomm.spec import Problem, Variant, get_op, register_variant
 
@@ -27,8 +26,8 @@ kernels.discover()
 
 def problems_body(rank: int, world_size: int) -> bool:
     """`run_problem` asks for the very problem, whatever its layout and scaling."""
-    for module in (ag_module, rs_module, ar_module):
-        spec = get_op(module.__name__.rpartition(".")[2])
+    for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        spec = get_op(op)
         asked = [(layout, "") for layout in spec.layouts if layout.endswith(("k", "n", "bias", "gathered", "float32"))]
         asked += [
             (layout, scaling)
@@ -46,7 +45,7 @@ def problems_body(rank: int, world_size: int) -> bool:
             )
             everyone = [spec.make_inputs(problem, r, number, "random", "cpu") for r in range(world_size)]
             outputs = spec.make_outputs(problem, "cpu")
-            module.run_problem(problem, everyone[rank], outputs)
+            run_problem(problem, everyone[rank], outputs)
             for output, wanted in zip(outputs, spec.reference(problem, everyone, rank), strict=True):
                 assert output.shape == wanted.shape
                 error = (output.double() - wanted).norm() / wanted.norm()
@@ -93,17 +92,17 @@ def planted_body(rank: int, world_size: int) -> bool:
     out, part = torch.ones(6, 2, 16, **half), torch.ones(6 // world_size, 2, 16, **half)
     whole, gathered = torch.ones(6 * world_size, 2, 16, **half), torch.ones(6 * world_size, 2, 32, **half)
     at = torch.Tensor.data_ptr
-    for op, module, options, wanted in (
-        ("gemm_ar", ar_module, {"bias": bias, "out": out}, (at(a), at(weight), at(bias), 0, 0, at(out))),
-        ("gemm_ar", ar_module, {"out": out}, (at(a), at(weight), 0, 0, 0, at(out))),
-        ("gemm_rs", rs_module, {"out": part}, (at(a), at(weight), 0, 0, at(part))),
-        ("ag_gemm", ag_module, {"out": whole}, (at(a), at(weight), 0, 0, at(whole), 0)),
+    for op, options, wanted in (
+        ("gemm_ar", {"bias": bias, "out": out}, (at(a), at(weight), at(bias), 0, 0, at(out))),
+        ("gemm_ar", {"out": out}, (at(a), at(weight), 0, 0, 0, at(out))),
+        ("gemm_rs", {"out": part}, (at(a), at(weight), 0, 0, at(part))),
+        ("ag_gemm", {"out": whole}, (at(a), at(weight), 0, 0, at(whole), 0)),
     ):
         plant(op)
         with tunedcomm.force(op, "planted"):
             for turn in range(4):
                 seen.clear()
-                fast = module._path.last.get(dist.group.WORLD)
+                fast = paths[op].last.get(dist.group.WORLD)
                 assert (fast is not None) == (turn > 0), (op, turn)
                 getattr(tunedcomm, op)(a, weight.t(), **options)
                 assert seen == [wanted], (op, turn)
@@ -117,7 +116,7 @@ def planted_body(rank: int, world_size: int) -> bool:
         for _ in range(2):
             seen.clear()
             tensors = (a, weight.t(), None, None, whole, gathered)
-            results = ag_module._call(tensors, None, dist.group.WORLD, "default", None)
+            results = gemm.ag_gemm_gathered(tensors, None, dist.group.WORLD, "default", None)
             assert seen == [(at(a), at(weight), 0, 0, at(whole), at(gathered))]
             assert results[0] is whole
             assert results[1] is gathered

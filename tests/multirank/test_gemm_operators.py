@@ -19,7 +19,8 @@ from torch.library import opcheck
 
 import tunedcomm
 import tunedcomm.ops
-from tunedcomm.ops import torch_ops
+from tunedcomm.ops import call as call_module
+from tunedcomm.ops import gemm
 
 WORLD_SIZE = 2
 M, K, N = 4, 16, 8
@@ -232,8 +233,9 @@ def compiled_refusals(rank: int) -> None:
 def eager_goes_past(rank: int) -> None:
     """Plain eager calls do not pay for PyTorch's dispatcher."""
     called: list[str] = []
-    kept = torch_ops.call
-    torch_ops.call = lambda op, *rest: called.append(op) or kept(op, *rest)  # type: ignore[func-returns-value]
+    kept = call_module.call_operator
+    noting = lambda op, *rest: called.append(op) or kept(op, *rest)  # noqa: E731
+    call_module.call_operator = gemm.call_operator = noting
     try:
         every_form(*arguments(rank))
         assert not called
@@ -241,7 +243,7 @@ def eager_goes_past(rank: int) -> None:
         tunedcomm.ag_gemm(x, [w.t().requires_grad_(), w.t()])
         assert called == ["ag_gemm_list"], "else the test above shows nothing"
     finally:
-        torch_ops.call = kept
+        call_module.call_operator = gemm.call_operator = kept
 
 
 TRACED_CASES: dict[str, Case] = {
@@ -274,9 +276,9 @@ def test_traced(traced_outcomes: list[dict[str, str]], name: str) -> None:
 def inductor_body(rank: int, world_size: int) -> bool:
     """Weights reach the operators in the layout that the caller stores them in."""
     seen: list[bool] = []
-    kept = torch_ops.paths["gemm_ar"].form.operands
-    form = torch_ops.paths["gemm_ar"].form
-    form.operands = lambda inputs: seen.append(inputs[1].is_contiguous()) or kept(inputs)  # type: ignore[func-returns-value]
+    form = call_module.paths["gemm_ar"].form
+    kept = form.operands
+    form.operands = lambda inputs, options: seen.append(inputs[1].is_contiguous()) or kept(inputs, options)  # type: ignore[func-returns-value]
     compiled = torch.compile(every_form, fullgraph=True)
     for _ in range(2):
         got, wanted = compiled(*arguments(rank)), every_form(*arguments(rank))

@@ -15,12 +15,14 @@ import tunedcomm
 from tunedcomm.db.miss_log import Miss, read
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.hardware import detect
+from tunedcomm.spec import Problem
 
 BETWEEN = 8192
 
 
 def counts_its_calls(numel: int, dtype: torch.dtype = torch.float32, group: Any = None) -> bool:
-    plan = get_communicator(group).plans["all_reduce", numel, dtype, "sum", False, "default", None, False, False]
+    problem = Problem("all_reduce", (numel,), str(dtype).removeprefix("torch."), 2, mode="eager")
+    plan = get_communicator(group).plans[problem, "default", None, False]
     launch = getattr(plan.launch, "by_address", plan.launch)
     return "count_and_launch" in launch.__qualname__
 

@@ -62,17 +62,19 @@ def every_float_is_searched(rank: int) -> None:
         assert tunedcomm.all_reduce(torch.empty(0)).shape == (0,)
 
 
-def there_are_no_fast_calls(rank: int) -> None:
+def repeated_calls_are_searched(rank: int) -> None:
     for values, is_fast in ((ON, False), ({"TUNEDCOMM_NAN_CHECK": None}, True)):
         with settings(values), tunedcomm.force("all_reduce", "lamport"):
             for _ in range(3):
                 tunedcomm.all_reduce(torch.ones(64))
             communicator = get_communicator()
-            assert bool(communicator.fast_calls) is is_fast
             assert {isinstance(plan.launch, AddressLaunch) for plan in communicator.plans.values()} == {is_fast}
             if is_fast:
                 assert communicator.nan_watch is None
                 assert torch.isnan(tunedcomm.all_reduce(with_nan(64, 1))).any(), "NaN goes through where it is off"
+            else:
+                with pytest.raises(tunedcomm.NanInputError, match="all_reduce: 1 NaN"):
+                    tunedcomm.all_reduce(with_nan(64, 1))
 
 
 def a_graph_is_heard_of_at_the_next_call(rank: int) -> None:
@@ -121,7 +123,7 @@ def the_others_are_told_of_a_missing_rank(rank: int) -> None:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
-        every_op_says_where, every_float_is_searched, there_are_no_fast_calls, a_graph_is_heard_of_at_the_next_call,
+        every_op_says_where, every_float_is_searched, repeated_calls_are_searched, a_graph_is_heard_of_at_the_next_call,
         ranks_must_agree, the_others_are_told_of_a_missing_rank,
     )
 }  # fmt: skip

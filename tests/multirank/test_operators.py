@@ -18,7 +18,7 @@ from torch.library import opcheck
 
 import tunedcomm
 import tunedcomm.ops
-from tunedcomm.ops import torch_ops
+from tunedcomm.ops import call as call_module
 
 WORLD_SIZE = 2
 OPS = torch.ops.tunedcomm
@@ -277,8 +277,8 @@ def versions(rank: int) -> None:
 def eager_goes_past(rank: int) -> None:
     """Plain eager calls do not pay for PyTorch's dispatcher."""
     called: list[str] = []
-    kept = torch_ops.call
-    torch_ops.call = lambda op, *rest: called.append(op) or kept(op, *rest)  # type: ignore[func-returns-value]
+    kept = call_module.call_operator
+    call_module.call_operator = lambda op, *rest: called.append(op) or kept(op, *rest)  # type: ignore[func-returns-value]
     try:
         with torch.no_grad():
             every_op(*arguments(rank))
@@ -287,7 +287,7 @@ def eager_goes_past(rank: int) -> None:
         tunedcomm.all_reduce(draw(rank, 3).requires_grad_())
         assert called == ["all_reduce"], "else the test above shows nothing"
     finally:
-        torch_ops.call = kept
+        call_module.call_operator = kept
 
 
 TRACED_CASES: dict[str, Case] = {

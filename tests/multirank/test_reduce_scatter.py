@@ -14,7 +14,7 @@ from quick import some
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.ops import reduce_scatter as public
+from tunedcomm.ops import run_problem
 from tunedcomm.spec import Problem, get_op, variants
 
 kernels.discover()
@@ -114,7 +114,7 @@ def ordered_policy(rank: int) -> None:
             whole = tunedcomm.all_reduce(x, numerics="ordered")
             assert same_bits(whole.view(WORLD_SIZE, -1)[rank], expected)
     out = torch.empty(100, dtype=torch.bfloat16)
-    public.run_problem(problem, (x,), (out,))
+    run_problem(problem, (x,), (out,))
     assert ((out.double() - expected.double()).norm() / expected.double().norm()) < op.tolerance["bfloat16"]
 
 

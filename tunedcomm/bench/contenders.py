@@ -23,6 +23,7 @@ from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
 from tunedcomm.kernels.all_reduce_rms_norm.op import Given, given_of
 from tunedcomm.kernels.gemm.op import operands_of, product, product_reference, wanted_of
+from tunedcomm.ops import run_problem
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric
 from tunedcomm.spec import Candidate, Problem, check_candidate, get_op, get_variant, variants
 from tunedcomm.tuner.measure.timing import further_turns, num_turns
@@ -138,10 +139,9 @@ def _tuned(communicator: Communicator, problem: Problem, turns: tuple[Tensors, .
     """What a user's call runs, through the public function."""
     candidate = decide(problem, communicator.snapshot, communicator.limits).candidate
     outputs = _outputs(problem, turns[0])
-    public = importlib.import_module(f"tunedcomm.ops.{problem.op}").run_problem
 
     def run(inputs: Tensors) -> None:
-        public(problem, inputs, outputs)
+        run_problem(problem, inputs, outputs)
 
     return Contender("tuned", str(candidate), _num_sms(problem, candidate), turns, run, lambda: outputs)
 

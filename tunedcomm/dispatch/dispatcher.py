@@ -275,12 +275,7 @@ def _library_instead(decision: Decision, reason: str) -> Decision:
 
 
 def library_plan(communicator: Communicator, problem: Problem) -> Plan:
-    """The library, for a problem first met inside a graph capture, where nothing may be compiled or loaded."""
-    logger.warning(
-        "%s is captured without having been called before: the library serves it in this graph; run the same call once "
-        "before the capture (a warm-up) to have it tuned",
-        problem,
-    )
+    """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
     library = Candidate.of(problem.op, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
     launch = communicator.guarded(problem, undisturbed(communicator.bind(problem, library), communicator.device.type))

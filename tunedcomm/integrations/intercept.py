@@ -54,13 +54,8 @@ from tunedcomm.dispatch.dispatcher import MISSES, Plan
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
 from tunedcomm.kernels.common.launch import intercepted, own
-from tunedcomm.ops._fast import is_capturing
-from tunedcomm.ops._path import paths
-from tunedcomm.ops.all_gather import all_gather
-from tunedcomm.ops.all_reduce import all_reduce
-from tunedcomm.ops.all_to_all import all_to_all
-from tunedcomm.ops.all_to_all_v import all_to_all_v, planned
-from tunedcomm.ops.reduce_scatter import reduce_scatter
+from tunedcomm.ops.call import is_capturing, paths
+from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 from tunedcomm.spec import why_no_kernel
 
 _INSTEAD = "call tunedcomm.all_reduce and its like directly"
@@ -123,13 +118,13 @@ class Route:
     Attributes:
         call: the operator's name.
         op: tunedcomm's op.
-        option: the op's option as its path takes it; for `all_to_all_v` None.
+        options: the op's options; unused for `all_to_all_v`.
         in_place: the result overwrites the input.
     """
 
     call: str
     op: str
-    option: Hashable = None
+    options: tuple[Hashable, ...] = ()
     in_place: bool = False
 
 
@@ -238,8 +233,8 @@ class RoutedGroup:
 
     def _plan(self, route: Route, x: torch.Tensor) -> Plan:
         if route.op == "all_to_all_v":
-            return planned(x, self.max_count, self.group)
-        return paths[route.op].planned(x, route.option, self.group, in_place=route.in_place)
+            return paths[route.op].planned((x,), (None, None, self.max_count), self.group)
+        return paths[route.op].planned((x,), route.options, self.group, in_place=route.in_place)
 
     def _miss(self, plan: Plan) -> Callable[..., None] | None:
         """The counter of misses for a problem that is worth tuning, as in the dispatcher; else None."""
@@ -383,7 +378,7 @@ _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect
 
 
 def _routes(call: str, op: str, *, dim: bool = False, in_place: bool = False) -> dict[str, Route]:
-    return {name: Route(call, op, (name, 0) if dim else name, in_place) for name in _NAMES}
+    return {name: Route(call, op, (name, 0) if dim else (name,), in_place) for name in _NAMES}
 
 
 def _of_object(group: Any) -> RoutedGroup | None:
@@ -467,7 +462,7 @@ def _read_allreduce(call: str) -> Reader:
 
 
 def _read_allgather_base(call: str) -> Reader:
-    route = Route(call, "all_gather", 0)
+    route = Route(call, "all_gather", (0,))
 
     def read(
         out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
@@ -544,7 +539,7 @@ def _read_all_reduce(call: str) -> Reader:
 
 
 def _read_all_gather(call: str) -> Reader:
-    route = Route(call, "all_gather", 0)
+    route = Route(call, "all_gather", (0,))
 
     def read(x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None) -> Callable[[], Any] | None:
         of = _of_name(group)

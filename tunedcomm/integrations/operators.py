@@ -3,7 +3,7 @@
 import warnings
 
 import tunedcomm.ops  # noqa: F401 - defines the operators
-from tunedcomm.ops.torch_ops import NAMESPACE, Operator, define  # noqa: F401
+from tunedcomm.ops.torch_ops import NAMESPACE, Operator  # noqa: F401
 
 warnings.warn(
     "tunedcomm.integrations.operators moved to tunedcomm.ops.torch_ops; looking up a public function such as "

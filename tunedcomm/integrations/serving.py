@@ -27,9 +27,9 @@ import torch.distributed as dist
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations.intercept import Route, RoutedCall, RoutedGroup
-from tunedcomm.ops.all_reduce import all_reduce
+from tunedcomm.ops.collectives import all_reduce
 
-_OUT_OF_PLACE = Route("ServingAllReduce.all_reduce", "all_reduce", "sum")
+_OUT_OF_PLACE = Route("ServingAllReduce.all_reduce", "all_reduce", ("sum",))
 
 
 class ServingAllReduce:

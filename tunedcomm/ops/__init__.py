@@ -1,11 +1,61 @@
-"""The public functions. Importing this package defines their operators, `torch.ops.tunedcomm.*`."""
+"""The public functions. Importing this package defines their operators, `torch.ops.tunedcomm.*`.
 
-from tunedcomm.ops import ag_gemm as ag_gemm
-from tunedcomm.ops import all_gather as all_gather
-from tunedcomm.ops import all_reduce as all_reduce
-from tunedcomm.ops import all_reduce_bias as all_reduce_bias
-from tunedcomm.ops import all_reduce_rms_norm as all_reduce_rms_norm
-from tunedcomm.ops import all_to_all as all_to_all
-from tunedcomm.ops import gemm_ar as gemm_ar
-from tunedcomm.ops import gemm_rs as gemm_rs
-from tunedcomm.ops import reduce_scatter as reduce_scatter
+`call.paths` holds the path of every op: `planned` binds what a call would run, `form.problem` names it. `run_problem`
+makes the public call for a problem.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tunedcomm.kernels.all_to_all.op import row_numel
+from tunedcomm.kernels.gemm.op import operands_of, wanted_of
+from tunedcomm.ops import collectives, gemm
+from tunedcomm.ops import torch_ops as torch_ops
+from tunedcomm.ops.call import world
+from tunedcomm.spec import Problem
+
+
+def run_problem(problem: Problem, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+    """The public call that asks for `problem` on the default group, for benchmarks."""
+    x, out, reduction = inputs[0], outputs[0], problem.reduction
+    match problem.op:
+        case "all_reduce":
+            collectives.all_reduce(x, op=reduction, out=out)
+        case "all_gather":
+            collectives.all_gather(x, out=out)
+        case "reduce_scatter":
+            collectives.reduce_scatter(x, op=reduction, out=out)
+        case "all_to_all":
+            collectives.all_to_all(x, out=out)
+        case "all_to_all_v":
+            row = row_numel(problem)
+            send, recv = ([count // row for count in counts.tolist()] for counts in inputs[1:])
+            max_count = problem.numel // row
+            collectives.all_to_all_v(x.view(-1, row), send, recv, max_count=max_count, out=out.view(-1, row))
+        case "all_reduce_bias":
+            collectives.all_reduce_bias(x, inputs[1], out=out)
+        case "all_reduce_rms_norm":
+            rest = list(inputs[2:])
+            bias = rest.pop(0) if "bias" in problem.layout else None
+            residual = rest.pop(0) if "residual" in problem.layout else None
+            scale = rest.pop(0) if problem.scaling else None
+            collectives.all_reduce_rms_norm(
+                x, inputs[1], bias=bias, residual=residual, out=out, residual_out=outputs[1],
+                out_dtype=torch.float8_e4m3fn if problem.scaling else None, scale=scale,
+            )  # fmt: skip
+        case _:
+            _run_gemm(problem, inputs, outputs)
+
+
+def _run_gemm(problem: Problem, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+    a, b, bias, scale_a, scale_b = operands_of(problem, inputs)
+    b, out, dtype = b.t() if wanted_of(problem).nk else b, outputs[0], outputs[0].dtype
+    if problem.op == "gemm_rs":
+        gemm.gemm_rs(a, b, op=problem.reduction, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, out=out)
+    elif problem.op == "gemm_ar":
+        gemm.gemm_ar(a, b, bias=bias, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, out=out)
+    elif len(outputs) == 1:
+        gemm.ag_gemm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, out=out)
+    else:
+        gemm.ag_gemm_gathered((a, b, scale_a, scale_b, *outputs), dtype, world._default_pg, "default", None)

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.ops._checks import is_nk
+from tunedcomm.ops.checks import is_nk
 
 # (setup_context, backward), the arguments of torch.library.register_autograd.
 Formula: TypeAlias = tuple[Callable[..., None], Callable[..., Any]]

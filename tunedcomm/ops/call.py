@@ -1,51 +1,63 @@
-"""From a public call to a launch, for every op with one tensor in and one out.
+"""From a public call to a launch: the one path of every op, for one tensor and for several.
 
-`Form` says what is special about an op. `CallPath` does the rest, by three ways of rising cost: a call that looks like
-the last one (`_fast`), a call that has a plan and that kernels can take as it is, and everything else.
+A `Form` says what is special about an op; a `CallPath` does the rest, in two ways:
 
-A problem depends on what every rank passes alike, never on this rank's strides or alignment: those are dealt with by
-copies that the other ranks do not see.
+1. A call that looks like an earlier one runs that one's fast call: a function written for it by `make_fast_call`, which
+   asks as little as it can and launches. The public function keeps the last one at hand.
+2. Every other call is checked, planned, copied into a form that kernels take where that is needed, and launched. If no
+   copy was needed, a fast call is made for its like.
+
+A problem depends on what every rank passes alike, never on this rank's strides, alignment or aliases: those are dealt
+with by copies that the other ranks do not see.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
 from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
-from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.ops import _fast, torch_ops
-from tunedcomm.ops._checks import check_differentiable, check_input, check_out
-from tunedcomm.ops._fast import (
-    MISALIGNED,
-    Asked,
-    FastCall,
-    current_device,
-    empty,
-    is_capturing,
-    raw_stream,
-    target_kind,
+from tunedcomm.errors import NotInitializedError, UnsupportedInputError
+from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
+from tunedcomm.ops.checks import (
+    check_apart,
+    check_differentiable,
+    check_input,
+    check_out,
+    goes_by_operator,
 )
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
-__all__ = ["CallPath", "Form", "communicator_for", "is_usable", "paths", "stride_of", "world"]
+Tensors: TypeAlias = tuple[Any, ...]
+Group: TypeAlias = "dist.ProcessGroup | None"
+# What a call returns: a tensor, or a tuple of them where an op has several results.
+Result = TypeVar("Result")
+# (inputs…, outputs…, options…, numerics, max_sms) to the result, or None where the call differs from the one before.
+FastCall: TypeAlias = Callable[..., Any]
 
-# Guards made for one key: callers that alternate (with inference mode and without, say) must not pay for one each time.
-_MAX_GUARDS = 8
+_MISALIGNED = 15  # kernels move 16-byte packets
+# Fast calls of one key: callers that alternate (with inference mode and without, say) need several.
+_MAX_FAST_CALLS = 8
+logger = logging.getLogger("tunedcomm")
+
+
+# What the hot path asks torch, by the cheapest call that this torch has. All act on the current device.
 
 
 class _PublicWorld:
     """The default group as torch's public interface has it."""
 
     @property
-    def _default_pg(self) -> dist.ProcessGroup | None:
+    def _default_pg(self) -> Group:
         return dist.group.WORLD
 
 
@@ -54,66 +66,176 @@ world: Any = getattr(dist.distributed_c10d, "_world", None)
 world = world if hasattr(world, "_default_pg") else _PublicWorld()
 
 
+def _host_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+
+def _cuda_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+raw_stream: Callable[[int], int] = lambda device: 0  # noqa: E731
+is_capturing: Callable[[], bool] = bool
+current_device: Callable[[], int] = lambda: -1  # noqa: E731
+empty: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] = _host_empty
+_guards: Any = getattr(torch._C._dynamo, "guards", None)
+if torch.cuda.is_available():
+    raw_stream = torch._C._cuda_getCurrentRawStream
+    is_capturing = torch._C._cuda_isCurrentStreamCapturing
+    current_device = torch._C._cuda_getDevice
+    # Inductor's allocation: a third of torch.empty's cost.
+    empty = getattr(_guards, "_empty_strided_cuda", _cuda_empty)
+
+
 class Form(ABC):
-    """What is special about one op. Every method is given the op's options as the one value `option`.
+    """What is special about one op.
+
+    Methods get a call's inputs as a tuple in the order of `inputs`, None for those that are not there, and its options
+    as a tuple in the order of `options`.
 
     Attributes:
         op: the op's name.
-        may_be_input: the result may overwrite the input.
-        arguments: the options as the operator's schema has them: none for None, one for `option`, several for its
-            items.
+        inputs, outputs: names of the tensors, in the order of the operator's schema and of launches; the first input is
+            never None.
+        optional: inputs that may be None.
+        aliases: output to the input whose place it may take.
+        options: the options as the operator's schema declares them.
         reduces: the operator takes `numerics`.
+        has_operator: the op is one of `torch.ops.tunedcomm`.
+        repeats: calls with the same options come again, so that fast calls pay.
+        tells_memory: problems say whether the input is in symmetric memory and whether the result takes its place.
+        wants_aligned: the library, too, takes tensors at 16-byte boundaries only.
     """
 
     op: str
-    may_be_input = False
-    arguments: tuple[str, ...] = ()
-    reduces = False
+    inputs: tuple[str, ...] = ("x",)
+    outputs: tuple[str, ...] = ("out",)
+    optional: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = {}
+    options: tuple[str, ...] = ()
+    reduces = True
+    has_operator = True
+    repeats = True
+    tells_memory = False
+    wants_aligned = False
+
+    @property
+    def operator(self) -> str:
+        """The operator's name in `torch.ops.tunedcomm`; the op's, unless an op has several."""
+        return self.op
+
+    @property
+    def may_be_input(self) -> bool:
+        """True if the one output may take the first input's place."""
+        return self.aliases == {self.outputs[0]: self.inputs[0]} and len(self.outputs) == 1
 
     @abstractmethod
-    def check(self, x: torch.Tensor, option: Any, world_size: int) -> None:
-        """Refuse what no variant takes.
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        """Refuse what no variant takes; every input is a dense tensor on one device, or None.
 
         Raises:
             UnsupportedInputError: says what to do.
         """
 
     @abstractmethod
-    def problem(self, x: torch.Tensor, option: Any, world_size: int) -> Problem:
-        """The problem of a call that was checked: eager, on a plain input, out of place."""
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        """The problem of a call that was checked: eager, on plain inputs, out of place."""
 
     @abstractmethod
-    def result_shape(self, x: torch.Tensor, option: Any, world_size: int) -> tuple[int, ...]:
-        """Shape of the result as the caller gets it."""
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every output."""
 
-    def refusal(self, x: torch.Tensor, option: Any) -> str:
+    def refusal(self, inputs: Tensors, options: Any) -> str:
         """The call in words, where it has no gradient; "" where it has one."""
-        del x, option
+        del inputs, options
         return ""
 
-    def is_direct(self, x: torch.Tensor, option: Any) -> bool:
-        """True if kernels read `x` and write the result just as the caller has them, strides aside."""
+    def key(self, tensors: Tensors) -> Hashable:
+        """What tells calls apart, besides the first input's dtype and the options; the first input is a tensor."""
+        return tuple(tensors[0].shape)
+
+    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        """True if the results, filled in now, ask nothing of the peers; every rank must come to the same answer."""
+        del results, options
+        return bool(inputs[0].numel() == 0)
+
+    def is_bounded(self, options: Any) -> bool:
+        """False for calls that the library serves because ranks have nothing in common to choose a kernel by."""
+        del options
         return True
 
-    def enter(self, x: torch.Tensor, option: Any, world_size: int) -> torch.Tensor:
-        """A contiguous tensor that kernels take for `x`, where the call is not direct."""
-        return x
+    def served(self, inputs: Tensors) -> Tensors:
+        """What stands for the inputs of a call that is not idle: themselves, or others with the same results."""
+        return inputs
 
-    def leave(self, written: torch.Tensor, x: torch.Tensor, option: Any, world_size: int) -> torch.Tensor:
-        """What the kernels wrote, one element after another, as a view of the result's shape; not direct calls only.
+    def alone(self, inputs: Tensors, options: Any) -> Tensors:
+        """The results in a group of one."""
+        del options
+        return inputs[:1]
+
+    def is_direct(self, inputs: Tensors, options: Any) -> bool:
+        """True if kernels write the elements of results in the order in which the caller wants them."""
+        del inputs, options
+        return True
+
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
+        """The inputs in the shapes and orders that launches take: views, or copies where there is no such view."""
+        del options
+        return inputs
+
+    def scalars(self, inputs: Tensors, options: Any) -> Tensors:
+        """What launches of tensors take after the inputs."""
+        del inputs, options
+        return ()
+
+    def scalar_args(self, options: Any) -> tuple[int, ...]:
+        """What launches by address take after the outputs."""
+        del options
+        return ()
+
+    def written(self, output: torch.Tensor) -> torch.Tensor:
+        """A contiguous output as a view of the shape that launches write."""
+        return output
+
+    def leave(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
+        """What kernels wrote as a view in the result's order, for calls that are not direct.
 
         Dimensions of the result may be split: (2, 3) may be left where the shape has 6.
         """
+        del inputs, options, world_size
         return written
 
 
+class Asked(NamedTuple):
+    """What a fast call is made for, besides tensors of one kind.
+
+    Attributes:
+        options: the op's own.
+        present: for each tensor, whether it is there.
+        aliases: for each output, the index of the input that it is, or −1.
+        numerics, max_sms: as the caller gave them.
+        capturing: whether a graph is being captured.
+    """
+
+    options: tuple[Any, ...]
+    present: tuple[bool, ...]
+    aliases: tuple[int, ...]
+    numerics: NumericsPolicy
+    max_sms: int | None
+    capturing: bool
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True if the tensor's memory holds its elements, in order."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def is_usable(tensor: torch.Tensor) -> bool:
-    """True if the bytes at the tensor's address are its elements, in order, for kernels to take as they are."""
-    plain = tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED
-    return plain and not tensor.is_neg() and not tensor.is_conj()
+    """True if kernels take the tensor as it is."""
+    return is_plain(tensor) and not tensor.data_ptr() & _MISALIGNED
 
 
-def communicator_for(op: str, x: torch.Tensor, group: dist.ProcessGroup | None) -> Communicator:
+def communicator_for(op: str, x: torch.Tensor, group: Group) -> Communicator:
     """The communicator that serves `x` on `group`, made now if this is the group's first call.
 
     Raises:
@@ -130,7 +252,308 @@ def communicator_for(op: str, x: torch.Tensor, group: dist.ProcessGroup | None) 
     return communicator
 
 
-def stride_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def group_arguments(group: Group) -> tuple[int, str]:
+    """A group as an operator's arguments: its size and its name.
+
+    Raises:
+        NotInitializedError: there is no default group.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    if group is None:
+        raise NotInitializedError(
+            "torch.distributed has no default process group; call torch.distributed.init_process_group() first"
+        )
+    return group.size(), group.group_name
+
+
+def call_operator(name: str, inputs: tuple[Any, ...], settings: tuple[Any, ...], refusal: str) -> Any:
+    """The operator's new results.
+
+    Args:
+        name: of the operator.
+        inputs: tensors, and None for those that are not there.
+        settings: the arguments behind them.
+        refusal: the call in words, where it has no gradient; "" where it has one.
+
+    Raises:
+        UnsupportedInputError: an input needs a gradient and the op has none.
+    """
+    if refusal:
+        check_differentiable(refusal, inputs)
+    return getattr(torch.ops.tunedcomm, name).default(*inputs, *settings)
+
+
+# Operator (for ops without one, op) to its path.
+paths: dict[str, CallPath[Any]] = {}
+
+
+class CallPath(Generic[Result]):
+    """The path of one op's calls.
+
+    Attributes:
+        last: process group to the fast call that served it last; nearly always that of its next call, which asks.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.last: dict[Group, FastCall] = {}
+        self._communicators: dict[tuple[Group, torch.device], Communicator] = {}
+        paths[form.operator] = self
+        on_release(self._communicators.clear)
+        on_release(self.last.clear)
+        on_forget(self.last.clear)
+
+    def call(
+        self, tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy, max_sms: int | None
+    ) -> Result:
+        """Serve a call that `last` did not.
+
+        Args:
+            tensors: inputs, then outputs, as the caller gave them, whatever they are.
+            options: the op's own.
+            group: the process group, None only where there is no default group.
+            numerics, max_sms: as the caller gave them.
+        """
+        if isinstance(group, dist.ProcessGroup) and goes_by_operator(tensors):
+            return self.operate(tensors, options, group, numerics, max_sms)
+        return self.serve(tensors, options, group, numerics, max_sms)
+
+    def operate(
+        self, tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy, max_sms: int | None
+    ) -> Result:
+        """Serve a call by the operator: what is recorded or traced. Traced by Dynamo itself."""
+        form = self.form
+        inputs, outputs = tensors[: len(form.inputs)], tensors[len(form.inputs) :]
+        group_size, group_name = group_arguments(group)
+        policy = (numerics,) if form.reduces else ()
+        settings = (*options, group_size, group_name, *policy, max_sms)
+        if all(output is None for output in outputs):
+            made: Result = call_operator(form.operator, inputs, settings, form.refusal(inputs, options))
+            return made
+        given = {
+            name: inputs[0].new_empty(shape, dtype=dtype) if output is None else output
+            for name, output, (shape, dtype) in zip(
+                form.outputs, outputs, form.results(inputs, options, group_size), strict=True
+            )
+        }
+        check_differentiable(f"{form.operator} into a given tensor", (*inputs, *given.values()))
+        if form.may_be_input and outputs[0] is inputs[0]:
+            getattr(torch.ops.tunedcomm, f"{form.operator}_").default(*inputs, *settings)
+        else:
+            getattr(torch.ops.tunedcomm, form.operator).out(*inputs, *settings, **given)
+        return _unpacked(tuple(given.values()))  # type: ignore[no-any-return]
+
+    def communicator(self, x: torch.Tensor, group: Group) -> Communicator:
+        """`communicator_for`, remembered."""
+        found = self._communicators.get((group, x.device))
+        if found is None:
+            found = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
+        return found
+
+    def serve(
+        self, tensors: Tensors, options: tuple[Any, ...], group: Group, numerics: NumericsPolicy, max_sms: int | None
+    ) -> Result:
+        """`call` for plain tensors, at once."""
+        form, x = self.form, tensors[0]
+        if not isinstance(x, torch.Tensor):
+            raise UnsupportedInputError(f"{form.op} wants a torch.Tensor, got {type(x).__name__}")
+        communicator = self.communicator(x, group)
+        present = tuple(tensor is not None for tensor in tensors)
+        aliases = tuple(self._alias(tensors, number) for number in range(len(form.outputs)))
+        asked = Asked(options, present, aliases, numerics, max_sms, is_capturing())
+        known: tuple[FastCall, ...] = ()
+        try:
+            key = (form.operator, form.key(tensors), x.dtype, asked)
+            known = communicator.fast_calls.get(key, ()) if form.repeats else ()
+        except TypeError:  # an option that cannot even be a key: the checks say so
+            return _unpacked(self._serve(communicator, tensors, asked)[0])  # type: ignore[no-any-return]
+        last = self.last.get(group)
+        for fast in known:
+            result: Result | None = None if fast is last else fast(*tensors, *options, numerics, max_sms)
+            if result is not None:
+                self.last[group] = fast
+                return result
+        results, plan = self._serve(communicator, tensors, asked)
+        if plan is not None and form.repeats and len(known) < _MAX_FAST_CALLS:
+            made = make_fast_call(communicator, form, plan, (tensors, results), asked)
+            if made is not None:
+                communicator.fast_calls[key] = (*known, made)
+                self.last[group] = made
+        return _unpacked(results)  # type: ignore[no-any-return]
+
+    def planned(self, inputs: Tensors, options: tuple[Any, ...], group: Group, *, in_place: bool = False) -> Plan:
+        """The plan of a call with such inputs in plain memory, by the default policy; bound now, but not launched.
+
+        Raises:
+            UnsupportedInputError: the call would be refused.
+            InfeasibleError: as for the call.
+        """
+        communicator = communicator_for(self.form.op, inputs[0], group)
+        for name, tensor in zip(self.form.inputs, inputs, strict=True):
+            check_input(self.form.op, tensor, name)
+        self.form.check(inputs, options, communicator.world_size)
+        inputs = tuple(tensor.detach() for tensor in inputs)
+        asked = Asked(options, (), (), "default", None, is_capturing())
+        return self._plan(communicator, inputs, asked, in_place=in_place, symmetric=False)[0]
+
+    def _alias(self, tensors: Tensors, number: int) -> int:
+        """Index of the input that an output is, or −1."""
+        form = self.form
+        source, output = form.aliases.get(form.outputs[number]), tensors[len(form.inputs) + number]
+        if source is None or output is None:
+            return -1
+        index = form.inputs.index(source)
+        return index if tensors[index] is output else -1
+
+    def _serve(
+        self, communicator: Communicator, tensors: Tensors, asked: Asked
+    ) -> tuple[tuple[torch.Tensor, ...], Plan | None]:
+        """Check and run; the results, and the plan if a fast call may be made of it."""
+        form, world_size, num_inputs = self.form, communicator.world_size, len(self.form.inputs)
+        inputs, outputs = tensors[:num_inputs], tensors[num_inputs:]
+        wanted = self._check(inputs, outputs, asked, world_size)
+        x = inputs[0]
+        if x.is_cuda and x.get_device() != current_device():
+            with torch.cuda.device(x.device):
+                return self._serve(communicator, tensors, asked)
+        results = tuple(
+            torch.empty(shape, dtype=dtype, device=x.device) if given is None else given
+            for given, (shape, dtype) in zip(outputs, wanted, strict=True)
+        )
+        inputs = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
+        targets = tuple(result.detach() for result in results)
+        if form.is_idle(inputs, targets, asked.options):
+            return results, None
+        served = form.served(inputs)
+        if world_size == 1:
+            for target, value in zip(targets, form.alone(served, asked.options), strict=True):
+                target.copy_(value)
+            return results, None
+        plan = self._launch(communicator, served, targets, asked)
+        return results, plan if served is inputs else None
+
+    def _check(
+        self, inputs: Tensors, outputs: Tensors, asked: Asked, world_size: int
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Refuse what no variant takes, with the way out; shape and dtype of every output."""
+        form, x = self.form, inputs[0]
+        names = form.inputs if len(form.inputs) > 1 else ("",)
+        for name, tensor in zip(names, inputs, strict=True):
+            if tensor is not None:
+                check_input(form.op, tensor, name)
+                if tensor.device != x.device:
+                    raise UnsupportedInputError(
+                        f"{name} of {form.op} is on {tensor.device}, {names[0]} on {x.device}; move one to the other's "
+                        "device"
+                    )
+        check_policy(asked.numerics)
+        check_max_sms(asked.max_sms)
+        form.check(inputs, asked.options, world_size)
+        wanted = form.results(inputs, asked.options, world_size)
+        for number, (name, output) in enumerate(zip(form.outputs, outputs, strict=True)):
+            if output is None:
+                continue
+            shape, dtype = wanted[number]
+            alias = form.aliases.get(name)
+            may_be_input = alias == form.inputs[0]
+            check_out(x, output, shape, dtype, may_be_input=may_be_input, name=name, input_name=form.inputs[0])
+            others = [
+                *zip(form.inputs[1:], inputs[1:], strict=True),
+                *zip(form.outputs[:number], outputs[:number], strict=True),
+            ]
+            for other_name, other in others:
+                if other is not None:
+                    check_apart(other, output, may_be_other=alias == other_name, name=name, other_name=other_name)
+        check_differentiable(form.op, (*inputs, *outputs))
+        return wanted
+
+    def _launch(self, communicator: Communicator, inputs: Tensors, targets: Tensors, asked: Asked) -> Plan | None:
+        """Plan and launch; the plan, if it is kept and kernels took all tensors as they are."""
+        form, x, options = self.form, inputs[0], asked.options
+        direct = form.is_direct(inputs, options)
+        symmetric = form.tells_memory and direct and communicator.any_symmetric and communicator.is_symmetric(x)
+        if symmetric and not is_usable(x):
+            raise UnsupportedInputError(
+                "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes, for peers "
+                "address it too; pass such a view of it, or x.clone() on every rank"
+            )
+        shared = [self._shared(inputs, target, name) for target, name in zip(targets, form.outputs, strict=True)]
+        plan, kept = self._plan(communicator, inputs, asked, in_place=shared[0] == 0, symmetric=symmetric)
+        communicator.check_peers()
+        stream = raw_stream(communicator.device_index) if x.is_cuda else 0
+        communicator.order_streams(asked.capturing, stream)
+        fits = is_usable if plan.wants_aligned or form.wants_aligned else is_plain
+        sources = [
+            t if t is None or fits(t) else t.clone(memory_format=torch.contiguous_format)
+            for t in form.operands(inputs, options)
+        ]
+        sinks = []
+        for target, index in zip(targets, shared, strict=True):
+            if index >= 0:
+                sinks.append(sources[index])
+            else:
+                as_is = direct and fits(target)
+                sinks.append(target if as_is else torch.empty(target.shape, dtype=target.dtype, device=target.device))
+        if asked.capturing:
+            communicator.captured(plan)
+        given = (*(t for t in sources if t is not None), *form.scalars(inputs, options))
+        plan.launch(given, tuple(map(form.written, sinks)), stream)
+        for sink, target in zip(sinks, targets, strict=True):
+            if sink.data_ptr() != target.data_ptr():
+                left = sink if direct else form.leave(sink, inputs, options, communicator.world_size)
+                target.view(left.shape).copy_(left)
+        as_they_are = direct and all(
+            source is None or source.data_ptr() == tensor.data_ptr()
+            for source, tensor in zip((*sources, *sinks), (*inputs, *targets), strict=True)
+        )
+        # An output that covers its input without being it has no fast call.
+        return plan if kept and as_they_are and tuple(shared) == asked.aliases else None
+
+    def _shared(self, inputs: Tensors, target: torch.Tensor, name: str) -> int:
+        """Index of the input whose memory an output takes, or −1."""
+        source = self.form.aliases.get(name)
+        if source is None:
+            return -1
+        index = self.form.inputs.index(source)
+        found = inputs[index]
+        return index if found is not None and found.data_ptr() == target.data_ptr() else -1
+
+    def _plan(
+        self, communicator: Communicator, inputs: Tensors, asked: Asked, *, in_place: bool, symmetric: bool
+    ) -> tuple[Plan, bool]:
+        """The plan, and whether it is kept: made for both modes, but inside a capture a new problem cannot be bound."""
+        form, capturing = self.form, asked.capturing
+        problem = form.problem(inputs, asked.options, communicator.world_size)
+        if form.tells_memory:
+            problem = replace(problem, in_place=in_place, input_kind="symmetric" if symmetric else "plain")
+        key = (problem, asked.numerics, asked.max_sms)
+        found: Plan | None = communicator.plans.get((*key, capturing))
+        if found is not None:
+            return found, True
+        if not form.is_bounded(asked.options):
+            mode: Mode = "graph" if capturing else "eager"
+            plan = communicator.plans[(*key, capturing)] = library_plan(communicator, replace(problem, mode=mode))
+            return plan, True
+        if capturing:
+            logger.warning(
+                "%s is captured without having been called before: the library serves it in this graph; run the same "
+                "call once before the capture (a warm-up) to have it tuned",
+                replace(problem, mode="graph"),
+            )
+            return library_plan(communicator, replace(problem, mode="graph")), False
+        modes: tuple[Mode, ...] = ("eager", "graph") if inputs[0].is_cuda else ("eager",)
+        for mode in modes:
+            plan = plan_for(communicator, replace(problem, mode=mode), asked.numerics, asked.max_sms)
+            communicator.plans[(*key, mode == "graph")] = plan
+        return communicator.plans[(*key, False)], True
+
+
+def _unpacked(results: tuple[torch.Tensor, ...]) -> Any:
+    return results if len(results) > 1 else results[0]
+
+
+def stride_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     strides, step = [], 1
     for extent in reversed(shape):
@@ -139,247 +562,159 @@ def stride_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# Op to its path, for those who ask what a call would run without making it.
-paths: dict[str, CallPath] = {}
+def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """A predicate for tensors like these (that of PyTorch's compiler), or None where this torch has none."""
+    try:
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        made = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return made.check if made.check(*tensors) else None
+    except (AttributeError, TypeError, RuntimeError, SystemError):
+        return None
 
 
-class CallPath:
-    """All ways of one op.
+def make_fast_call(
+    communicator: Communicator,
+    form: Form,
+    plan: Plan,
+    served: tuple[Tensors, tuple[torch.Tensor, ...]],
+    asked: Asked,
+) -> FastCall | None:
+    """A function that serves calls like this one and returns None for others, or None where this torch has no guards.
 
-    Attributes:
-        last: process group to the fast call that served it last; nearly always that of its next call, which asks.
+    A call costs a few microseconds on the host, most of them in the driver. What Python adds is paid for each question
+    asked of a tensor, so one guard (type, dtype, device, strides, sizes, gradients, lazy bits) answers most of them.
+    The function is written out as source for the tensors that are there: a loop over them would cost what it is to
+    save. For `all_reduce(x, out=out)` it reads, on one GPU:
+
+        def call(x, out, op, numerics, max_sms):
+            if (
+                not looks_alike(x, out)
+                or (op is not want_op and op != want_op)
+                or numerics is not want_numerics
+                or max_sms is not want_max_sms
+                or forward_ad._current_level >= 0
+            ):
+                return None
+            stream = stream_of(device)
+            if (stream != 0 and captures()) is not capturing:      # the default stream cannot be captured
+                return None
+            at_x = x.data_ptr()
+            at_out = out.data_ptr()
+            if (at_x | at_out) & 15 or below_out_x < at_out - at_x < above_out_x:
+                return None
+            if status[0]:
+                communicator.check_peers()
+            if stream != last_streams[capturing]:
+                communicator.order_streams(capturing, stream)
+            try:
+                launch(stream, at_x, at_out)
+            except RuntimeError:
+                if device_now() == device:
+                    raise
+                return None
+            return out
+
+    Where nothing is allocated, which device is current need not be asked: a kernel of one device's context goes to a
+    stream of its own whatever is current, and the driver refuses to launch it on the default stream of another.
+
+    Args:
+        communicator, form, plan: of the call that was served.
+        served: its tensors, which kernels took as they are, and its results.
+        asked: the rest of it. A graph that captured the call keeps its plan.
     """
+    tensors, results = served
+    names = (*form.inputs, *form.outputs)
+    of = dict(zip(names, tensors, strict=True))
+    alias = {out: form.inputs[i] for out, i in zip(form.outputs, asked.aliases, strict=True) if i >= 0}
+    new = [name for name in form.outputs if of[name] is None]
+    there = [name for name in names if of[name] is not None and name not in alias]  # a guard takes no tensor twice
+    looks_alike = make_guard(*(of[name] for name in there))
+    if looks_alike is None:
+        return None
+    of |= dict(zip(form.outputs, results, strict=True))
+    by_address = plan.launch.by_address if isinstance(plan.launch, (AddressLaunch, ManyLaunch)) else None
+    options = [declared.split()[-1] for declared in form.options]
+    values: dict[str, Any] = {
+        "looks_alike": looks_alike, "want_numerics": asked.numerics, "want_max_sms": asked.max_sms,
+        "forward_ad": forward_ad, "communicator": communicator, "device": communicator.device_index,
+        "status": communicator.status_view, "last_streams": communicator.last_streams, "capturing": asked.capturing,
+        "stream_of": raw_stream, "captures": is_capturing, "device_now": current_device, "make_empty": empty,
+        **{f"want_{name}": value for name, value in zip(options, asked.options, strict=True)},
+    }  # fmt: skip
 
-    def __init__(self, form: Form) -> None:
-        self.form = form
-        paths[form.op] = self
-        self.last: dict[dist.ProcessGroup | None, FastCall] = {}
-        self._communicators: dict[tuple[dist.ProcessGroup | None, torch.device], Communicator] = {}
-        torch_ops.paths[form.op] = self
-        torch_ops.define(torch_ops.OneTensor(self))
-        on_release(self._communicators.clear)
-        on_release(self.last.clear)
-        on_forget(self.last.clear)
+    differs = [f"{name} is not None" for name in names if name not in there and name not in alias]
+    differs += [f"{name} is not {other}" for name, other in alias.items()]
+    differs += [f"not looks_alike({', '.join(there)})"]
+    if form.tells_memory and communicator.any_symmetric:
+        values["is_symmetric"] = communicator.is_symmetric
+        differs += [f"is_symmetric(x) is not {plan.problem.input_kind == 'symmetric'}"]
+    differs += [f"({name} is not want_{name} and {name} != want_{name})" for name in options]
+    differs += ["numerics is not want_numerics", "max_sms is not want_max_sms", "forward_ad._current_level >= 0"]
 
-    def call(
-        self,
-        x: torch.Tensor,
-        option: Hashable,
-        out: torch.Tensor | None,
-        group: dist.ProcessGroup | None,
-        numerics: NumericsPolicy,
-        max_sms: int | None,
-    ) -> torch.Tensor:
-        """Serve a call that `last` did not.
+    elsewhere = ["(stream != 0 and captures()) is not capturing"]
+    if new or by_address is None:
+        elsewhere += ["device_now() != device"]
 
-        Args:
-            x, out: as the caller gave them, whatever they are.
-            option: the op's options.
-            group: the process group, None only where there is no default group.
-            numerics, max_sms: as the caller gave them.
-        """
-        if isinstance(group, dist.ProcessGroup) and torch_ops.goes_by_operator((x,)):
-            return self.operate(x, option, out, group, numerics, max_sms)
-        return self.serve(x, option, out, group, numerics, max_sms)
+    unfit = []
+    if by_address is not None or plan.wants_aligned or form.wants_aligned:
+        unfit += [f"({' | '.join(f'at_{name}' for name in there)}) & {_MISALIGNED}"]
+    for number, name in enumerate(there):
+        if name in form.outputs:  # shares no memory with what comes before
+            for other in there[:number]:
+                values[f"below_{name}_{other}"], values[f"above_{name}_{other}"] = -of[name].nbytes, of[other].nbytes
+                unfit += [f"below_{name}_{other} < at_{name} - at_{other} < above_{name}_{other}"]
 
-    def operate(
-        self,
-        x: torch.Tensor,
-        option: Any,
-        out: torch.Tensor | None,
-        group: dist.ProcessGroup | None,
-        numerics: NumericsPolicy,
-        max_sms: int | None,
-    ) -> torch.Tensor:
-        """Serve a call by the operator: what is recorded or traced. Traced by Dynamo itself."""
-        form = self.form
-        options = option if len(form.arguments) > 1 else (option,) if form.arguments else ()
-        policy = (numerics,) if form.reduces else ()
-        settings = (*options, *torch_ops.group_arguments(group), *policy, max_sms)
-        if out is None:
-            result: torch.Tensor = torch_ops.call(form.op, (x,), settings, form.refusal(x, option))
-            return result
-        in_place = form.may_be_input and out is x
-        torch_ops.call_into(form.op, (x,), {"out": out}, settings, in_place=in_place)
-        return out
+    made = []
+    for name in new:
+        values[f"like_{name}"] = (tuple(of[name].shape), stride_of(of[name].shape), of[name].dtype)
+        made += [f"{name} = make_empty(*like_{name})"]
+        if by_address is not None:
+            made += [f"at_{name} = {name}.data_ptr()"]
 
-    def serve(
-        self,
-        x: torch.Tensor,
-        option: Hashable,
-        out: torch.Tensor | None,
-        group: dist.ProcessGroup | None,
-        numerics: NumericsPolicy,
-        max_sms: int | None,
-    ) -> torch.Tensor:
-        """`call` for plain tensors, at once."""
-        try:
-            communicator = self._communicators.get((group, x.device))
-        except AttributeError:
-            raise UnsupportedInputError(f"{self.form.op} wants a torch.Tensor, got {type(x).__name__}") from None
-        if communicator is None:
-            communicator = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
-        asked = Asked(option, target_kind(x, out), numerics, max_sms, is_capturing())
-        try:
-            hash(asked)
-        except TypeError:  # an option that cannot even be a key: the slow way says so
-            return self._slow(communicator, x, out, asked)
-        result = self._known_call(communicator, x, out, asked, group)
-        return self._slow(communicator, x, out, asked) if result is None else result
+    if by_address is not None:
+        values["launch"] = by_address
+        addresses = [f"at_{alias.get(name, name)}" if name in (*there, *new, *alias) else "0" for name in names]
+        values |= {f"scalar_{i}": value for i, value in enumerate(form.scalar_args(asked.options))}
+        scalars = [f"scalar_{i}" for i in range(len(form.scalar_args(asked.options)))]
+        launch = f"launch({', '.join(['stream', *addresses, *scalars])})"
+    else:
+        values["launch"] = _by_tensors(form, plan, asked)
+        launch = f"launch(({', '.join(form.inputs)},), ({', '.join(form.outputs)},), stream)"
+    refused = ["except RuntimeError:", "    if device_now() == device:", "        raise", "    return None"]
+    lines = [
+        f"if {' or '.join(differs)}:", "    return None",
+        "stream = stream_of(device)",
+        f"if {' or '.join(elsewhere)}:", "    return None",
+        *(f"at_{name} = {name}.data_ptr()" for name in there),
+        *([f"if {' or '.join(unfit)}:", "    return None"] if unfit else []),
+        *made,
+        "if status[0]:", "    communicator.check_peers()",
+        "if stream != last_streams[capturing]:", "    communicator.order_streams(capturing, stream)",
+        *([launch] if len(elsewhere) > 1 else ["try:", f"    {launch}", *refused]),
+        f"return {', '.join(form.outputs)}",
+    ]  # fmt: skip
+    head = f"def call({', '.join((*names, *options))}, numerics, max_sms):"
+    source = "\n    ".join([f"def make({', '.join(values)}):", head, *(f"    {line}" for line in lines), "return call"])
+    return _compiled(source)(**values)
 
-    def planned(self, x: torch.Tensor, option: Hashable, group: dist.ProcessGroup, *, in_place: bool) -> Plan:
-        """The plan of a call with such an input in plain memory, by the default policy; bound now, but not launched.
 
-        Raises:
-            UnsupportedInputError: the call would be refused.
-            InfeasibleError: as for the call.
-        """
-        communicator, x = communicator_for(self.form.op, x, group), x.detach()
-        asked = Asked(option, "input" if in_place else "new", "default", None, is_capturing())
-        self._check(x, None, asked, communicator.world_size)
-        return self._plan(communicator, x, asked, in_place=in_place, symmetric=False)
+def _by_tensors(form: Form, plan: Plan, asked: Asked) -> Callable[[Tensors, Tensors, int], None]:
+    """The launch of a plan that takes tensors, for a call whose tensors are taken as they are."""
+    if form.tells_memory:
+        return plan.launch
+    launch, options = plan.launch, asked.options
 
-    def _known_call(
-        self,
-        communicator: Communicator,
-        x: torch.Tensor,
-        out: torch.Tensor | None,
-        asked: Asked,
-        group: dist.ProcessGroup | None,
-    ) -> torch.Tensor | None:
-        """A call like an earlier one, or one that has a plan and that kernels take as it is; else None."""
-        key = (self.form.op, x.shape, x.dtype, asked)
-        fast, count = communicator.fast_calls.get(key, (None, 0))
-        if fast is not None and fast is not self.last.get(group):
-            result: torch.Tensor | None = fast(x, asked.option, out, asked.numerics, asked.max_sms)
-            if result is not None:
-                self.last[group] = fast
-                return result
-        symmetric = communicator.any_symmetric and communicator.is_symmetric(x)
-        plan_key = self._plan_key(x, asked, in_place=asked.target == "input", symmetric=symmetric)
-        plan = communicator.plans.get((*plan_key, asked.capturing))
-        if plan is None or not self._is_plain(x) or current_device() != communicator.device_index:
-            return None
-        if not self.form.is_direct(x, asked.option):
-            return None
-        result = self._target(communicator, x, out, asked)
-        if result is None or (plan.wants_aligned and (x.data_ptr() | result.data_ptr()) & MISALIGNED):
-            return None
-        if communicator.status_view[0]:
-            communicator.check_peers()
-        stream = raw_stream(communicator.device_index)
-        if stream != communicator.last_streams[asked.capturing]:
-            communicator.order_streams(asked.capturing, stream)
-        if asked.capturing:
-            communicator.captured(plan)
-        plan.launch((x,), (result,), stream)
-        if not symmetric and isinstance(plan.launch, AddressLaunch) and count < _MAX_GUARDS:
-            fast = _fast.make(communicator, plan.launch.by_address, x, result, asked)
-            if fast is not None:
-                communicator.fast_calls[key] = (fast, count + 1)
-                self.last[group] = fast
-        return result
+    def run(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        operands = [tensor for tensor in form.operands(inputs, options) if tensor is not None]
+        launch((*operands, *form.scalars(inputs, options)), tuple(map(form.written, outputs)), stream)
 
-    @staticmethod
-    def _is_plain(tensor: torch.Tensor) -> bool:
-        """True for dense, contiguous tensors without gradients; memory of lazy ones holds something else."""
-        return (
-            not tensor.requires_grad
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not tensor.is_conj()
-        )
+    return run
 
-    def _target(
-        self, communicator: Communicator, x: torch.Tensor, out: torch.Tensor | None, asked: Asked
-    ) -> torch.Tensor | None:
-        """Where kernels may write the result at once; None where the slow way must see to it."""
-        if asked.target == "input":
-            return x if self.form.may_be_input else None
-        shape = self.form.result_shape(x, asked.option, communicator.world_size)
-        if out is None:
-            return empty(shape, stride_of(shape), x.dtype)
-        try:
-            fits = tuple(out.shape) == shape and out.dtype == x.dtype and out.device == x.device and self._is_plain(out)
-            apart = -out.nbytes < out.data_ptr() - x.data_ptr() < x.nbytes
-        except (AttributeError, RuntimeError):  # no tensor, or one without storage
-            return None
-        return out if fits and not apart else None
 
-    def _slow(
-        self, communicator: Communicator, x: torch.Tensor, out: torch.Tensor | None, asked: Asked
-    ) -> torch.Tensor:
-        """First calls, and everything unusual: checks, plans, and copies into a form that kernels take."""
-        form, option, world_size = self.form, asked.option, communicator.world_size
-        shape = self._check(x, out, asked, world_size)
-        if x.is_cuda and x.get_device() != current_device():
-            with torch.cuda.device(x.device):
-                return self._slow(communicator, x, out, asked)
-        result = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
-        if x.numel() == 0:
-            return result
-        x, target = x.detach(), result.detach()
-        in_place = out is not None and target.data_ptr() == x.data_ptr()
-        if world_size == 1:
-            return result if in_place else result.copy_(x.reshape(shape))
-        direct = form.is_direct(x, option)
-        symmetric = direct and communicator.any_symmetric and communicator.is_symmetric(x)
-        if symmetric and not is_usable(x):
-            raise UnsupportedInputError(
-                "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes, for peers "
-                "address it too; pass such a view of it, or x.clone() on every rank"
-            )
-        plan = self._plan(communicator, x, asked, in_place=in_place, symmetric=symmetric)
-        communicator.check_peers()
-        stream = raw_stream(communicator.device_index) if x.is_cuda else 0
-        communicator.order_streams(asked.capturing, stream)
-        source = x if direct else form.enter(x, option, world_size)
-        if not is_usable(source):
-            source = source.clone(memory_format=torch.contiguous_format)
-        sink = source if in_place else target
-        if not direct or not is_usable(sink):
-            sink = torch.empty(shape, dtype=x.dtype, device=x.device)
-        if asked.capturing:
-            communicator.captured(plan)
-        plan.launch((source,), (sink,), stream)
-        if sink.data_ptr() != target.data_ptr():
-            left = sink if direct else form.leave(sink, x, option, world_size)
-            target.view(left.shape).copy_(left)
-        return result
-
-    def _check(self, x: torch.Tensor, out: torch.Tensor | None, asked: Asked, world_size: int) -> tuple[int, ...]:
-        """Refuse what no variant takes, with the way out; the result's shape."""
-        check_input(self.form.op, x)
-        check_policy(asked.numerics)
-        check_max_sms(asked.max_sms)
-        self.form.check(x, asked.option, world_size)
-        shape = self.form.result_shape(x, asked.option, world_size)
-        if out is not None:
-            check_out(x, out, shape, x.dtype, may_be_input=self.form.may_be_input)
-        check_differentiable(self.form.op, (x, out))
-        return shape
-
-    def _plan_key(self, x: torch.Tensor, asked: Asked, *, in_place: bool, symmetric: bool) -> tuple[Any, ...]:
-        return (self.form.op, x.numel(), x.dtype, asked.option, in_place, asked.numerics, asked.max_sms, symmetric)
-
-    def _plan(
-        self, communicator: Communicator, x: torch.Tensor, asked: Asked, *, in_place: bool, symmetric: bool
-    ) -> Plan:
-        """The plan from the cache, or made now for both modes; inside a capture a new problem cannot be bound."""
-        key = self._plan_key(x, asked, in_place=in_place, symmetric=symmetric)
-        plan: Plan | None = communicator.plans.get((*key, asked.capturing))
-        if plan is not None:
-            return plan
-        problem = replace(
-            self.form.problem(x, asked.option, communicator.world_size),
-            in_place=in_place,
-            input_kind="symmetric" if symmetric else "plain",
-        )
-        if asked.capturing:
-            return library_plan(communicator, replace(problem, mode="graph"))
-        modes: tuple[Mode, ...] = ("eager", "graph") if x.is_cuda else ("eager",)
-        for mode in modes:
-            plan = plan_for(communicator, replace(problem, mode=mode), asked.numerics, asked.max_sms)
-            communicator.plans[(*key, mode == "graph")] = plan
-        return communicator.plans[(*key, False)]  # type: ignore[no-any-return]
+@functools.cache
+def _compiled(source: str) -> Callable[..., FastCall]:
+    """The function `make` of such a source; calls of one kind share it."""
+    space: dict[str, Any] = {}
+    exec(compile(source, "<tunedcomm fast call>", "exec"), space)  # noqa: S102 - source of our own
+    made: Callable[..., FastCall] = space["make"]
+    return made

@@ -1,4 +1,4 @@
-"""Questions that every op asks of its arguments, and the errors that say what to do."""
+"""Checks of arguments that ops share, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ import torch
 from torch.autograd import forward_ad
 
 from tunedcomm.errors import UnsupportedInputError
-
-__all__ = [
-    "FLOATS",
-    "INTEGERS",
-    "MOVED",
-    "check_apart",
-    "check_differentiable",
-    "check_dtype",
-    "check_extra",
-    "check_fits",
-    "check_input",
-    "check_out",
-    "check_reduction",
-    "check_tangents",
-    "normal_dim",
-]
 
 FLOATS: Mapping[torch.dtype, str] = {
     torch.bfloat16: "bfloat16",
@@ -38,7 +22,7 @@ INTEGERS: Mapping[torch.dtype, str] = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
-# What ops that move and do not reduce take: dtypes that have no name among the problems' go by one of their size.
+# Dtypes of ops that move and do not reduce; one without a name among problems' goes by the name of one of its size.
 MOVED: Mapping[torch.dtype, str] = {
     **FLOATS,
     **INTEGERS,
@@ -55,7 +39,7 @@ MOVED: Mapping[torch.dtype, str] = {
 
 
 def check_input(op: str, x: Any, name: str = "") -> None:
-    """Refuse what is no dense tensor on a GPU or CPU; `name` is the argument's, where there are several."""
+    """Refuse anything but a dense tensor; `name` is the argument's, where there are several."""
     said = f"{name} of {op}" if name else op
     if not isinstance(x, torch.Tensor):
         raise UnsupportedInputError(f"{said} wants a torch.Tensor, got {type(x).__name__}")
@@ -73,7 +57,7 @@ def check_dtype(op: str, x: torch.Tensor, dtypes: Mapping[torch.dtype, str], com
 
 
 def check_extra(op: str, x: torch.Tensor, extra: torch.Tensor | None, name: str, shape: tuple[int, ...]) -> None:
-    """Refuse what cannot be added to `x`, or multiplied with it."""
+    """Refuse a further tensor of another shape or dtype than it must have beside `x`."""
     if extra is not None and (tuple(extra.shape) != shape or extra.dtype != x.dtype):
         raise UnsupportedInputError(
             f"{name} of {op} has shape {tuple(extra.shape)} and {extra.dtype}; with this x it must have {shape} and "
@@ -102,6 +86,58 @@ def normal_dim(op: str, x: torch.Tensor, dim: Any) -> int:
             f"{count - 1}"
         )
     return dim % count
+
+
+# C functions of torch that say whether a dispatch mode or a `torch.func` transform is active. Where a torch has none of
+# that name, the calls concerned are served as plain ones.
+_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_transform: Any = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+_plain_dispatch: Any = torch.Tensor.__torch_dispatch__
+
+
+def goes_by_operator(tensors: Sequence[Any]) -> bool:
+    """True for inputs that need gradients or are being traced.
+
+    Raises:
+        UnsupportedInputError: inside a `torch.func` transform, which no operator of PyTorch's library supports, or a
+            tensor has a forward-mode tangent.
+    """
+    check_tangents(tensors)
+    if _num_modes():
+        return True
+    _check_transforms()
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and (
+            (recording and tensor.requires_grad) or type(tensor).__torch_dispatch__ is not _plain_dispatch
+        ):
+            return True
+    return False
+
+
+def _check_transforms() -> None:
+    if _transform() is not None:
+        raise UnsupportedInputError(
+            "torch.func transforms (grad, vmap, …) do not reach through operators of torch.library; use "
+            "torch.autograd.grad, or call this outside the transform"
+        )
+
+
+def check_plain(op: str, tensors: Sequence[Any]) -> None:
+    """Refuse tensors without memory to read or write, for ops that have no operator to take them.
+
+    Raises:
+        UnsupportedInputError: inside a `torch.func` transform, or a tensor defines `__torch_dispatch__`, or a tangent.
+    """
+    check_tangents(tensors)
+    _check_transforms()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not _plain_dispatch:
+            raise UnsupportedInputError(
+                f"{op} cannot be traced and takes plain tensors, not {type(tensor).__name__}; call it outside of what "
+                "is traced, or pass .to_local() of a DTensor, .wait() of an AsyncCollectiveTensor"
+            )
 
 
 def check_differentiable(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -151,7 +187,7 @@ def check_out(
 def check_fits(
     x: torch.Tensor, out: Any, shape: Sequence[int], dtype: torch.dtype, *, name: str = "out", input_name: str = "x"
 ) -> None:
-    """Refuse an `out` that is no dense tensor of that shape and dtype on `x`'s device; asks nothing of its memory."""
+    """Refuse an `out` that is no dense tensor of that shape and dtype on `x`'s device, wherever its memory lies."""
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
         what = f"a tensor of layout {out.layout}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
         example = (

@@ -1,4 +1,4 @@
-"""What the public functions of the fused GEMMs share: questions asked of the operands, and their problems.
+"""The fused GEMMs: `ag_gemm`, `gemm_rs` and `gemm_ar`.
 
 `b` is [K, N] in any strides. The transposed view of a contiguous [N, K] matrix, as linear layers store their weights,
 is served as it lies (layout `nk`), and so is a contiguous [K, N] one (`kn`); others are copied into the nearer of the
@@ -11,21 +11,33 @@ gathered a; 0 for what there is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.gemm.op import Wanted, layout_of, operands_of, product
-from tunedcomm.ops._checks import FLOATS, is_nk
-from tunedcomm.ops._many import ManyForm, Tensors
-from tunedcomm.spec import Problem
-
-__all__ = ["OUT_DTYPES", "GemmForm", "out_dtype_of"]
+from tunedcomm.ops.call import CallPath, Form, Group, Tensors, call_operator, communicator_for, group_arguments, world
+from tunedcomm.ops.checks import (
+    FLOATS,
+    check_apart,
+    check_differentiable,
+    check_fits,
+    check_input,
+    check_out,
+    check_reduction,
+    goes_by_operator,
+    is_nk,
+)
+from tunedcomm.ops.collectives import all_gather
+from tunedcomm.spec import NumericsPolicy, Problem
 
 _FP8 = torch.float8_e4m3fn
 _LEAST_K = 64  # of a product that stands for one without columns
+Product: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 _NAMED = {**FLOATS, _FP8: "float8_e4m3fn"}
 # Dtype of the operands to those that the result may have, the usual one first.
 OUT_DTYPES: dict[torch.dtype, tuple[torch.dtype, ...]] = {
@@ -46,22 +58,22 @@ def _names(dtypes: Any) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
 
 
-class GemmForm(ManyForm):
-    """The option is (dtype of the result, None for the usual one), and the reduction behind it if there is a choice."""
+class GemmForm(Form):
+    """A fused GEMM; the first option is the result's dtype, None for the usual one."""
 
     inputs: tuple[str, ...] = ("a", "b", "scale_a", "scale_b")
     outputs: tuple[str, ...] = ("out",)
-    aliases: dict[str, str] = {}  # noqa: RUF012 - never changed
     least_dims = 2
     optional: tuple[str, ...] = ("scale_a", "scale_b")
-    arguments: tuple[str, ...] = ("ScalarType? out_dtype",)
+    options: tuple[str, ...] = ("ScalarType? out_dtype",)
     reduction = ""
+    wants_aligned = True
 
     def leading(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         """The result's dimensions before N."""
         return tuple(a.shape[:-1])
 
-    def check(self, inputs: Tensors, option: Any, world_size: int) -> None:
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         del world_size
         given = dict(zip(self.inputs, inputs, strict=True))
         a, b = given["a"], given["b"]
@@ -70,13 +82,13 @@ class GemmForm(ManyForm):
             raise UnsupportedInputError(
                 f"{self.op} does not take a of {a.dtype} with b of {b.dtype}; both must be one of {_names(OUT_DTYPES)}"
             )
-        if option[0] is not None and option[0] not in OUT_DTYPES[a.dtype]:
+        if options[0] is not None and options[0] not in OUT_DTYPES[a.dtype]:
             raise UnsupportedInputError(
-                f"out_dtype={option[0]!r} of {self.op} with operands of {a.dtype}; allowed: None, "
+                f"out_dtype={options[0]!r} of {self.op} with operands of {a.dtype}; allowed: None, "
                 f"{_names(OUT_DTYPES[a.dtype])}"
             )
         self.scaling(a, b, given["scale_a"], given["scale_b"])
-        bias, dtype = given.get("bias"), out_dtype_of(a, option[0])
+        bias, dtype = given.get("bias"), out_dtype_of(a, options[0])
         if bias is not None and (tuple(bias.shape) != (b.shape[1],) or bias.dtype != dtype):
             raise UnsupportedInputError(
                 f"bias of {self.op} has shape {tuple(bias.shape)} and {bias.dtype}; it must have the result's columns "
@@ -132,18 +144,18 @@ class GemmForm(ManyForm):
             f"{rowwise[0]} and {rowwise[1]}: one for every row of a and every column of b"
         )
 
-    def problem(self, inputs: Tensors, option: Any, world_size: int) -> Problem:
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         given = dict(zip(self.inputs, inputs, strict=True))
         a, b = given["a"], given["b"]
         shape = (math.prod(self.problem_rows(a, world_size)), b.shape[1], b.shape[0])
-        dtype, out = _NAMED[a.dtype], _NAMED[out_dtype_of(a, option[0])]
+        dtype, out = _NAMED[a.dtype], _NAMED[out_dtype_of(a, options[0])]
         wanted = Wanted(is_nk(b), given.get("bias") is not None, "gathered" in self.outputs, out)
         scaling = self.scaling(a, b, given["scale_a"], given["scale_b"])
         layout = layout_of(wanted, dtype)
-        reduction = option[1] if len(option) > 1 else self.reduction
+        reduction = options[1] if len(options) > 1 else self.reduction
         return Problem(self.op, shape, dtype, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
 
-    def refusal(self, inputs: Tensors, option: Any) -> str:
+    def refusal(self, inputs: Tensors, options: Any) -> str:
         return f"{self.op} of {_FP8}" if inputs[0].dtype == _FP8 else ""
 
     def problem_rows(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
@@ -151,27 +163,19 @@ class GemmForm(ManyForm):
         del world_size
         return tuple(a.shape[:-1])
 
-    def results(self, inputs: Tensors, option: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         a, b = inputs[:2]
         leading = self.leading(a, world_size)
-        found = [((*leading, b.shape[1]), out_dtype_of(a, option[0])), ((*leading, a.shape[-1]), a.dtype)]
+        found = [((*leading, b.shape[1]), out_dtype_of(a, options[0])), ((*leading, a.shape[-1]), a.dtype)]
         return found[: len(self.outputs)]
-
-    def scalars(self, option: Any) -> tuple[float, ...]:
-        del option
-        return ()
-
-    def words(self, option: Any) -> tuple[int, ...]:
-        del option
-        return ()
 
     def key(self, tensors: Tensors) -> Hashable:
         a, b = tensors[:2]
         return tuple(a.shape), tuple(b.shape) if isinstance(b, torch.Tensor) else None
 
-    def is_idle(self, inputs: Tensors, results: Tensors, option: Any) -> bool:
+    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """There are no results where M or N is 0; a K of 0 is this rank's own matter where products are summed."""
-        del inputs, option
+        del inputs, options
         return all(result.numel() == 0 for result in results)
 
     def served(self, inputs: Tensors) -> Tensors:
@@ -182,7 +186,7 @@ class GemmForm(ManyForm):
         columns = b.new_zeros((b.shape[1], _LEAST_K)).t() if is_nk(b) else b.new_zeros((_LEAST_K, b.shape[1]))
         return (a.new_zeros((*a.shape[:-1], _LEAST_K)), columns, *inputs[2:])
 
-    def operands(self, inputs: Tensors) -> Tensors:
+    def operands(self, inputs: Tensors, options: Any) -> Tensors:
         given = dict(zip(self.inputs, inputs, strict=True))
         a, b, scale_a, scale_b = (given[name] for name in ("a", "b", "scale_a", "scale_b"))
         given["a"] = a.reshape(-1, a.shape[-1])
@@ -196,13 +200,458 @@ class GemmForm(ManyForm):
     def written(self, output: torch.Tensor) -> torch.Tensor:
         return output.view(math.prod(output.shape[:-1]), output.shape[-1])
 
-    def alone(self, inputs: Tensors, option: Any) -> tuple[torch.Tensor, ...]:
-        problem = self.problem(inputs, option, 1)
-        operands = operands_of(problem, tuple(t for t in self.operands(inputs) if t is not None))
+    def alone(self, inputs: Tensors, options: Any) -> Tensors:
+        problem = self.problem(inputs, options, 1)
+        operands = operands_of(problem, tuple(t for t in self.operands(inputs, options) if t is not None))
         m, n, _ = problem.shape
-        dtype = out_dtype_of(inputs[0], option[0])
+        dtype = out_dtype_of(inputs[0], options[0])
         out = product(problem, operands, torch.empty((m, n), dtype=dtype, device=inputs[0].device))
         if operands.bias is not None:
             out += operands.bias
-        shapes = [shape for shape, _ in self.results(inputs, option, 1)]
+        shapes = [shape for shape, _ in self.results(inputs, options, 1)]
         return tuple(found.view(shape) for found, shape in zip((out, operands.a), shapes, strict=False))
+
+
+class _AgGemm(GemmForm):
+    op = "ag_gemm"
+
+    def leading(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
+        return (a.shape[0] * world_size, *a.shape[1:-1])
+
+    def problem_rows(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
+        return self.leading(a, world_size)
+
+    def scalar_args(self, options: Any) -> tuple[int, ...]:
+        return (0,)  # in place of the gathered a
+
+    def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
+        """Nothing is gathered where K is 0, on every rank alike; where N is, A may still be."""
+        if inputs[0].shape[-1]:
+            return super().is_idle(inputs, results, options)
+        results[0].zero_()
+        return True
+
+
+class _AgGemmGathered(_AgGemm):
+    outputs = ("out", "gathered")
+
+    @property
+    def operator(self) -> str:
+        return "ag_gemm_gathered"
+
+    def scalar_args(self, options: Any) -> tuple[int, ...]:
+        return ()
+
+
+_ag_gemm: CallPath[torch.Tensor] = CallPath(_AgGemm())
+_ag_gemm_last = _ag_gemm.last
+_gathered: CallPath[tuple[torch.Tensor, torch.Tensor]] = CallPath(_AgGemmGathered())
+_gathered_last = _gathered.last
+
+
+def ag_gemm_gathered(
+    tensors: Tensors, out_dtype: Any, group: Group, numerics: NumericsPolicy, max_sms: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product and the gathered a; tensors are a, b, the scales and the outputs."""
+    fast = _gathered_last.get(group)
+    if fast is not None:
+        results: tuple[torch.Tensor, torch.Tensor] | None = fast(*tensors, out_dtype, numerics, max_sms)
+        if results is not None:
+            return results
+    return _gathered.call(tensors, (out_dtype,), group, numerics, max_sms)
+
+
+class AgGemmList:
+    """`ag_gemm` with a list of b: the widest by the fused op, the others by the library from what it gathered.
+
+    `ag_gemm_list` is the operator of such calls. In every method `scales` and `outs` are scale_b and out: None or a
+    list as long as `several`, the list of b.
+    """
+
+    form = _AgGemm()
+
+    def call(
+        self,
+        inputs: tuple[Any, Sequence[Any], Any, Any],
+        outs: Any,
+        out_dtype: Any,
+        group: Group,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The products and the gathered a; everything is checked before a peer is asked for anything.
+
+        Args:
+            inputs: a, several, scale_a and scales.
+            outs, out_dtype, group, numerics, max_sms: as the caller gave them.
+        """
+        flat = [t for given in (*inputs, outs) for t in (given if isinstance(given, (list, tuple)) else [given])]
+        if is_dynamo_compiling() or (isinstance(group, dist.ProcessGroup) and goes_by_operator(flat)):
+            return self._operate(inputs, outs, out_dtype, group, numerics, max_sms)
+        return self.serve(inputs, outs, out_dtype, group, numerics, max_sms)
+
+    def _operate(
+        self,
+        inputs: tuple[Any, Sequence[Any], Any, Any],
+        outs: Any,
+        out_dtype: Any,
+        group: Group,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """`call` by the operator: what is recorded or traced. Traced by Dynamo itself."""
+        a, several, scale_a, scales = inputs
+        given = [scale for scale in self._as_list(scales, "scale_b", len(several)) if scale is not None]
+        targets = self._as_list(outs, "out", len(several))
+        refusal = self.form.refusal((a,), None) if outs is None else f"{self.form.op} into a given tensor"
+        if refusal:
+            check_differentiable(refusal, (a, *several, *targets))
+        settings = (out_dtype, *group_arguments(group), numerics, max_sms)
+        *made, gathered = call_operator("ag_gemm_list", (a, list(several), scale_a, given), settings, "")
+        for index, out in enumerate(targets):
+            if out is not None:
+                check_fits(a, out, made[index].shape, made[index].dtype, name=f"out[{index}]", input_name="a")
+                made[index] = out.copy_(made[index])
+        return made, gathered
+
+    def serve(
+        self,
+        inputs: tuple[Any, Sequence[Any], Any, Any],
+        outs: Any,
+        out_dtype: Any,
+        group: Group,
+        numerics: NumericsPolicy,
+        max_sms: int | None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """`call` for plain tensors, at once."""
+        a, several, scale_a, scales = inputs
+        check_input(self.form.op, a, "a")
+        scales = self._as_list(scales, "scale_b", len(several))
+        outs = self._as_list(outs, "out", len(several))
+        world_size = communicator_for(self.form.op, a, group).world_size
+        kind = self._check((a, several, scale_a, scales), outs, out_dtype, world_size)
+        widest = max(range(len(several)), key=lambda index: (several[index].shape[1], -index))
+        tensors = (a, several[widest], scale_a, scales[widest], outs[widest], None)
+        first, gathered = ag_gemm_gathered(tensors, out_dtype, group, numerics, max_sms)
+        if kind == "rowwise" and len(several) > 1:
+            scale_a = all_gather(scale_a.detach(), group=group)
+        found = [
+            first if index == widest else self._product((gathered, b, scale_a, scales[index]), outs[index], out_dtype)
+            for index, b in enumerate(several)
+        ]
+        return found, gathered
+
+    def results(
+        self, inputs: tuple[Any, Sequence[Any], Any, Any], out_dtype: Any, world_size: int
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every product and of the gathered a.
+
+        Raises:
+            UnsupportedInputError: the inputs cannot be served.
+        """
+        a, several, scale_a, scales = inputs
+        scales = self._as_list(scales or None, "scale_b", len(several))
+        self._check((a, several, scale_a, scales), [None] * len(several), out_dtype, world_size)
+        found = [self.form.results((a, b), (out_dtype,), world_size)[0] for b in several]
+        return [*found, ((*self.form.leading(a, world_size), a.shape[-1]), a.dtype)]
+
+    def _as_list(self, given: Any, name: str, count: int) -> list[Any]:
+        """One for every b."""
+        if count == 0:
+            raise UnsupportedInputError(f"b of {self.form.op} is an empty list; pass at least one matrix [K, N]")
+        if given is None:
+            return [None] * count
+        if not isinstance(given, (list, tuple)) or len(given) != count:
+            what = f"{len(given)} elements" if isinstance(given, (list, tuple)) else f"type {type(given).__name__}"
+            raise UnsupportedInputError(
+                f"{name} of {self.form.op} has {what}; b is a list of {count}, so it must be a list as long"
+            )
+        return list(given)
+
+    def _check(
+        self, inputs: tuple[Any, Sequence[Any], Any, Sequence[Any]], outs: list[Any], out_dtype: Any, world_size: int
+    ) -> str:
+        """Refuse what cannot be served; how the operands are scaled."""
+        form, (a, several, scale_a, scales) = self.form, inputs
+        check_input(form.op, a, "a")
+        for index, (b, scale_b, out) in enumerate(zip(several, scales, outs, strict=True)):
+            of_one = (a, b, scale_a, scale_b)
+            for name, tensor in zip(("a", f"b[{index}]", "scale_a", f"scale_b[{index}]"), of_one, strict=True):
+                if tensor is not None:
+                    check_input(form.op, tensor, name)
+                    if tensor.device != a.device:
+                        raise UnsupportedInputError(
+                            f"{name} of {form.op} is on {tensor.device}, a on {a.device}; move one to the other's "
+                            "device"
+                        )
+            if b is not None and several[0] is not None and b.dtype != several[0].dtype:
+                raise UnsupportedInputError(
+                    f"b[{index}] of {form.op} is of {b.dtype}, b[0] of {several[0].dtype}; all must be of a's dtype, "
+                    f"{a.dtype}"
+                )
+            form.check(of_one, (out_dtype,), world_size)
+            if out is not None:
+                shape, dtype = form.results(of_one, (out_dtype,), world_size)[0]
+                name = f"out[{index}]"
+                check_out(a, out, shape, dtype, may_be_input=False, name=name, input_name="a")
+                check_apart(b, out, may_be_other=False, name=name, other_name=f"b[{index}]")
+                for other in range(index):
+                    if outs[other] is not None:
+                        check_apart(outs[other], out, may_be_other=False, name=name, other_name=f"out[{other}]")
+            check_differentiable(form.op, (*of_one, out))
+        kinds = [form.scaling(a, b, scale_a, scale_b) for b, scale_b in zip(several, scales, strict=True)]
+        if len(set(kinds)) > 1:
+            raise UnsupportedInputError(f"scales of {form.op} are {kinds}; they must be of one kind for all b")
+        return kinds[0]
+
+    def _product(self, inputs: Tensors, out: torch.Tensor | None, out_dtype: Any) -> torch.Tensor:
+        """The product of the gathered a and b, by the library."""
+        form, options = self.form, (out_dtype,)
+        inputs = (inputs[0].detach(), inputs[1].detach(), *inputs[2:])
+        (shape, dtype), *_ = form.results(inputs, options, 1)
+        result = torch.empty(shape, dtype=dtype, device=inputs[0].device) if out is None else out
+        sink = result.detach() if result.is_contiguous() else torch.empty(shape, dtype=dtype, device=inputs[0].device)
+        if not form.is_idle(inputs, (sink,), options):
+            problem = form.problem(inputs, options, 1)
+            taken = tuple(tensor for tensor in form.operands(inputs, options) if tensor is not None)
+            product(problem, operands_of(problem, taken), form.written(sink))
+        if sink.data_ptr() != result.data_ptr():
+            result.detach().copy_(sink)
+        return result
+
+
+ag_gemm_list = AgGemmList()
+
+
+def ag_gemm(
+    a_shard: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: bool = False,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+    numerics: NumericsPolicy = "default",
+    max_sms: int | None = None,
+) -> Product | tuple[Product, torch.Tensor]:
+    """Gather the ranks' `a_shard` along the first dimension and multiply: `all_gather(a_shard) @ b`.
+
+    Args:
+        a_shard: [m, ..., K], any strides: this rank's rows of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64
+            always run the variant `library`. The same shape and dtype on every rank.
+        b: [K, N] of `a_shard`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are
+            taken as they lie, anything else is copied; which of the two it is must be alike on every rank, as all
+            shapes must. A list or tuple of them is multiplied one by one by what was gathered once: the first of the
+            widest as one `b` would be, the others by cuBLAS (PyTorch's product on CPUs).
+        scale_a, scale_b: fp32 on the device, with fp8 operands and only then. Either one element each, `scale_a` the
+            same on every rank, for it is that of the whole gathered matrix; or [m, ..., 1], gathered with `a_shard`,
+            and [1, N]. They multiply the product. With a list of b `scale_b` is a list as long.
+        out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
+            None), fp16 or fp32; fp32 and fp64 operands keep their own.
+        return_gathered: also return the gathered `a_shard`.
+        out: where to write: [m · world_size, ..., N] of the result's dtype, any strides, memory of its own. With a list
+            of b a list as long. None allocates it.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: multiplied in fp32 with one accumulator, rounded once.
+        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
+
+    Returns:
+        `out`, or a new contiguous tensor, or a list of them; with `return_gathered` that and the gathered `a_shard`, [m
+        · world_size, ..., K].
+
+    Raises:
+        NotInitializedError: no default process group, or a first call inside a graph capture.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
+        UnsupportedInputError: shapes, dtypes, scales, a device, option or output that cannot be served; says what to
+            do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
+        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+
+    Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
+    """
+    if group is None and not is_dynamo_compiling():
+        group = world._default_pg  # looked up anew: groups may be destroyed and made again
+    if isinstance(b, (list, tuple)):
+        found, gathered = ag_gemm_list.call((a_shard, b, scale_a, scale_b), out, out_dtype, group, numerics, max_sms)
+        return (found, gathered) if return_gathered else found
+    if is_dynamo_compiling():
+        if return_gathered:
+            both = (a_shard, b, scale_a, scale_b, out, None)
+            return _gathered.operate(both, (out_dtype,), group, numerics, max_sms)
+        return _ag_gemm.operate((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
+    if return_gathered:
+        both = (a_shard, b, scale_a, scale_b, out, None)
+        return ag_gemm_gathered(both, out_dtype, group, numerics, max_sms)
+    fast = _ag_gemm_last.get(group)
+    if fast is not None:
+        result: torch.Tensor | None = fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)
+        if result is not None:
+            return result
+    return _ag_gemm.call((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
+
+
+class _GemmRs(GemmForm):
+    op = "gemm_rs"
+    options = ("ScalarType? out_dtype", "str op")
+
+    def leading(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
+        return (a.shape[0] // world_size, *a.shape[1:-1])
+
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        super().check(inputs, options, world_size)
+        a = inputs[0]
+        check_reduction(options[1], a, ("sum", "avg"))
+        if a.shape[0] % world_size:
+            raise UnsupportedInputError(
+                f"{self.op} splits dimension 0 of a, {a.shape[0]} long, into {world_size} equal parts; it must be a "
+                f"multiple of {world_size} (shape {tuple(a.shape)}): pad a with rows of zeros"
+            )
+
+
+_gemm_rs: CallPath[torch.Tensor] = CallPath(_GemmRs())
+_gemm_rs_last = _gemm_rs.last
+
+
+def gemm_rs(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    op: str = "sum",
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    numerics: NumericsPolicy = "default",
+    max_sms: int | None = None,
+) -> torch.Tensor:
+    """Multiply `a @ b` on every rank and sum the products over the ranks of `group`; each gets its rows of the sum.
+
+    Args:
+        a: [M, ..., K], any strides: this rank's columns of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64
+            always run the variant `library`. M must be a multiple of the group's size: pad it with rows of zeros where
+            it is not. The same shape and dtype on every rank.
+        b: [K, N] of `a`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are taken as
+            they lie, anything else is copied; which of the two it is must be alike on every rank, as all shapes must.
+        op: `sum` or `avg`.
+        scale_a, scale_b: fp32 on the device, with fp8 operands and only then: one element each, or [M, ..., 1] and [1,
+            N] for every row of `a` and every column of `b`. They multiply the product before it is rounded and summed.
+        out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
+            None), fp16 or fp32; fp32 and fp64 operands keep their own.
+        out: where to write: [M / world_size, ..., N] of the result's dtype, any strides, memory of its own. None
+            allocates it.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded once, summed in
+            rank order with one rounding at the end.
+        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
+
+    Returns:
+        `out`, or a new contiguous tensor [M / world_size, ..., N]: rank r has the r-th of as many equal parts of the
+        rows.
+
+    Raises:
+        NotInitializedError: no default process group, or a first call inside a graph capture.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
+        UnsupportedInputError: shapes (M that is no multiple of the group's size among them), dtypes, scales, a device,
+            option or output that cannot be served; says what to do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
+        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+
+    Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
+    """
+    if is_dynamo_compiling():
+        return _gemm_rs.operate((a, b, scale_a, scale_b, out), (out_dtype, op), group, numerics, max_sms)
+    if group is None:
+        group = world._default_pg  # looked up anew: groups may be destroyed and made again
+    fast = _gemm_rs_last.get(group)
+    if fast is not None:
+        result: torch.Tensor | None = fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)
+        if result is not None:
+            return result
+    return _gemm_rs.call((a, b, scale_a, scale_b, out), (out_dtype, op), group, numerics, max_sms)
+
+
+class _GemmAr(GemmForm):
+    op = "gemm_ar"
+    inputs = ("a", "b", "bias", "scale_a", "scale_b")
+    optional = ("bias", "scale_a", "scale_b")
+    reduction = "sum"
+    least_dims = 1
+
+
+_gemm_ar: CallPath[torch.Tensor] = CallPath(_GemmAr())
+_gemm_ar_last = _gemm_ar.last
+
+
+def gemm_ar(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    numerics: NumericsPolicy = "default",
+    max_sms: int | None = None,
+) -> torch.Tensor:
+    """Multiply `a @ b` on every rank and sum the products over all ranks of `group`; every rank gets the whole sum.
+
+    Args:
+        a: [..., K], any strides: this rank's columns of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64 always
+            run the variant `library`. The same shape and dtype on every rank.
+        b: [K, N] of `a`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are taken as
+            they lie, anything else is copied; which of the two it is must be alike on every rank, as all shapes must.
+        bias: [N] of the result's dtype, added once to the sum; None adds nothing. The same on every rank for the
+            results to be.
+        scale_a, scale_b: fp32 on the device, with fp8 operands and only then: one element each, or [..., 1] and [1, N]
+            for every row of `a` and every column of `b`. They multiply the product before it is rounded and summed.
+        out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
+            None), fp16 or fp32; fp32 and fp64 operands keep their own.
+        out: where to write: [..., N] of the result's dtype, any strides, memory of its own. None allocates it.
+        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
+            of graph captures.
+        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
+            `any` all. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded once, summed in
+            rank order with one rounding at the end.
+        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
+            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
+            chooses for itself. None: no limit.
+
+    Returns:
+        `out`, or a new contiguous tensor [..., N].
+
+    Raises:
+        NotInitializedError: no default process group, or a first call inside a graph capture.
+        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
+        UnsupportedInputError: shapes, dtypes, scales, a device, option or output that cannot be served; says what to
+            do.
+        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
+            TUNEDCOMM_MODE=force no database has an answer.
+        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+
+    Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
+    """
+    if is_dynamo_compiling():
+        return _gemm_ar.operate((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
+    if group is None:
+        group = world._default_pg  # looked up anew: groups may be destroyed and made again
+    fast = _gemm_ar_last.get(group)
+    if fast is not None:
+        result: torch.Tensor | None = fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)
+        if result is not None:
+            return result
+    return _gemm_ar.call((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)

@@ -1,17 +1,25 @@
-"""Tensors in symmetric memory: peers address them, so that ops can read and write them in place."""
+"""Symmetric memory, which peers address: `symmetric_empty`, `register_symmetric` and `all_gather_with_progress`.
+
+`all_gather_with_progress` gathers into symmetric memory, and a kernel may read what has come chunk by chunk meanwhile.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.errors import UnsupportedInputError, WorkspaceError
+from tunedcomm.dispatch.communicator import Communicator, get_communicator
+from tunedcomm.errors import NotInitializedError, UnsupportedInputError, WorkspaceError
+from tunedcomm.kernels.all_gather.progress import AREA_BYTES, MAX_CHUNKS, Sender
+from tunedcomm.ops.call import is_capturing, is_usable, raw_stream
+from tunedcomm.ops.checks import check_differentiable, check_input, check_plain
+from tunedcomm.spec import Mode, Problem
+from tunedcomm.symm.layout import LANES
 from tunedcomm.symm.workspace import allocate
-
-__all__ = ["register_symmetric", "symmetric_empty"]
 
 
 def symmetric_empty(
@@ -83,3 +91,229 @@ def register_symmetric(x: torch.Tensor, *, group: dist.ProcessGroup | None = Non
     _refuse_capture(communicator.device)
     communicator.register_symmetric(x, map_tensor(x, communicator.group))
     return x
+
+
+_OP = "all_gather_with_progress"
+
+
+@dataclass(slots=True, eq=False)
+class GatherProgress:
+    """A gather under way.
+
+    Attributes:
+        out: the output; chunk c of rank r begins at its row r × num_rows + c × chunk_rows. See `rows_of`.
+        num_rows: rows of one rank's shard.
+        chunk_rows: rows of a chunk.
+        num_chunks: chunks of a shard.
+        kernel_arguments: `flags`, `timeout_ns` and `status` for `wait_chunk`, as 64-bit integers; the same at every
+            call of a group on one lane, so they may be captured in a graph.
+    """
+
+    out: torch.Tensor
+    num_rows: int
+    chunk_rows: int
+    num_chunks: int
+    kernel_arguments: tuple[int, int, int]
+    _gathers: _Gathers = field(repr=False)
+    _mode: Mode = field(repr=False)
+    _aside: bool = field(repr=False)
+    _num_blocks: int = field(repr=False)
+    _stream: int = field(repr=False)
+    _x: torch.Tensor | None = field(repr=False)
+
+    def rows_of(self, source: int, chunk: int) -> slice:
+        """Rows of the output that chunk `chunk` of rank `source` fills."""
+        first = source * self.num_rows + chunk * self.chunk_rows
+        return slice(first, min(first + self.chunk_rows, (source + 1) * self.num_rows))
+
+    def finish(self) -> torch.Tensor:
+        """Hold the current stream back until everything is sent and received; the output, which is complete then.
+
+        To be called after the kernels that read the output, in a capture if the gather began in it. Until then the
+        input must be left as it is. The group's next such gather does it where the caller has not.
+
+        Raises:
+            UnsupportedInputError: begun in a capture and ended outside of it, or the other way round.
+        """
+        if self._x is not None:
+            self._gathers.end(self)
+            self._x = None
+        return self.out
+
+
+class _Gathers:
+    """What the gathers of one group share."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = weakref.ref(communicator)
+        workspace = communicator.workspace
+        assert workspace is not None
+        areas = allocate(communicator.group, communicator.device, AREA_BYTES * len(LANES))
+        self.sender = Sender(workspace, areas)
+        self._under_way: dict[Mode, GatherProgress] = {}
+
+    @property
+    def communicator(self) -> Communicator:
+        found = self._communicator()
+        assert found is not None
+        return found
+
+    def stream(self) -> int:
+        communicator = self.communicator
+        return raw_stream(communicator.device_index) if communicator.device.type == "cuda" else 0
+
+    def begin(self, gather: GatherProgress, nbytes: int, peers: tuple[int, ...]) -> None:
+        """Launch; the gather before is ended first."""
+        before = self._under_way.pop(gather._mode, None)
+        if before is not None:
+            before.finish()
+        assert gather._x is not None
+        row = nbytes // gather.num_rows
+        extents = (nbytes, gather.chunk_rows * row, gather.num_chunks)
+        x, out = gather._x.data_ptr(), gather.out.data_ptr()
+        mode, num_blocks, aside = gather._mode, gather._num_blocks, gather._aside
+
+        def launch(inputs: object, outputs: object, stream: int) -> None:
+            self.sender.send(mode, stream, extents, x, out, peers, num_blocks=num_blocks, aside=aside)
+
+        communicator = self.communicator
+        asked = Problem("all_gather", (nbytes,), "uint8", communicator.world_size, reduction="", mode=mode)
+        communicator.guarded(asked, launch)((gather._x,), (gather.out,), gather._stream)
+        self._under_way[gather._mode] = gather
+
+    def end(self, gather: GatherProgress) -> None:
+        mode, stream, communicator = gather._mode, self.stream(), self.communicator
+        if is_capturing() is not (mode == "graph"):
+            raise UnsupportedInputError(f"a gather of {_OP} must end in the capture that it began in, if in any")
+        communicator.order_streams(mode == "graph", stream)
+
+        def launch(inputs: object, outputs: object, stream: int) -> None:
+            begun_on = gather._stream if mode == "eager" else stream  # a capture may not leave it unjoined
+            self.sender.end(
+                mode, stream, gather.num_chunks, num_blocks=gather._num_blocks, aside=gather._aside, begun_on=begun_on
+            )
+
+        communicator.in_turn(mode, launch)((), (), stream)
+        if self._under_way.get(gather._mode) is gather:
+            del self._under_way[gather._mode]
+
+
+_gathers: weakref.WeakKeyDictionary[Communicator, _Gathers] = weakref.WeakKeyDictionary()
+
+
+def _check(x: torch.Tensor, out: torch.Tensor, communicator: Communicator) -> None:
+    shape = (x.shape[0] * communicator.world_size, *x.shape[1:]) if x.dim() else ()
+    if not x.dim() or tuple(out.shape) != shape or out.dtype != x.dtype:
+        raise UnsupportedInputError(
+            f"out of {_OP} has shape {tuple(out.shape)}, {out.dtype}; the result of gathering {tuple(x.shape)}, "
+            f"{x.dtype} has shape {shape}"
+        )
+    if not communicator.is_symmetric(out) or not is_usable(out):
+        raise UnsupportedInputError(
+            f"out of {_OP} must be symmetric memory that is contiguous and begins at a multiple of 16 bytes, for peers "
+            "write it; make it with tunedcomm.symmetric_empty()"
+        )
+    row = x.nbytes // max(x.shape[0], 1)
+    if x.numel() == 0 or row % 16:
+        raise UnsupportedInputError(
+            f"x of {_OP} has {x.shape[0]} rows of {row} bytes; chunks are whole rows and move by 16 bytes, so a row "
+            "must have a multiple of 16; use all_gather for others"
+        )
+    begin, shares = x.data_ptr() - out.data_ptr(), out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    elsewhere = -x.nbytes < begin < out.nbytes and begin != communicator.rank * x.nbytes
+    if shares and (elsewhere or not is_usable(x)):
+        raise UnsupportedInputError(f"x of {_OP} lies in out; only the rank's own rows may, as they are")
+
+
+def _prepared(communicator: Communicator, num_blocks: int, capturing: bool) -> _Gathers:
+    """The group's gathers, ready for so many blocks, and kept where a graph is to replay one."""
+    gathers = _gathers.get(communicator)
+    if gathers is None or not gathers.sender.is_prepared(num_blocks):
+        if capturing:
+            raise NotInitializedError(
+                f"the first {_OP} of a group, or with num_blocks={num_blocks}, cannot be captured"
+            )
+        gathers = gathers or _gathers.setdefault(communicator, _Gathers(communicator))
+        gathers.sender.prepare(num_blocks)
+    if capturing:
+        communicator.captured(gathers)
+    return gathers
+
+
+def all_gather_with_progress(
+    x: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    num_chunks: int = 4,
+    num_blocks: int = 16,
+    aside: bool = True,
+) -> GatherProgress:
+    """Gather along the first dimension into symmetric memory, with a flag for each chunk that has come.
+
+    A kernel that reads `out` calls `tunedcomm.kernels.all_gather.progress.wait_chunk` before it reads a chunk, and so
+    may begin before all is there; the own shard comes first. Then call `finish()`.
+
+    Args:
+        x: a rank's shard, whose rows have a multiple of 16 bytes; any dtype; the same shape and dtype on every rank.
+            May be the rank's own rows of `out`, which are not copied then.
+        out: symmetric memory of the group (`tunedcomm.symmetric_empty`) of the result's shape, contiguous, at the same
+            offset on every rank. Peers write it from this call on, so what read it before must be in the current
+            stream's past.
+        group: process group, by default the default group. The group's first such call is collective set-up, and the
+            first with a `num_blocks` compiles: neither can be captured.
+        num_chunks: chunks of a shard, 1 to 64; fewer where it has fewer rows.
+        num_blocks: SMs that send, 1 to 512.
+        aside: send on a stream beside the current one. A kernel that waits for chunks must then leave `num_blocks` SMs
+            free: if it took all of them on every rank, nobody could send, and the waits would run into their bound.
+
+    Returns:
+        A handle: what `wait_chunk` takes, which rows a chunk fills, and `finish()`.
+
+    Raises:
+        UnsupportedInputError: a tensor or count that cannot be served; says what to do.
+        WorkspaceError: the ranks cannot address each other's memory.
+        NotInitializedError: no default process group, or a first call inside a graph capture.
+        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+
+    Can be captured in CUDA graphs, with its `finish()`. One such gather of a group is under way at a time.
+    """
+    check_input(_OP, x)
+    check_input(_OP, out, "out")
+    check_differentiable(_OP, (x, out))
+    check_plain(_OP, (x, out))
+    for name, value, most in (("num_chunks", num_chunks, MAX_CHUNKS), ("num_blocks", num_blocks, 512)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise UnsupportedInputError(f"{name}={value!r} of {_OP} must be a number from 1 to {most}")
+    communicator = get_communicator(group, x.device)
+    if communicator.workspace is None:
+        raise WorkspaceError("the ranks of this group cannot address each other's memory; use tunedcomm.all_gather()")
+    _check(x, out, communicator)
+    communicator.check_peers()
+    capturing = is_capturing()
+    gathers = _prepared(communicator, num_blocks, capturing)
+    mode: Mode = "graph" if capturing else "eager"
+    communicator.order_streams(capturing, gathers.stream())
+    rows = x.shape[0]
+    chunk_rows = -(-rows // num_chunks)
+    gather = GatherProgress(
+        out=out,
+        num_rows=rows,
+        chunk_rows=chunk_rows,
+        num_chunks=-(-rows // chunk_rows),
+        kernel_arguments=(
+            gathers.sender.flags(mode),
+            communicator.workspace.timeout_ns,
+            gathers.sender.status(mode),
+        ),
+        _gathers=gathers,
+        _mode=mode,
+        _aside=aside,
+        _num_blocks=num_blocks,
+        _stream=gathers.stream(),
+        _x=x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format),
+    )
+    gathers.begin(gather, x.nbytes, communicator.workspace.peers_of(out))
+    if communicator.device.type == "cpu":
+        communicator.check_peers()
+    return gather

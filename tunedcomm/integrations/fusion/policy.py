@@ -27,8 +27,7 @@ from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import explain
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations.fusion.match import LeftError, Node, static
-from tunedcomm.ops import torch_ops
-from tunedcomm.ops._path import paths
+from tunedcomm.ops.call import paths
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
 When: TypeAlias = Literal["pays", "always", "never"]
@@ -210,7 +209,7 @@ class Policy:
         """The payoff where a bias that may differ between ranks is summed by a call of its own."""
         if not payoff.fuse or self.when != "pays":
             return payoff
-        asked = paths["all_reduce"].form.problem(bias.meta["val"], reduction, self.communicator.world_size)
+        asked = paths["all_reduce"].form.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)
         decision = explain(
             self.communicator, replace(asked, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
         )
@@ -227,7 +226,7 @@ class Policy:
             UnsupportedInputError: the op refuses such operands.
             LeftError: they are on another device than the group's kernels.
         """
-        form, communicator = torch_ops.paths[operator].form, self.communicator
+        form, communicator = paths[operator].form, self.communicator
         there = [fake for fake in fakes if fake is not None]
         for fake in there:
             if fake.device.type != communicator.device.type:
