@@ -13,6 +13,7 @@ with by copies that the other ranks do not see.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from abc import ABC, abstractmethod
@@ -360,13 +361,13 @@ class CallPath(Generic[Result]):
             raise UnsupportedInputError(f"{form.op} wants a torch.Tensor, got {type(x).__name__}")
         communicator = self.communicator(x, group)
         present = tuple(tensor is not None for tensor in tensors)
-        aliases = tuple(self._alias(tensors, number) for number in range(len(form.outputs)))
-        asked = Asked(options, present, aliases, numerics, max_sms, is_capturing())
-        known: tuple[FastCall, ...] = ()
-        try:
+        asked = Asked(options, present, self._aliases(tensors), numerics, max_sms, is_capturing())
+        known: tuple[FastCall, ...] | None = None
+        if form.repeats:
             key = (form.operator, form.key(tensors), x.dtype, asked)
-            known = communicator.fast_calls.get(key, ()) if form.repeats else ()
-        except TypeError:  # an option that cannot even be a key: the checks say so
+            with contextlib.suppress(TypeError):  # an option that cannot even be a key: the checks say so
+                known = communicator.fast_calls.get(key, ())
+        if known is None:
             return _unpacked(self._serve(communicator, tensors, asked)[0])  # type: ignore[no-any-return]
         last = self.last.get(group)
         for fast in known:
@@ -375,7 +376,7 @@ class CallPath(Generic[Result]):
                 self.last[group] = fast
                 return result
         results, plan = self._serve(communicator, tensors, asked)
-        if plan is not None and form.repeats and len(known) < _MAX_FAST_CALLS:
+        if plan is not None and len(known) < _MAX_FAST_CALLS:
             made = make_fast_call(communicator, form, plan, (tensors, results), asked)
             if made is not None:
                 communicator.fast_calls[key] = (*known, made)
@@ -397,14 +398,18 @@ class CallPath(Generic[Result]):
         asked = Asked(options, (), (), "default", None, is_capturing())
         return self._plan(communicator, inputs, asked, in_place=in_place, symmetric=False)[0]
 
-    def _alias(self, tensors: Tensors, number: int) -> int:
-        """Index of the input that an output is, or −1."""
+    def _aliases(self, tensors: Tensors, *, by_memory: bool = False) -> tuple[int, ...]:
+        """For each output the index of the input that it is (whose memory it takes), or −1."""
         form = self.form
-        source, output = form.aliases.get(form.outputs[number]), tensors[len(form.inputs) + number]
-        if source is None or output is None:
-            return -1
-        index = form.inputs.index(source)
-        return index if tensors[index] is output else -1
+        if not form.aliases:
+            return (-1,) * len(form.outputs)
+        found = []
+        for name, output in zip(form.outputs, tensors[len(form.inputs) :], strict=True):
+            index = form.inputs.index(form.aliases[name]) if name in form.aliases else -1
+            source = None if index < 0 or output is None else tensors[index]
+            is_it = source is not None and (source.data_ptr() == output.data_ptr() if by_memory else source is output)
+            found.append(index if is_it else -1)
+        return tuple(found)
 
     def _serve(
         self, communicator: Communicator, tensors: Tensors, asked: Asked
@@ -478,7 +483,7 @@ class CallPath(Generic[Result]):
                 "a tensor in symmetric memory must be contiguous and start at a multiple of 16 bytes, for peers "
                 "address it too; pass such a view of it, or x.clone() on every rank"
             )
-        shared = [self._shared(inputs, target, name) for target, name in zip(targets, form.outputs, strict=True)]
+        shared = self._aliases((*inputs, *targets), by_memory=True)
         plan, kept = self._plan(communicator, inputs, asked, in_place=shared[0] == 0, symmetric=symmetric)
         communicator.check_peers()
         stream = raw_stream(communicator.device_index) if x.is_cuda else 0
@@ -503,21 +508,14 @@ class CallPath(Generic[Result]):
             if sink.data_ptr() != target.data_ptr():
                 left = sink if direct else form.leave(sink, inputs, options, communicator.world_size)
                 target.view(left.shape).copy_(left)
-        as_they_are = direct and all(
+        # An output that covers its input without being it has no fast call.
+        if not (kept and direct and form.repeats and shared == asked.aliases):
+            return None
+        as_they_are = all(
             source is None or source.data_ptr() == tensor.data_ptr()
             for source, tensor in zip((*sources, *sinks), (*inputs, *targets), strict=True)
         )
-        # An output that covers its input without being it has no fast call.
-        return plan if kept and as_they_are and tuple(shared) == asked.aliases else None
-
-    def _shared(self, inputs: Tensors, target: torch.Tensor, name: str) -> int:
-        """Index of the input whose memory an output takes, or −1."""
-        source = self.form.aliases.get(name)
-        if source is None:
-            return -1
-        index = self.form.inputs.index(source)
-        found = inputs[index]
-        return index if found is not None and found.data_ptr() == target.data_ptr() else -1
+        return plan if as_they_are else None
 
     def _plan(
         self, communicator: Communicator, inputs: Tensors, asked: Asked, *, in_place: bool, symmetric: bool
@@ -666,8 +664,9 @@ def make_fast_call(
 
     made = []
     for name in new:
-        values[f"like_{name}"] = (tuple(of[name].shape), stride_of(of[name].shape), of[name].dtype)
-        made += [f"{name} = make_empty(*like_{name})"]
+        values |= {f"shape_{name}": tuple(of[name].shape), f"stride_{name}": stride_of(of[name].shape)}
+        values[f"dtype_{name}"] = of[name].dtype
+        made += [f"{name} = make_empty(shape_{name}, stride_{name}, dtype_{name})"]
         if by_address is not None:
             made += [f"at_{name} = {name}.data_ptr()"]
 

@@ -7,6 +7,7 @@ calls save.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -445,12 +446,7 @@ class _AllToAllV(Form):
             )
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        x, max_count = inputs[0], options[2]
-        row, dtype = math.prod(x.shape[1:]), MOVED[x.dtype]
-        if max_count is None:
-            return Problem(self.op, (0,), dtype, world_size, reduction="", mode="eager")
-        layout = layout_of(row * x.element_size(), max_count)
-        return Problem(self.op, (max_count * row,), dtype, world_size, reduction="", layout=layout, mode="eager")
+        return _rows_problem(math.prod(inputs[0].shape[1:]), inputs[0].dtype, options[2], world_size)
 
     def is_bounded(self, options: Any) -> bool:
         return options[2] is not None
@@ -467,6 +463,13 @@ class _AllToAllV(Form):
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         row = math.prod(inputs[0].shape[1:])
         return tuple(torch.tensor(counts, device="cpu") * row for counts in options[:2])
+
+
+@functools.lru_cache
+def _rows_problem(row: int, dtype: torch.dtype, max_count: int | None, world_size: int) -> Problem:
+    """The problem of moving at most `max_count` rows between any two ranks; without a bound one of no size."""
+    numel, layout = (0, "") if max_count is None else (max_count * row, layout_of(row * dtype.itemsize, max_count))
+    return Problem("all_to_all_v", (numel,), MOVED[dtype], world_size, reduction="", layout=layout, mode="eager")
 
 
 _all_to_all_v: CallPath[torch.Tensor] = CallPath(_AllToAllV())
