@@ -39,10 +39,10 @@ def _choose_interpreter() -> None:
 
 
 def _has_gpu() -> bool:
-    """What torch says, where it is imported: whoever launches kernels imports it first.
+    """True if there is a GPU: torch's answer if it is imported, as it is in every program that launches kernels.
 
-    Who only reads databases should not wait for torch. Without it, no device file means no GPU; one that is there and
-    cannot be used is taken for a GPU, which changes nothing for a reader.
+    Programs that only read databases should not wait for torch. Without it, no device file means no GPU; a device that
+    is there and cannot be used is taken for a GPU, which changes nothing for a reader.
     """
     if "torch" in sys.modules:
         import torch

@@ -1,4 +1,4 @@
-"""Variants and ops of other packages: what they name under the entry point group `tunedcomm.variants`.
+"""Variants and ops of other packages, which they name under the entry point group `tunedcomm.variants`.
 
 An entry point names a module, whose import registers variants, or a function without arguments that does so. A package
 that cannot be loaded costs one warning with its name and what it said, and leaves nothing behind.
@@ -79,7 +79,7 @@ def _registered() -> dict[tuple[str, str], Variant]:
 
 
 def _load(point: EntryPoint) -> list[str]:
-    """What the entry point registered, `OP.VARIANT` each."""
+    """Load an entry point; returns what it registered, `OP.VARIANT` each."""
     before, ops_before = _registered(), ops()
     loaded = point.load()
     if callable(loaded):

@@ -46,7 +46,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import ManyLaunch
 from tunedcomm.kernels.common.packets import PACKET_BYTES, add_extras, arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, with_extras
+from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, outputs_like, with_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import LibraryVariant
 from tunedcomm.metrics import busbw_factor
@@ -65,12 +65,6 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
     """(x, bias), the bias the same on every rank."""
     own, shared = generator_of(rank, seed, device), generator_of(problem.world_size, seed, device)
     return draw(problem.shape, problem.dtype, own, kind), draw(problem.shape[1:], problem.dtype, shared, kind)
-
-
-def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
-    import torch
-
-    return (torch.empty(problem.shape, dtype=getattr(torch, problem.dtype), device=device),)
 
 
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
@@ -98,7 +92,7 @@ ALL_REDUCE_BIAS = register_op(
         shape_help="rows x columns, the bias has one element a column, e.g. 64x8192",
         rank_of_shape=2,
         make_inputs=_make_inputs,
-        make_outputs=_make_outputs,
+        make_outputs=outputs_like,
         reference=_reference,
         # ‖out − ref‖ / ‖ref‖: two roundings in the payload's dtype.
         tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
@@ -328,7 +322,7 @@ def bias_rows_kernel(
 
 
 def _refuse(problem: Problem, limits: Limits) -> str | None:
-    """Why no kernel can run `problem`, whatever the config; None if one might."""
+    """Return why no kernel can run `problem`, whatever the config; None if one might."""
     if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):
         return reason
     if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
@@ -342,7 +336,7 @@ def _arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ..
 
 
 class _WithBias:
-    """What differs from all_reduce's variant of the same name; the kernel takes `(x, bias, out, total, row, …)`."""
+    """The differences from all_reduce's variant of the same name; the kernel takes `(x, bias, out, total, row, …)`."""
 
     op = "all_reduce_bias"
 

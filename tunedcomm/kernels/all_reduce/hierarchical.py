@@ -46,7 +46,7 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import VariantBase
+from tunedcomm.kernels.common.variant import VariantBase, lane_arguments
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
@@ -180,18 +180,11 @@ class Hierarchical(VariantBase):
     def bind(self, problem: Problem, config: Config, workspace: Any) -> Launch:
         groups: NodeGroups = workspace.nodes
         workspace, blocks = groups.workspace, int(config["num_blocks"])
-        layout, lane, width = workspace.layout, workspace.lanes[problem.mode], ITEMSIZE[problem.dtype]
-        lane_arguments = (
-            lane.local,
-            *lane.peers,
-            workspace.rank,
-            workspace.timeout_ns,
-            workspace.status_argument(problem),
-        )
+        layout, width, lane = workspace.layout, ITEMSIZE[problem.dtype], lane_arguments(problem, workspace)
         requests = self.compile_requests(problem, config)
         to_owners, to_peers = (bind_kernel(request, blocks, workspace.device) for request in requests)
-        scatter = to_owners.fix((None, None, *lane_arguments, layout.scatter, layout.gather))
-        gather = to_peers.fix((None, None, *lane_arguments, layout.gather))
+        scatter = to_owners.fix((None, None, *lane, layout.scatter, layout.gather))
+        gather = to_peers.fix((None, None, *lane, layout.gather))
         reduce, area = library_reduction(problem.reduction, groups.across), workspace.buffers[problem.mode].local
         piece, dtype = _piece_numel(problem, config, layout.staging_bytes), problem.dtype
 

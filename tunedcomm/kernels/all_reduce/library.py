@@ -71,7 +71,7 @@ def staging_of(problem: Problem, workspace: Workspace) -> torch.Tensor:
 
 
 def refuse_torch(problem: Problem, limits: Limits, *, granularity: int) -> str | None:
-    """Why PyTorch's operators cannot run `problem`, or None; `granularity` divides the message in bytes."""
+    """Return why PyTorch's operators cannot run `problem`, or None; `granularity` divides the message in bytes."""
     if limits.backend != "cuda" or not limits.symmetric:
         return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
     if problem.dtype not in ("bfloat16", "float32"):

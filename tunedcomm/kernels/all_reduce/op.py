@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import refuse_kernels
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.kernels.common.reference import ordered_sum, powers_of_two, reduced, summands
+from tunedcomm.kernels.common.reference import ordered_sum, outputs_like, powers_of_two, reduced, summands
 from tunedcomm.kernels.common.variant import KernelVariant
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
@@ -22,12 +22,6 @@ KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
     return (summands(problem.numel, problem.dtype, rank, seed, kind, device),)
-
-
-def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
-    import torch
-
-    return (torch.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=device),)
 
 
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
@@ -51,7 +45,7 @@ ALL_REDUCE = register_op(
         shape_help="number of elements of the tensor, e.g. 98304",
         rank_of_shape=1,
         make_inputs=_make_inputs,
-        make_outputs=_make_outputs,
+        make_outputs=outputs_like,
         reference=_reference,
         # ‖out − ref‖ / ‖ref‖ of a sum of up to 8 ranks: a few roundings in the payload's dtype.
         tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
@@ -88,7 +82,7 @@ class AllReduceVariant(KernelVariant):
     sliced = False
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        """Why no kernel can run `problem`, whatever the config; None if one might."""
+        """Return why no kernel can run `problem`, whatever the config; None if one might."""
         return refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum", "avg"))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:

@@ -361,7 +361,7 @@ class TwoShotSplit(_Chunked):
     )
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        """How often a lane goes round."""
+        """Rounds of a lane."""
         return super().num_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // _KINDS.value})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:

@@ -78,7 +78,7 @@ class UnfusedVariant(VariantBase):
         return max(int(config["num_blocks"]), self.second_blocks(problem, config))
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        """How often the all_reduce's grid goes round."""
+        """Rounds of the all_reduce's grid."""
         variant, asked, inner = _sum_of(problem, config)
         return variant.num_rounds(asked, inner)
 

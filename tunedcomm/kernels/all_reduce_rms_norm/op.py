@@ -226,7 +226,7 @@ def row_constants(problem: Problem) -> dict[str, Value]:
 
 
 def refuse_rows(problem: Problem, limits: Limits, config: Config, *, slots: int = 1) -> str | None:
-    """Why no kernel can run `problem` with the warps of `config`; None if one might.
+    """Return why no kernel can run `problem` with the warps of `config`; None if one might.
 
     Args:
         problem, limits, config: what is asked, where, and with what.
@@ -253,7 +253,7 @@ def refuse_rows(problem: Problem, limits: Limits, config: Config, *, slots: int 
 
 
 def refuse_grid(problem: Problem, config: Config, limits: Limits, *, mixed: bool = False) -> str | None:
-    """Why a grid that must be resident does not suit the rows and packets of a problem, or None.
+    """Return why a grid that must be resident does not suit the rows and packets of a problem, or None.
 
     Args:
         mixed: blocks wait for what other blocks than their counterparts send.
@@ -302,5 +302,5 @@ class RmsNormVariant(KernelVariant):
         return constants
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        """How often the grid goes round; each block takes a row at a time."""
+        """Rounds of the grid, in which each block takes a row."""
         return -(-problem.shape[0] // int(config["num_blocks"]))

@@ -23,7 +23,7 @@ _MIN_BLOCKS = 8  # fewer never won where there was work for that many
 
 
 def refuse_kernels(problem: Problem, limits: Limits, dtypes: Sequence[str], reductions: Sequence[str]) -> str | None:
-    """Why no kernel of ours can run `problem`, whatever the config; None if one might.
+    """Return why no kernel can run `problem`, whatever the config; None if one might.
 
     Args:
         problem, limits: what is asked, and where.
@@ -45,7 +45,7 @@ def refuse_kernels(problem: Problem, limits: Limits, dtypes: Sequence[str], redu
 
 
 def refuse_multicast(limits: Limits) -> str | None:
-    """Why multimem kernels must not be launched here, or None."""
+    """Return why multimem kernels must not be launched here, or None."""
     if not limits.multicast and not limits.emulated_multicast:
         return "the fabric reports no NVLink multicast, or it is switched off"
     return None
@@ -58,13 +58,13 @@ def kernel_blocks(problem: Problem, config: Config) -> int:
 
 
 def grid_rounds(work_packets: int, config: Config) -> int:
-    """How often a grid of `num_blocks`, `num_warps` and perhaps `items` goes round for so many packets."""
+    """Rounds of a grid of `num_blocks`, `num_warps` and perhaps `items` for so many packets."""
     per_round = int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config.get("items", 1))
     return -(-work_packets // per_round)
 
 
 def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:
-    """Why a grid does not suit `work_packets` packets, or None.
+    """Return why a grid does not suit `work_packets` packets, or None.
 
     A grid must be resident (512 threads an SM fit whatever registers a kernel takes), have work for each block, and not
     go round more than `most_rounds` times.
@@ -84,27 +84,6 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, mos
     if limits.backend == "cuda" and blocks < _MIN_BLOCKS and work_packets >= _MIN_BLOCKS * per_round:
         return f"{blocks} blocks leave the links idle at {work_packets} packets"
     return None
-
-
-def bind_plain(problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int) -> Launch:
-    """Launch of a kernel `(x, out, numel, local, q0 … q6, rank, timeout_ns, status, *extra, constants)`."""
-    lane = workspace.lanes[problem.mode]
-    lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
-    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    return AddressLaunch(kernel.fix((None, None, *lane_arguments, workspace.status_argument(problem), *extra)))
-
-
-def bind_flagged(
-    problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int
-) -> Launch:
-    """Launch of a kernel like `bind_plain`'s with the peers' addresses of the input, x0 … x6, before `extra`.
-
-    The request's constant SYMMETRIC says whether the input is addressed on the peers; where it is not, they are 0.
-    """
-    lane = workspace.lanes[problem.mode]
-    lane_arguments = (problem.numel, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
-    head = (None, None, *lane_arguments, workspace.status_argument(problem))
-    return launch_flagged(config, workspace, request, head, extra)
 
 
 def launch_flagged(
@@ -192,21 +171,21 @@ READING_SPACE = Space(
 
 
 def refuse_one_shot(problem: Problem, limits: Limits) -> str | None:
-    """Why the message does not fit into a one-shot area, or None."""
+    """Return why the message does not fit into a one-shot area, or None."""
     if packets_of(problem.nbytes) * PACKET_BYTES > limits.one_shot_bytes:
         return f"{problem.nbytes} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
     return None
 
 
 def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:
-    """Why `launch_pdl` may not be set here, or None."""
+    """Return why `launch_pdl` may not be set here, or None."""
     if config["launch_pdl"] and not limits.launch_pdl:
         return "programmatic dependent launch is not available here"
     return None
 
 
 def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | None:
-    """Why `bytes_of_rank` from every rank do not fit into a stage, or None."""
+    """Return why `bytes_of_rank` from every rank do not fit into a stage, or None."""
     if bytes_of_rank * problem.world_size > limits.stage_bytes:
         return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
     return None
@@ -232,12 +211,6 @@ def two_shot_lamport_wish(share: int, limits: Limits) -> dict[str, float]:
     return {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
 
 
-def two_shot_lamport_default(
-    share: int, space: Space, problem: Problem, limits: Limits, infeasible: Infeasible
-) -> dict[str, Value]:
-    return closest(two_shot_lamport_wish(share, limits), space, problem, limits, infeasible)
-
-
 def reading_wish(packets: int, most_blocks: int, limits: Limits) -> dict[str, float]:
     """First guess where each thread reads some of `packets` packets of every peer, several at once by `items`."""
     if limits.backend == "host":
@@ -255,7 +228,7 @@ def reading_default(
 def refuse_chunks(
     problem: Problem, limits: Limits, *, rounds: int, chunks: int, blocks: int, per_block: int, slots: int, ring: int
 ) -> str | None:
-    """Why `rounds` rounds of the grid cannot be cut into `chunks` of which the staging holds `ring`, or None.
+    """Return why `rounds` rounds of the grid cannot be cut into `chunks` of which the staging holds `ring`, or None.
 
     Args:
         problem, limits: what is asked, and where.
@@ -273,7 +246,7 @@ def refuse_chunks(
 def refuse_staging(
     problem: Problem, limits: Limits, *, chunk_bytes: int, num_chunks: int, slots: int, ring: int = RING
 ) -> str | None:
-    """Why the staging cannot hold `ring` of `num_chunks` chunks from each of `slots` ranks at once, or None."""
+    """Return why the staging cannot hold `ring` of `num_chunks` chunks from each of `slots` ranks at once, or None."""
     ring = min(num_chunks, ring)
     needed = slots * ring * chunk_bytes
     if needed > limits.staging_bytes:
@@ -296,12 +269,12 @@ def cut_to_fit(units: int, chunks: int, *, unit_bytes: int, slots: int, staging_
 
 
 def refuse_moves(problem: Problem, limits: Limits) -> str | None:
-    """Why no kernel of ours can run `problem`, whatever the config; None if one might."""
+    """Return why no kernel can run `problem`, whatever the config; None if one might."""
     return refuse_kernels(problem, limits, DTYPES, ("",))
 
 
 def chunk_rounds(problem: Problem, config: Config) -> int:
-    """How often a grid goes round whose threads share one chunk."""
+    """Rounds that a grid goes whose threads share one chunk."""
     return grid_rounds(packets_of(problem.nbytes), config)
 
 

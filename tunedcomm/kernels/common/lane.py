@@ -1,4 +1,4 @@
-"""What every kernel does with its lane: peers' addresses, flags, and the per-block counters."""
+"""A kernel's use of its lane: peers' addresses, flags, and the per-block counters."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def resident_blocks(
 
 @dataclass(slots=True)
 class Residency:
-    """What kernels that are bound meanwhile take of the GPU, of all blocks of theirs that fit on it at once.
+    """The share of the GPU that kernels bound meanwhile take, of all blocks of theirs that fit on it at once.
 
     Attributes:
         limit: share that each may take if fewer registers a thread make it fit.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from tunedcomm.spec import Problem
+
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
@@ -48,6 +50,13 @@ def reduced(parts: Sequence[torch.Tensor], reduction: str, dtype: torch.dtype) -
     for part in parts:
         total += part.to(dtype)
     return total / len(parts) if reduction == "avg" else total
+
+
+def outputs_like(problem: Problem, device: Any) -> tuple[torch.Tensor]:
+    """The one output of an op that returns the problem's shape and dtype."""
+    import torch
+
+    return (torch.empty(problem.shape, dtype=getattr(torch, problem.dtype), device=device),)
 
 
 def ordered_sum(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:

@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
 
+def lane_arguments(problem: Problem, workspace: Workspace) -> tuple[int, ...]:
+    """Arguments `local, q0 … q6, rank, timeout_ns, status` of a kernel."""
+    lane = workspace.lanes[problem.mode]
+    status = workspace.status_argument(problem)
+    return (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, status)
+
+
 class VariantBase:
     """The fields of a `Variant` as class attributes and methods, with defaults; `register` makes and registers it."""
 
@@ -79,7 +86,7 @@ class VariantBase:
         return closest(self.wish(problem, limits), self.space, problem, limits, self.infeasible)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        """How often the grid goes round to do all the work; 0 where that is not known."""
+        """Rounds of the grid that do all the work; 0 where that is not known."""
         return 0
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
@@ -119,7 +126,7 @@ class KernelVariant(VariantBase):
         return self.kernels[0]
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        """Why no kernel of the op can run `problem`, whatever the config; None if one might."""
+        """Return why no kernel of the op can run `problem`, whatever the config; None if one might."""
         raise NotImplementedError
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
@@ -160,12 +167,9 @@ class KernelVariant(VariantBase):
         return (self.request(problem, config),)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        request, lane = self.request(problem, config), workspace.lanes[problem.mode]
+        request = self.request(problem, config)
         kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-        head = (
-            *self.leading(problem), lane.local, *lane.peers, workspace.rank, workspace.timeout_ns,
-            workspace.status_argument(problem),
-        )  # fmt: skip
+        head = (*self.leading(problem), *lane_arguments(problem, workspace))
         extra = self.arguments(problem, config, workspace)
         symmetric = dict(request.constants).get("SYMMETRIC")
         if not symmetric:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import refuse_kernels
 from tunedcomm.kernels.common.packets import alignment_of
-from tunedcomm.kernels.common.reference import ordered_sum, powers_of_two, reduced, summands
+from tunedcomm.kernels.common.reference import ordered_sum, outputs_like, powers_of_two, reduced, summands
 from tunedcomm.kernels.common.variant import KernelVariant
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
@@ -22,12 +22,6 @@ KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
     return (summands(problem.numel * problem.world_size, problem.dtype, rank, seed, kind, device),)
-
-
-def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
-    import torch
-
-    return (torch.empty(problem.numel, dtype=getattr(torch, problem.dtype), device=device),)
 
 
 def _chunks(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
@@ -53,7 +47,7 @@ REDUCE_SCATTER = register_op(
         shape_help="number of elements of one rank's result, e.g. 98304",
         rank_of_shape=1,
         make_inputs=_make_inputs,
-        make_outputs=_make_outputs,
+        make_outputs=outputs_like,
         reference=_reference,
         # ‖out − ref‖ / ‖ref‖ of a sum of up to 8 ranks: a few roundings in the payload's dtype.
         tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
