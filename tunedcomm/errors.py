@@ -16,7 +16,7 @@ The hierarchy::
     ├── WorkspaceError (RuntimeError)           symmetric memory could not be allocated or mapped
     ├── TuningError (RuntimeError)              a sweep could not be started or carried on
     ├── MissingPackageError (ImportError)       an optional package is not installed; the text names the extra
-    ├── UnsupportedVersionError (RuntimeError)  what was asked for is not known to work with the installed torch
+    ├── UnsupportedVersionError (RuntimeError)  a feature is not known to work with the installed torch
     └── DatabaseError (RuntimeError)
         ├── DatabaseAccessError                 missing, a directory, unreadable or read-only
         ├── DatabaseCorruptError                not a SQLite database, or damaged
@@ -160,9 +160,9 @@ class MissingPackageError(TunedCommError, ImportError):
 
 
 class UnsupportedVersionError(TunedCommError, RuntimeError):
-    """What was asked for rests on parts of torch that the installed version does not have as they are known.
+    """A feature needs parts of torch that are missing or different in the installed version.
 
-    Install one of the versions that the message names, or do without: calls of the library's own functions need none.
+    Install one of the versions that the message names, or do without the feature: the ops themselves do not need it.
     """
 
 

@@ -89,18 +89,6 @@ class Fabric:
         """True if kernels may address the memory of peers; over PCIe their protocols are not known to hold."""
         return self.kind != "pcie" and not self.is_mig
 
-    @property
-    def kind_in_words(self) -> str:
-        """The class without its number of links."""
-        kinds = {
-            "nvswitch": "NVLink through NVSwitch",
-            "nvlink": "NVLink from some GPUs to some others" if self.is_partial else "NVLink from GPU to GPU",
-            "pcie": "PCIe" if self.has_p2p else "PCIe without peer access",
-            "loopback": "one GPU that all ranks share",
-            "host": "shared memory of the host",
-        }
-        return kinds.get(self.kind, self.kind) + (", of a MIG slice" if self.is_mig else "")
-
 
 def describe_fabric(text: str, compute_capability: int) -> str:
     """A fabric class in words, e.g. `NVLink 4, 18 links through NVSwitch`.
@@ -272,7 +260,7 @@ def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | N
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How one GPU is connected.
+    """Connections of one GPU.
 
     Attributes:
         fabric: its class.

@@ -1,4 +1,4 @@
-"""What `tunedcomm bench --peers` asks of an adapter: a Python file that runs another project's kernels beside ours.
+"""Interface of the adapters of `tunedcomm bench --peers`, Python files that run another project's kernels beside ours.
 
 The file's name is the contender's. It has one function, called on every rank with every problem:
 
@@ -84,7 +84,7 @@ def need_signals(num_blocks: int, world_size: int) -> None:
 
 
 def plain_gemm(problem: Problem) -> bool:
-    """Whether B is stored [N, K], for a fused GEMM of 16-bit numbers with nothing besides.
+    """True if B is stored [N, K], False for [K, N], for a fused GEMM of 16-bit numbers with nothing besides.
 
     Raises:
         LeftOut: there is more to it, or the ranks do not share M evenly.

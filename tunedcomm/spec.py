@@ -108,7 +108,7 @@ def admits(policy: NumericsPolicy, numerics: Numerics) -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """What is asked: an op at one canonical shape with everything that changes what may run.
+    """An op at one canonical shape, with everything that changes which kernels may run.
 
     Attributes:
         op: name of a registered op.
@@ -202,7 +202,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a machine and a group's workspace allow; the same on every rank of a group.
+    """Limits that a machine and a group's workspace set; the same on every rank of a group.
 
     Attributes:
         backend: `cuda`, or `host` for CPU tensors with interpreted kernels.
@@ -236,7 +236,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """What an op computes and how its results are judged; tensors are torch's, typed loosely to keep this a leaf.
+    """An op: what it computes and how results are judged. Tensors are torch's, typed loosely to keep this a leaf.
 
     Attributes:
         name: the op's name.
@@ -281,7 +281,7 @@ class OpSpec:
     check: Callable[[Problem], object] = field(default=lambda problem: None)
 
     def scalings_of(self, dtype: str) -> tuple[str, ...]:
-        """What `Problem.scaling` may be with payloads of `dtype`, the usual one first: fp8 operands have scales."""
+        """Values of `Problem.scaling` for payloads of `dtype`, the usual one first: fp8 operands have scales."""
         if "rowwise" not in self.scalings:
             return self.scalings
         return ("rowwise", "tensorwise") if dtype.startswith("float8") else ("",)

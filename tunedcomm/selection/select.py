@@ -61,7 +61,7 @@ Source: TypeAlias = Literal["forced", "pin", "exact", "interpolated", "borrowed"
 
 
 class Catalog(Protocol):
-    """What selection asks about variants, for one machine and group."""
+    """Facts about variants that selection needs, for one machine and group."""
 
     def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
         """Why `candidate` cannot run `problem` (or, unless `by_name`, may only be forced), or None.
@@ -84,7 +84,7 @@ class Catalog(Protocol):
         return -1
 
     def num_rounds(self, problem: Problem, candidate: Candidate) -> int:
-        """How often the candidate's grid goes round; 0 where that is not known."""
+        """Rounds of the candidate's grid; 0 where that is not known."""
         return 0
 
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
@@ -141,7 +141,7 @@ class Decision:
         trial_id: the trial that decided, within its layer.
         layer: name of that trial's layer.
         environment: where that trial was measured.
-        why: one sentence for a person.
+        why: one sentence.
         passed_over: every other candidate that was looked at, with the reason.
     """
 
@@ -221,9 +221,9 @@ def measured_pool(snapshot: Snapshot, problem: Problem, catalog: Catalog) -> Poo
 
 @dataclass(slots=True)
 class _Lookup:
-    """One resolution in progress: the arguments of `choose`, and what has been found out so far.
+    """One resolution in progress: the arguments of `choose`, and what is known so far.
 
-    `problem` is what rows are looked up for; it stands in for `asked`, the caller's, in the heuristic. `borrowed` tells
+    Rows are looked up for `problem`, which differs from the caller's, `asked`, in the heuristic alone. `borrowed` tells
     which rows are read.
     """
 
@@ -307,7 +307,7 @@ class _Lookup:
         }
 
     def failed(self, families: Collection[Problem]) -> dict[Candidate, str]:
-        """How and where candidates with their current kernels failed in these families."""
+        """Candidates whose current kernels failed in these families, each with the status and the problem."""
         found: dict[Candidate, str] = {}
         for failure in self.snapshot.failures if families else ():
             if failure.problem.family in families and self.why_stale(failure.candidate, failure.source_hash) is None:
@@ -361,7 +361,7 @@ def _pinned(lookup: _Lookup) -> Decision | None:
 
 
 def _why_failed(lookup: _Lookup, candidate: Candidate) -> str | None:
-    """How a candidate failed in the problem's family, unless it is the library or was good at this very problem."""
+    """The failure of a candidate in the problem's family, unless it is the library or was good at this very problem."""
     if candidate == lookup.library or candidate in {row.candidate for row in lookup.fresh(lookup.rows_of_problem())}:
         return None
     return lookup.failed({lookup.problem.family}).get(candidate)

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -338,18 +338,15 @@ def why_not_borrowed(here: Environment, there: Environment) -> str | None:
     GPU model, number of SMs, memory and number of links may differ, because they hardly change the ranking of kernels.
     Another architecture or another fabric does change it.
     """
+    kinds = [str(replace(Fabric.parse(environment.fabric), num_links=0)) for environment in (here, there)]
     fields = [
         ("compute capability", here.compute_capability, there.compute_capability),
-        ("kind of fabric", Fabric.parse(here.fabric).kind_in_words, Fabric.parse(there.fabric).kind_in_words),
-        ("multicast", _yes(here.multicast), _yes(there.multicast)),
+        ("kind of fabric", *kinds),
+        ("multicast", *("on" if environment.multicast else "off" for environment in (here, there))),
         ("number of hosts", here.nodes, there.nodes),
     ]
     different = [f"{name} is {mine} here and {theirs} there" for name, mine, theirs in fields if mine != theirs]
     return "; ".join(different) or None
-
-
-def _yes(value: bool) -> str:
-    return "on" if value else "off"
 
 
 def loans(here: Environment, names: Sequence[str], stored: Iterable[Environment]) -> list[Loan]:

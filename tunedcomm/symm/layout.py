@@ -29,7 +29,7 @@ Beside the lane there may be *panels*, memory for the matrices of fused GEMMs, a
     number     int64                                calls so far; flags hold the number of the call that raised them
     data       from PANEL_DATA on
 
-- Panels. A rank's call is done, in stream order, only when nobody reads that rank's panels any more, peers neither, so
+- Panels. A rank's call is done, in stream order, only when no rank reads that rank's panels any more, so
   a call may write the own panels from its start. Every call begins with `begin_panels_kernel`, which exchanges the
   lane's flags and counts the call: from then on peers may write this rank's data. A kernel may do without that
   beginning if it writes no peer's panels before flags of the lane have told it that the peer's kernel has begun.

@@ -91,7 +91,7 @@ def _subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, kind:
 
     Args:
         members: ranks in `group`, the caller's among them; called by each of them.
-        name: the same on each of them, and on nobody else.
+        name: the same on each of them, and different on all other ranks.
         kind: `cuda` or `cpu`, of the tensors that it serves.
     """
     rank, ranks = members.index(dist.get_rank(group)), [dist.get_global_rank(group, member) for member in members]

@@ -207,7 +207,7 @@ class Workspace:
         for rank, number in enumerate(self.status_view[1 : 1 + self.world_size]):
             if number:
                 by_caller.setdefault(number - 1, []).append(str(self._names[rank]))
-        # Word 0 is written last, but a block may still be noting a rank: then the call is known to nobody yet.
+        # Word 0 is written last, but a block may still be noting a rank: then the call is not known yet.
         missed = [
             f"{self._callers[caller][0]} ({_WHERE[self._callers[caller][1]]}) missed rank {', '.join(ranks)}"
             for caller, ranks in sorted(by_caller.items())

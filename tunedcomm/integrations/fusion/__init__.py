@@ -183,7 +183,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         }
 
     def _shards(self, group: dist.ProcessGroup) -> Shards | None:
-        """The known sizes of shards in the model being compiled; None where the caller vouches for them."""
+        """The known sizes of shards in the model being compiled; None where the caller passed even_shards=True."""
         return None if self._even_shards else Shards.of(group.group_name)
 
     def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Sequence[Any]) -> bool:
@@ -237,8 +237,8 @@ def fusion_pass(
         numerics, max_sms: for the fused ops, and for what they are judged by.
         mode: whether the compiled code runs in CUDA graphs (`graph`) or not (`eager`), which decides what pays. None:
             as `torch.compile` is asked for by `mode="reduce-overhead"`; pass `graph` if you capture it yourself.
-        even_shards: the caller's word that every product has the same sizes on all ranks, which nothing checks: where
-            it does not hold, ranks wait for each other in different kernels. Without it products are fused whose shards
+        even_shards: promise that every product has the same sizes on all ranks. It is not checked: where it does not
+            hold, ranks wait for each other in different kernels. Without it products are fused whose shards
             are those of parameters that are DTensors split evenly over the group.
 
     Raises:

@@ -191,7 +191,7 @@ def reshaped(graph: fx.Graph, node: Node, shape: Sequence[Any]) -> Node:
 
 
 def erase_unused(graph: fx.Graph, nodes: Sequence[Node]) -> None:
-    """Erase those of the nodes, given in the graph's order, that nobody uses any more."""
+    """Erase those of the nodes, given in the graph's order, that have no users any more."""
     for node in reversed(nodes):
         if not node.users:
             graph.erase_node(node)

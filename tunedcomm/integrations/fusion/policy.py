@@ -192,26 +192,26 @@ class Policy:
         if problem is None:
             why = "its sizes are symbolic: whether it pays depends on them"
             return Payoff(self.when == "always", f"when={self.when!r}" if self.when == "always" else why)
-        said = str(problem)
+        asked = str(problem)
         if self.when != "pays":
-            return Payoff(self.when == "always", f"when={self.when!r}", said)
+            return Payoff(self.when == "always", f"when={self.when!r}", asked)
         try:
             decision = explain(self.communicator, problem, policy=self.numerics, max_sms=self.max_sms)
         except InfeasibleError as error:
-            return Payoff(False, str(error), said)
+            return Payoff(False, str(error), asked)
         if decision.candidate.variant == "library":
-            return Payoff(False, f"it does not pay: {decision.why}", said)
+            return Payoff(False, f"it does not pay: {decision.why}", asked)
         known = decision.latency_us is not None and decision.library_us is not None
         saved = decision.library_us - decision.latency_us if known else 0.0  # type: ignore[operator]
-        return Payoff(True, decision.why, said, saved)
+        return Payoff(True, decision.why, asked, saved)
 
     def with_bias(self, payoff: Payoff, bias: Node, reduction: str) -> Payoff:
         """The payoff where a bias that may differ between ranks is summed by a call of its own."""
         if not payoff.fuse or self.when != "pays":
             return payoff
-        asked = paths["all_reduce"].form.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)
+        summed = paths["all_reduce"].form.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)
         decision = explain(
-            self.communicator, replace(asked, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
+            self.communicator, replace(summed, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
         )
         if decision.latency_us is not None and decision.latency_us < payoff.saved_us:
             return replace(payoff, saved_us=payoff.saved_us - decision.latency_us)
