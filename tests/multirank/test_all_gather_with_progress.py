@@ -144,7 +144,7 @@ def ended_elsewhere(rank: int) -> None:
     with replaced(symmetric, "is_capturing", lambda: True), refused("must end in the capture that it began in"):
         gather.finish()
     gather._stream = 7
-    with replaced(copies._HostCopies, "wait", lambda self, stream, event: waited.append(stream)):
+    with replaced(copies.Copies, "wait", lambda self, stream, event: waited.append(stream)):
         gather.finish()
     assert sorted(waited) == [0, 7]
     assert torch.equal(out, torch.cat([shard(r, 4, 4, 0) for r in range(WORLD_SIZE)]))

@@ -13,15 +13,13 @@ import ctypes
 import functools
 import weakref
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.errors import TunedCommError
 
 if TYPE_CHECKING:
     from tunedcomm.spec import Mode
     from tunedcomm.symm.workspace import Workspace
-
-__all__ = ["EVENTS_OF_PROGRESS", "NUM_EVENTS", "NUM_STREAMS", "Copies", "copies_of"]
 
 NUM_STREAMS = 9
 NUM_EVENTS = 32  # for what begins and ends within one call
@@ -31,19 +29,20 @@ _DISABLE_TIMING = 2  # of cuEventCreate
 _AT_LEAST = 0  # of cuStreamWaitValue32
 
 
-class Copies(Protocol):
-    """Where copies are queued.
+class Copies:
+    """Queues of copies; these are the host's, where a copy is done when it is asked for, so there is nothing to order.
 
     Attributes:
         streams: handles of `NUM_STREAMS` side streams.
         beside: handle of one for what the library computes, of no higher priority than the caller's.
     """
 
-    streams: tuple[int, ...]
-    beside: int
+    streams: tuple[int, ...] = (0,) * NUM_STREAMS
+    beside = 0
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Queue a copy of `nbytes` between two addresses."""
+        ctypes.memmove(target, source, nbytes)
 
     def record(self, event: int, stream: int) -> None:
         """Let event number `event` (below `NUM_EVENTS`) stand for all that is queued on `stream` now."""
@@ -53,48 +52,20 @@ class Copies(Protocol):
 
     def current(self, stream: int) -> AbstractContextManager[object]:
         """Whatever torch queues meanwhile goes to this side stream."""
+        return contextlib.nullcontext()
 
     def await_count(self, stream: int, counter: int, count: int) -> None:
         """Hold back `stream` until the int32 at address `counter` is at least `count`; takes no SM.
 
-        Whoever counts is to be launched before: streams may share a queue of the GPU.
+        Whoever counts is to be launched before: streams may share a queue of the GPU. On the host kernels have ended
+        when a count is asked for, so it must have been reached.
         """
-
-    def clear(self, stream: int, address: int, words: int) -> None:
-        """Queue the zeroing of 4-byte words; may take an SM, so no running kernel may wait for what comes after it."""
-
-
-class _HostCopies:
-    """On the host a copy is done when it is asked for, so there is nothing to order.
-
-    Likewise kernels have ended when a count is asked for, so it must have been reached.
-    """
-
-    streams = (0,) * NUM_STREAMS
-    beside = 0
-
-    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        del stream
-        ctypes.memmove(target, source, nbytes)
-
-    def record(self, event: int, stream: int) -> None:
-        del event, stream
-
-    def wait(self, stream: int, event: int) -> None:
-        del stream, event
-
-    def current(self, stream: int) -> AbstractContextManager[object]:
-        del stream
-        return contextlib.nullcontext()
-
-    def await_count(self, stream: int, counter: int, count: int) -> None:
-        del stream
         found = ctypes.c_int32.from_address(counter).value
         if found < count:
             raise TunedCommError(f"a counter is {found} where {count} were to be counted; please report this")
 
     def clear(self, stream: int, address: int, words: int) -> None:
-        del stream
+        """Queue the zeroing of 4-byte words; may take an SM, so no running kernel may wait for what comes after it."""
         ctypes.memset(address, 0, 4 * words)
 
 
@@ -148,7 +119,7 @@ def _destroy(streams: tuple[int, ...], events: tuple[int, ...]) -> None:
         library.cuEventDestroy_v2(event)
 
 
-class _DeviceCopies:
+class _DeviceCopies(Copies):
     """Streams and events of the current device."""
 
     def __init__(self) -> None:
@@ -185,7 +156,7 @@ _lanes: weakref.WeakKeyDictionary[Workspace, dict[Mode, _DeviceCopies]] = weakre
 def copies_of(workspace: Workspace, mode: Mode) -> Copies:
     """The queues of a lane, made when they are first asked for; never while a graph is captured."""
     if workspace.device.type == "cpu":
-        return _HostCopies()
+        return Copies()
     import torch
 
     lanes = _lanes.setdefault(workspace, {})

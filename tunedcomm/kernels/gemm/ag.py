@@ -10,10 +10,8 @@ shard waits for the flag of one chunk. Read through a descriptor of all shards, 
 next, which may be under way just then; they only reach rows of the product that are not stored. Every chunk is waited
 for by some tile, so all that peers push into this rank's panels is there when the kernel ends.
 
-- copy_engine_persistent: copy engines push. A flag is a copy too, of the call's number, from this rank's panels into
-  the peer's: it follows its chunk on the same side stream, so the chunk is there when the flag is. No SM takes part.
-  The number is read where the device keeps it, so graphs can be replayed. The side streams fork from the caller's after
-  the call's beginning and join it at the end, for what follows may overwrite the shard and count the next call. What is
+- copy_engine_persistent: copy engines push (see `panels.Sender`). The side streams fork from the caller's after the
+  call's beginning and join it at the end, for what follows may overwrite the shard and count the next call. What is
   sent is queued before what waits, so that streams which share one hardware queue do not wait for each other.
 - sm_persistent: the first `comm_blocks` blocks of the GEMM kernel push before they take tiles, which a counter hands
   out; the last block to leave sets it back. Each sender adds to a counter when its part of a chunk is stored; the one
@@ -32,18 +30,20 @@ those that give some SMs to communication (FLUX, Triton-distributed).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.common.copies import NUM_STREAMS, copies_of
 from tunedcomm.kernels.common.feasibility import Launch, closest
 from tunedcomm.kernels.common.launch import bind_kernel
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, rows_of, wanted_of
 from tunedcomm.kernels.gemm.panels import (
+    COUNTERS,
+    DATA,
+    Sender,
     announce_to,
     await_chunk,
     begin_panels_kernel,
@@ -64,16 +64,13 @@ from tunedcomm.kernels.gemm.tiles import (
 from tunedcomm.kernels.gemm.variant import GemmVariant, num_tiles, refuse_tiles, tile_space, tile_wish, two_fit
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
-from tunedcomm.symm import layout
-from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
+from tunedcomm.symm.layout import PANEL_DATA
 
 if TYPE_CHECKING:
     import torch
 
     from tunedcomm.symm.workspace import Panels, Workspace
 
-DATA = tl.constexpr(layout.PANEL_DATA)
-_COUNTERS = tl.constexpr(layout.PANEL_COUNTERS_OFFSET)
 _TAKEN, _LEFT = tl.constexpr(0), tl.constexpr(1)  # counters
 SENT = tl.constexpr(2)  # the first counter that sending uses: one for each peer and chunk
 _PACKETS = tl.constexpr(2048)  # that a block has under way
@@ -156,14 +153,14 @@ def queued_tile(
 @triton.jit
 def take(panels, counter):
     """The next tile's number, 32 bits, from a counter of the panels that is 0 between calls."""
-    place = (panels + _COUNTERS + counter * 8).to(tl.pointer_type(tl.int64))
+    place = (panels + COUNTERS + counter * 8).to(tl.pointer_type(tl.int64))
     return tl.atomic_add(place, 1, sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit
 def put_back(panels, counter):
     """Set the counter to 0 for the next call; by one block, when all have seen that there is nothing left."""
-    tl.store((panels + _COUNTERS + counter * 8).to(tl.pointer_type(tl.int64)), tl.num_programs(0) * 0)
+    tl.store((panels + COUNTERS + counter * 8).to(tl.pointer_type(tl.int64)), tl.num_programs(0) * 0)
 
 
 @triton.jit
@@ -341,121 +338,79 @@ HERE, SENT_EVENT = 0, 1
 _ASIDE = NUM_STREAMS - 1
 
 
-@dataclass(frozen=True, slots=True)
 class Pushes:
-    """What pushing needs besides the addresses of the shard and its scales.
+    """A shard pushed by copy engines into all peers' panels, chunk by chunk.
 
-    Attributes:
+    Args:
+        problem, workspace, panels: of the plan.
         num_streams: side streams; the peers share them in turn, each has one.
-        local, peers: addresses of the panels, the own ones and the peers' in the order in which they are served.
-        rows, chunk_rows: of a shard and of a chunk.
-        row_bytes: of A.
-        scales: offset of the scales in the panels; 0 if rows have none.
+        chunk_rows: of a chunk.
+        order: peers, by how many ranks they are ahead; by default rank + 1 first, then rank + 2, …
     """
 
-    copies: Copies
-    num_streams: int
-    rank: int
-    local: int
-    peers: tuple[int, ...]
-    rows: int
-    chunk_rows: int
-    row_bytes: int
-    scales: int
+    def __init__(
+        self, problem: Problem, workspace: Workspace, panels: Panels, num_streams: int, chunk_rows: int,
+        order: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.copies = copies_of(workspace, problem.mode)
+        self.sender = Sender(self.copies, workspace.rank, panels.local)
+        self.sides = self.copies.streams[:num_streams]
+        self.peers = tuple(panels.peers[step - 1] for step in order or range(1, problem.world_size))
+        self.rows, self.chunk_rows = rows_of(problem), chunk_rows
+        self.row_bytes = problem.shape[2] * ITEMSIZE[problem.dtype]
+        self.scales = _scales_offset(problem) if problem.scaling == "rowwise" else 0
 
     def begin(self, stream: int, a: int, scale_a: int) -> None:
         """Queue all copies, after what is queued on `stream` now."""
-        copies, sides = self.copies, self.copies.streams[: self.num_streams]
+        copies, sides = self.copies, self.sides
         copies.record(HERE, stream)
         for side in sides:
             copies.wait(side, HERE)
         for step, peer in enumerate(self.peers):
-            side = sides[step % self.num_streams]
             for chunk, start in enumerate(range(0, self.rows, self.chunk_rows)):
-                self._send(side, peer, chunk, start, a, scale_a)
+                count = min(self.chunk_rows, self.rows - start)
+                first = self.sender.rank * self.rows + start
+                size = self.row_bytes
+                moves = [(PANEL_DATA + first * size, a + start * size, count * size)]
+                if self.scales:
+                    moves.append((self.scales + first * 4, scale_a + start * 4, count * 4))
+                self.sender.send(sides[step % len(sides)], peer, chunk, *moves)
         for number, side in enumerate(sides):
             copies.record(SENT_EVENT + number, side)
 
-    def _send(self, side: int, peer: int, chunk: int, start: int, a: int, scale_a: int) -> None:
-        count = min(self.chunk_rows, self.rows - start)
-        first = self.rank * self.rows + start
-        self.copies.copy(
-            side, peer + PANEL_DATA + first * self.row_bytes, a + start * self.row_bytes, count * self.row_bytes
-        )
-        if self.scales:
-            self.copies.copy(side, peer + self.scales + first * 4, scale_a + start * 4, count * 4)
-        flag = (self.rank * PANEL_CHUNKS + chunk) * 8
-        self.copies.copy(side, peer + flag, self.local + PANEL_NUMBER_OFFSET, 8)
-
     def end(self, stream: int) -> None:
         """Hold the stream back until everything is sent."""
-        for number in range(self.num_streams):
+        for number in range(len(self.sides)):
             self.copies.wait(stream, SENT_EVENT + number)
 
 
-@dataclass(frozen=True, slots=True)
 class Gathered:
-    """The gathered A copied from the panels to where the caller wants it.
+    """The gathered A copied from the panels to where the caller wants it, if it does."""
 
-    Attributes:
-        data: address of the panels' A.
-        shard: bytes of a shard.
-    """
+    def __init__(self, problem: Problem, workspace: Workspace, panels: Panels) -> None:
+        self.wanted = wanted_of(problem).gathered
+        if self.wanted:
+            self.copies = copies_of(workspace, problem.mode)
+            self.aside = self.copies.streams[_ASIDE]
+            shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
+            self.start, self.stop = workspace.rank * shard, (workspace.rank + 1) * shard
+            self.data, self.size = panels.data, problem.world_size * shard
 
-    copies: Copies
-    rank: int
-    world_size: int
-    data: int
-    shard: int
-
-    def begin(self, stream: int, a: int, target: int) -> None:
+    def begin(self, stream: int, a: int, outputs: tuple[Any, ...]) -> None:
         """The own shard, beside what follows on `stream`."""
-        self.copies.record(HERE, stream)
-        aside = self.copies.streams[_ASIDE]
-        self.copies.wait(aside, HERE)
-        self.copies.copy(aside, target + self.rank * self.shard, a, self.shard)
-        self.copies.record(SENT_EVENT + _ASIDE, aside)
+        if self.wanted:
+            self.copies.record(HERE, stream)
+            self.copies.wait(self.aside, HERE)
+            self.copies.copy(self.aside, outputs[1].data_ptr() + self.start, a, self.stop - self.start)
+            self.copies.record(SENT_EVENT + _ASIDE, self.aside)
 
-    def end(self, stream: int, target: int) -> None:
+    def end(self, stream: int, outputs: tuple[Any, ...]) -> None:
         """The others, after what came before on `stream` has waited for them."""
-        before, after = self.rank * self.shard, (self.rank + 1) * self.shard
-        if before:
-            self.copies.copy(stream, target, self.data, before)
-        if left := self.world_size * self.shard - after:
-            self.copies.copy(stream, target + after, self.data + after, left)
-        self.copies.wait(stream, SENT_EVENT + _ASIDE)
-
-
-def make_pushes(
-    problem: Problem, workspace: Workspace, panels: Panels, *, num_streams: int, chunk_rows: int,
-    order: Sequence[int] | None = None,
-) -> Pushes:  # fmt: skip
-    """The pushes of a plan.
-
-    Args:
-        order: peers, by how many ranks they are ahead; by default rank + 1 first, then rank + 2, …
-    """
-    ahead = order or range(1, problem.world_size)
-    return Pushes(
-        copies=copies_of(workspace, problem.mode),
-        num_streams=num_streams,
-        rank=workspace.rank,
-        local=panels.local,
-        peers=tuple(panels.peers[step - 1] for step in ahead),
-        rows=rows_of(problem),
-        chunk_rows=chunk_rows,
-        row_bytes=problem.shape[2] * ITEMSIZE[problem.dtype],
-        scales=_scales_offset(problem) if problem.scaling == "rowwise" else 0,
-    )
-
-
-def make_gathered(problem: Problem, workspace: Workspace, panels: Panels) -> Gathered | None:
-    """The copies of a plan whose caller wants the gathered A, else None."""
-    if not wanted_of(problem).gathered:
-        return None
-    shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
-    copies = copies_of(workspace, problem.mode)
-    return Gathered(copies, workspace.rank, problem.world_size, panels.data, shard)
+        if self.wanted:
+            for start, end in ((0, self.start), (self.stop, self.size)):
+                if end > start:
+                    self.copies.copy(stream, outputs[1].data_ptr() + start, self.data + start, end - start)
+            self.copies.wait(stream, SENT_EVENT + _ASIDE)
 
 
 def send_arguments(problem: Problem, workspace: Workspace, panels: Panels, chunk_rows: int) -> tuple[int, ...]:
@@ -510,8 +465,8 @@ class QueueVariant(GemmVariant):
         return kernel.fix((*(None,) * 5, *arguments, *waits))
 
     def launch(
-        self, problem: Problem, begin: Callable[[int], None], multiply: Callable[..., None],
-        gathered: Gathered | None, pushes: Pushes | None,
+        self, problem: Problem, begin: Callable[[int], None], multiply: Callable[..., None], gathered: Gathered,
+        pushes: Pushes | None = None,
     ) -> Launch:  # fmt: skip
         """The launch of the call's begin, the pushes if copy engines make them, and the GEMM."""
 
@@ -521,11 +476,9 @@ class QueueVariant(GemmVariant):
             begin(stream)
             if pushes is not None:
                 pushes.begin(stream, a, scale_a)
-            if gathered is not None:
-                gathered.begin(stream, a, outputs[1].data_ptr())
+            gathered.begin(stream, a, outputs)
             multiply(stream, a, inputs[1].data_ptr(), outputs[0].data_ptr(), scale_a, scale_b)
-            if gathered is not None:
-                gathered.end(stream, outputs[1].data_ptr())
+            gathered.end(stream, outputs)
             if pushes is not None:
                 pushes.end(stream)
 
@@ -564,8 +517,8 @@ class CopyEnginePersistent(QueueVariant):
         begin = bind_begin(problem, workspace, panels)
         arguments = (panels.local, panels.local + _scales_offset(problem), rows, n, k, chunk_rows)
         multiply = self.bind_gemm(problem, config, workspace, _queue_length(problem, config), arguments)
-        pushes = make_pushes(problem, workspace, panels, num_streams=int(config["streams"]), chunk_rows=chunk_rows)
-        return self.launch(problem, begin, multiply, make_gathered(problem, workspace, panels), pushes)
+        pushes = Pushes(problem, workspace, panels, int(config["streams"]), chunk_rows)
+        return self.launch(problem, begin, multiply, Gathered(problem, workspace, panels), pushes)
 
 
 class SmPersistent(QueueVariant):
@@ -604,7 +557,7 @@ class SmPersistent(QueueVariant):
         begin = bind_begin(problem, workspace, panels)
         arguments = (panels.local, *panels.peers, _scales_offset(problem), rows, n, k, chunk_rows, senders)
         multiply = self.bind_gemm(problem, config, workspace, _queue_length(problem, config) + senders, arguments)
-        return self.launch(problem, begin, multiply, make_gathered(problem, workspace, panels), None)
+        return self.launch(problem, begin, multiply, Gathered(problem, workspace, panels))
 
 
 COPY_ENGINE_PERSISTENT = CopyEnginePersistent().register()

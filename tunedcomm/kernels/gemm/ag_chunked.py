@@ -40,10 +40,9 @@ from tunedcomm.kernels.gemm.ag import (
     HERE,
     LEAST_SENT_BYTES,
     SENT_EVENT,
+    Gathered,
     Pushes,
     gathered_in,
-    make_gathered,
-    make_pushes,
     panel_bytes,
     refuse_chunks,
     refuse_gather,
@@ -146,7 +145,7 @@ class _PieceVariant(VariantBase):
     ) -> Launch:  # fmt: skip
         """A launch of the call's begin, the pushes and all pieces, the own one first."""
         begin, beside = bind_begin(problem, workspace, panels), config["gemm_streams"] == 2
-        copied = make_gathered(problem, workspace, panels)
+        copied = Gathered(problem, workspace, panels)
         copies = copies_of(workspace, problem.mode)
         first, aside = copies.streams[0], copies.beside
         everything = gathered_in(panels, problem)
@@ -167,8 +166,7 @@ class _PieceVariant(VariantBase):
             begin(first)
             copies.record(_BEGUN, first)
             pushes.begin(first, a, operands.scale_a.data_ptr() if problem.scaling else 0)
-            if copied is not None:
-                copied.begin(stream, a, outputs[1].data_ptr())
+            copied.begin(stream, a, outputs)
             multiply(operands, outputs[0], pieces[0])
             copies.wait(stream, _BEGUN)
             if beside:
@@ -182,8 +180,7 @@ class _PieceVariant(VariantBase):
             if beside:
                 copies.record(_BESIDE, aside)
                 copies.wait(stream, _BESIDE)
-            if copied is not None:
-                copied.end(stream, outputs[1].data_ptr())
+            copied.end(stream, outputs)
             pushes.end(stream)
 
         return run
@@ -246,7 +243,7 @@ class Chunked(_PieceVariant):
                 pieces.append(_Piece(wait_for(source, chunk), first, end, first))
         pushes: Pushes | _BlockPushes
         if config["transport"] == "copy_engine":
-            pushes = make_pushes(problem, workspace, panels, num_streams=int(config["streams"]), chunk_rows=chunk_rows)
+            pushes = Pushes(problem, workspace, panels, int(config["streams"]), chunk_rows)
         else:
             kernel = bind_kernel(self._send_request(problem), int(config["comm_blocks"]), workspace.device)
             send = kernel.fix((None, None, *send_arguments(problem, workspace, panels, chunk_rows)))
@@ -275,8 +272,7 @@ class Doubling(_PieceVariant):
         panels = workspace.panels(problem.mode, panel_bytes(problem))
         rows, rank, world_size = rows_of(problem), workspace.rank, problem.world_size
         order = [((rank ^ turn) - rank) % world_size for turn in range(1, world_size)]
-        streams = int(config["streams"])
-        pushes = make_pushes(problem, workspace, panels, num_streams=streams, chunk_rows=rows, order=order)
+        pushes = Pushes(problem, workspace, panels, int(config["streams"]), rows, order)
         wait_for = self.waits(problem, workspace, panels)
         pieces, count = [_Piece(None, 0, rows, rank * rows)], 1
         while count < world_size:

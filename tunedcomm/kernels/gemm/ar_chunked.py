@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.bias import with_bias
-from tunedcomm.kernels.common.copies import Copies, copies_of
+from tunedcomm.kernels.common.copies import copies_of
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, sum_packets
@@ -59,6 +59,7 @@ from tunedcomm.kernels.gemm.library import (
 )
 from tunedcomm.kernels.gemm.op import bind_product, operands_of, out_itemsize, ready_to_cut, refuse_gemm, wanted_of
 from tunedcomm.kernels.gemm.panels import (
+    Sender,
     announce,
     await_chunk_of_all,
     begin_panels_kernel,
@@ -69,12 +70,12 @@ from tunedcomm.kernels.gemm.panels import (
 )
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import Limits, Problem
-from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
+from tunedcomm.symm.layout import PANEL_DATA
 
 if TYPE_CHECKING:
     import torch
 
-    from tunedcomm.symm.workspace import Panels, Workspace
+    from tunedcomm.symm.workspace import Workspace
 
 _TILE = 128  # rows of the library's tiles
 _SUM_WARPS = 16
@@ -280,40 +281,55 @@ class _Tail:
     fused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What a launch needs besides its tensors.
+class _Launch:
+    """A launch of copy_engine.
 
-    Attributes:
-        multiply: `(inputs, result)` to the library's product.
-        begin: `(stream)`.
-        local, peers: addresses of the panels, the own ones and those of rank + 1, rank + 2, …
-        pulled: peers pull the sums.
-        pushing, gathering: side streams.
-        aside: the one that waits for the peers' sums.
-        summing: the one for sums, if every other GEMM goes beside the caller's; else 0.
+    Its side streams: `pushing` for shares, `gathering` for sums, `aside` waits for the peers' sums; `summing` has the
+    sums if every other GEMM goes beside the caller's stream, else it is 0.
     """
 
-    problem: Problem
-    rank: int
-    copies: Copies
-    multiply: Callable[[tuple[Any, ...], torch.Tensor], object]
-    begin: Callable[[int], None]
-    local: int
-    peers: tuple[int, ...]
-    parts: tuple[_Part, ...]
-    tail: _Tail
-    pulled: bool
-    pushing: tuple[int, ...]
-    gathering: tuple[int, ...]
-    aside: int
-    summing: int
+    def __init__(self, variant: CopyEngine, problem: Problem, config: Config, workspace: Workspace) -> None:
+        self.problem, self.rank, self.pulled = problem, workspace.rank, config["gather"] == "pull"
+        self.panels = workspace.panels(problem.mode, variant.room(problem, config))
+        self.copies, count = copies_of(workspace, problem.mode), int(config["num_streams"])
+        self.sender = Sender(self.copies, self.rank, self.panels.local)
+        self.multiply = bind_product(problem)
+        self.begin = bind_begin(problem, workspace, self.panels)
+        self.parts = tuple(self._bind_parts(variant, config, workspace))
+        row, rows = _parts_of(problem, config)[-1]
+        reducing = usual_reduction(problem, rows, host=workspace.device.type == "cpu")
+        fused = adds_bias(problem, str(reducing["algorithm"]))
+        self.tail = _Tail(row, rows, bind_reduction(problem, reducing, workspace, rows), fused)
+        streams = self.copies.streams
+        self.pushing, self.gathering, self.aside = streams[:count], streams[count : 2 * count], streams[2 * count]
+        self.summing = streams[2 * count + 1] if config["gemm_streams"] == 2 else 0
+
+    def _bind_parts(self, variant: CopyEngine, config: Config, workspace: Workspace) -> Iterable[_Part]:
+        """All parts but the last."""
+        problem, panels, rank, world_size = self.problem, self.panels, self.rank, self.problem.world_size
+        row_bytes, wanted = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)[:-1]
+        waits = (workspace.timeout_ns, workspace.status_argument(problem))
+        total = bind_kernel(variant.sum_request(problem, config), int(config["num_blocks"]), workspace.device)
+        ready = bind_kernel(variant.ready_request(problem), 1, workspace.device)
+        slots = PANEL_DATA
+        for chunk, (row, rows) in enumerate(wanted):
+            slot, begin, end = _slot_bytes(problem, rows), row * row_bytes, (row + rows) * row_bytes
+            starts = [min(begin + owner * slot, end) for owner in range(world_size + 1)]
+            shares = tuple((start, stop - start) for start, stop in itertools.pairwise(starts))
+            own, nbytes = shares[rank]
+            sums, gathered = slots + world_size * slot, len(wanted) + chunk
+            places = (row_bytes // PACKET_BYTES, own // PACKET_BYTES, panels.local + slots, slot, panels.local + sums)
+            summing = (None, None, *places, nbytes // PACKET_BYTES, panels.local, *panels.peers, rank, chunk, gathered)
+            ways = total.fix((*summing, *waits)), ready.fix((panels.local, gathered, rank, *waits))
+            yield _Part(row, rows, shares, chunk, gathered, slots, sums, slot, *ways)
+            slots = sums + (1 if self.pulled else world_size) * slot
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         """See the module's text."""
-        copies, out, bias = self.copies, outputs[0], operands_of(self.problem, inputs).bias
-        target, added = out.data_ptr(), 0 if bias is None else bias.data_ptr()
-        inputs = (inputs[0], ready_to_cut(self.problem, operands_of(self.problem, inputs)).b, *inputs[2:])
+        copies, out, operands = self.copies, outputs[0], operands_of(self.problem, inputs)
+        bias, target = operands.bias, out.data_ptr()
+        added = 0 if bias is None else bias.data_ptr()
+        inputs = (inputs[0], ready_to_cut(self.problem, operands).b, *inputs[2:])
         copies.record(_HERE, stream)
         copies.wait(self.pushing[0], _HERE)
         self.begin(self.pushing[0])
@@ -339,12 +355,8 @@ class _Job:
 
     def _join(self, stream: int) -> None:
         """The caller's stream goes on once all others are done."""
-        sides = [
-            *self.pushing,
-            *self.gathering,
-            self.aside,
-            *([self.summing, self.copies.beside] if self.summing else []),
-        ]
+        sides = [*self.pushing, *self.gathering, self.aside]
+        sides += [self.summing, self.copies.beside] if self.summing else []
         for number, side in enumerate(sides):
             self.copies.record(_DONE + number, side)
             self.copies.wait(stream, _DONE + number)
@@ -369,15 +381,8 @@ class _Job:
     def _peers(self, sides: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
         """Rank and panels of each peer, from rank + 1 on, and one of the side streams in turn."""
         world_size = self.problem.world_size
-        for step, peer in enumerate(self.peers):
+        for step, peer in enumerate(self.panels.peers[: world_size - 1]):
             yield (self.rank + 1 + step) % world_size, peer, sides[step % len(sides)]
-
-    def _send(self, side: int, peer: int, chunk: int, offset: int, source: int, nbytes: int) -> None:
-        """Some bytes into a peer's panels, and the flag of this rank's chunk behind them."""
-        if nbytes:
-            self.copies.copy(side, peer + offset, source, nbytes)
-        flag = (self.rank * PANEL_CHUNKS + chunk) * 8
-        self.copies.copy(side, peer + flag, self.local + PANEL_NUMBER_OFFSET, 8)
 
     def _scatter(self, part: _Part, made: int, target: int) -> None:
         """The peers' shares of a part, once the event says that it is multiplied."""
@@ -386,7 +391,7 @@ class _Job:
             self.copies.wait(side, made)
         for owner, peer, side in self._peers(self.pushing):
             at, nbytes = part.shares[owner]
-            self._send(side, peer, part.chunk, part.slots + self.rank * part.slot, target + at, nbytes)
+            self.sender.send(side, peer, part.chunk, (part.slots + self.rank * part.slot, target + at, nbytes))
 
     def _finish(self, part: _Part, target: int, bias: int, stream: int) -> None:
         """The own share's sum, after the products made so far, and the way of all sums."""
@@ -400,7 +405,8 @@ class _Job:
             copies.wait(side, _SUMMED)
         if not self.pulled:
             for _, peer, side in self._peers(self.gathering):
-                self._send(side, peer, part.gathered, part.sums + self.rank * part.slot, target + own, nbytes)
+                move = (part.sums + self.rank * part.slot, target + own, nbytes)
+                self.sender.send(side, peer, part.gathered, move)
         part.ready(self.aside)
         copies.record(_READY, self.aside)
         if self.pulled:
@@ -408,7 +414,7 @@ class _Job:
                 copies.wait(side, _READY)
         for owner, peer, side in self._peers(self.gathering if self.pulled else (self.aside,)):
             at, nbytes = part.shares[owner]
-            source = peer + part.sums if self.pulled else self.local + part.sums + owner * part.slot
+            source = peer + part.sums if self.pulled else self.panels.local + part.sums + owner * part.slot
             if nbytes:
                 copies.copy(side, target + at, source, nbytes)
 
@@ -436,13 +442,13 @@ class CopyEngine(VariantBase):
         }
     )
 
-    def _room(self, problem: Problem, config: Config) -> int:
+    def room(self, problem: Problem, config: Config) -> int:
         """Bytes of panels: of each part but the last a slot of every rank, and the sums, the own ones or all."""
         slots = problem.world_size + (1 if config["gather"] == "pull" else problem.world_size)
         return sum(slots * _slot_bytes(problem, rows) for _, rows in _parts_of(problem, config)[:-1])
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_gemm(problem, limits, panel_bytes=self._room(problem, config), descriptors=False):
+        if reason := refuse_gemm(problem, limits, panel_bytes=self.room(problem, config), descriptors=False):
             return reason
         if reason := _refuse_parts(problem, config):
             return reason
@@ -469,7 +475,7 @@ class CopyEngine(VariantBase):
         chunks = min(max(problem.shape[0] // 1024, 2), 8)
         return {**wish, "chunks": chunks, "gemm_streams": 2, "num_blocks": limits.num_sms}
 
-    def _sum_request(self, problem: Problem, config: Config) -> CompileRequest:
+    def sum_request(self, problem: Problem, config: Config) -> CompileRequest:
         wanted = wanted_of(problem)
         constants: dict[str, Value] = {
             "WORLD_SIZE": problem.world_size,
@@ -480,59 +486,16 @@ class CopyEngine(VariantBase):
         }
         return CompileRequest.of(sum_share_kernel, constants, num_warps=_SUM_WARPS)
 
-    def _ready_request(self, problem: Problem) -> CompileRequest:
+    def ready_request(self, problem: Problem) -> CompileRequest:
         return CompileRequest.of(await_all_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         tail = _parts_of(problem, config)[-1][1]
-        own = (begin_request(problem.world_size), self._sum_request(problem, config), self._ready_request(problem))
+        own = (begin_request(problem.world_size), self.sum_request(problem, config), self.ready_request(problem))
         return (*own, *reduction_of(problem, usual_reduction(problem, tail), tail).compile_requests())
 
-    def _bind_parts(self, problem: Problem, config: Config, workspace: Workspace, panels: Panels) -> Iterable[_Part]:
-        """All parts but the last."""
-        world_size, rank, pulled = problem.world_size, workspace.rank, config["gather"] == "pull"
-        row_bytes, wanted = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)[:-1]
-        waits = (workspace.timeout_ns, workspace.status_argument(problem))
-        total = bind_kernel(self._sum_request(problem, config), int(config["num_blocks"]), workspace.device)
-        ready = bind_kernel(self._ready_request(problem), 1, workspace.device)
-        slots = PANEL_DATA
-        for chunk, (row, rows) in enumerate(wanted):
-            slot, begin, end = _slot_bytes(problem, rows), row * row_bytes, (row + rows) * row_bytes
-            starts = [min(begin + owner * slot, end) for owner in range(world_size + 1)]
-            shares = tuple((start, stop - start) for start, stop in itertools.pairwise(starts))
-            own, nbytes = shares[rank]
-            sums, gathered = slots + world_size * slot, len(wanted) + chunk
-            places = (row_bytes // PACKET_BYTES, own // PACKET_BYTES, panels.local + slots, slot, panels.local + sums)
-            summing = (None, None, *places, nbytes // PACKET_BYTES, panels.local, *panels.peers, rank, chunk, gathered)
-            ways = total.fix((*summing, *waits)), ready.fix((panels.local, gathered, rank, *waits))
-            yield _Part(row, rows, shares, chunk, gathered, slots, sums, slot, *ways)
-            slots = sums + (1 if pulled else world_size) * slot
-
-    def _bind_tail(self, problem: Problem, config: Config, workspace: Workspace) -> _Tail:
-        row, rows = _parts_of(problem, config)[-1]
-        reducing = usual_reduction(problem, rows, host=workspace.device.type == "cpu")
-        fused = adds_bias(problem, str(reducing["algorithm"]))
-        return _Tail(row, rows, bind_reduction(problem, reducing, workspace, rows), fused)
-
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        panels = workspace.panels(problem.mode, self._room(problem, config))
-        copies, streams = copies_of(workspace, problem.mode), int(config["num_streams"])
-        return _Job(
-            problem=problem,
-            rank=workspace.rank,
-            copies=copies,
-            multiply=bind_product(problem),
-            begin=bind_begin(problem, workspace, panels),
-            local=panels.local,
-            peers=panels.peers[: problem.world_size - 1],
-            parts=tuple(self._bind_parts(problem, config, workspace, panels)),
-            tail=self._bind_tail(problem, config, workspace),
-            pulled=config["gather"] == "pull",
-            pushing=copies.streams[:streams],
-            gathering=copies.streams[streams : 2 * streams],
-            aside=copies.streams[2 * streams],
-            summing=copies.streams[2 * streams + 1] if config["gemm_streams"] == 2 else 0,
-        )
+        return _Launch(self, problem, config, workspace)
 
 
 CHUNKED = Chunked().register()

@@ -1,4 +1,4 @@
-"""What kernels of fused GEMMs do with their panels: begin a call, announce chunks, wait for them, count blocks.
+"""Panels of fused GEMMs: how a call begins, and how chunks are announced, waited for, counted and sent.
 
 Flags hold the number of the call that raised them, which only grows, so nothing is reset, and graphs can be replayed.
 The layout and the rule by which calls share panels are in `symm.layout`.
@@ -7,11 +7,13 @@ The layout and the rule by which calls share panels are in `symm.layout`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
+from tunedcomm.kernels.common.copies import Copies
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     arrive,
@@ -28,10 +30,9 @@ from tunedcomm.symm import layout
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Panels, Workspace
 
-__all__ = ["begin_panels_kernel", "begin_request", "bind_begin"]
-
 CHUNKS = tl.constexpr(layout.PANEL_CHUNKS)
-_COUNTERS = tl.constexpr(layout.PANEL_COUNTERS_OFFSET)
+COUNTERS = tl.constexpr(layout.PANEL_COUNTERS_OFFSET)
+DATA = tl.constexpr(layout.PANEL_DATA)
 _NUMBER = tl.constexpr(layout.PANEL_NUMBER_OFFSET)
 _RANKS = tl.constexpr(layout.MAX_WORLD_SIZE)
 
@@ -99,7 +100,7 @@ def is_last(panels, counter, count):
     """
     if not INTERPRET:
         tl.debug_barrier()  # all threads of the block have stored
-    place = (panels + _COUNTERS + counter * 8).to(tl.pointer_type(tl.int64))
+    place = (panels + COUNTERS + counter * 8).to(tl.pointer_type(tl.int64))
     last = tl.atomic_add(place, 1, sem="acq_rel", scope="sys") == count - 1
     if last:
         tl.store(place, tl.num_programs(0) * 0)
@@ -117,3 +118,28 @@ def bind_begin(problem: Problem, workspace: Workspace, panels: Panels) -> Callab
     kernel = bind_kernel(begin_request(problem.world_size), 1, workspace.device)
     waits = (workspace.timeout_ns, workspace.status_argument(problem))
     return kernel.fix((lane.local, *lane.peers, workspace.rank, *waits, panels.local))
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Puts chunks into peers' panels by copy engines, each followed by its flag.
+
+    A flag is a copy too, of the call's number, from this rank's panels into the peer's: it follows its chunk on the
+    same stream, so the chunk is there when the flag is. No SM takes part. The number is read where the device keeps it,
+    so graphs can be replayed.
+
+    Attributes:
+        rank, local: this rank, and the address of its panels.
+    """
+
+    copies: Copies
+    rank: int
+    local: int
+
+    def send(self, stream: int, peer: int, chunk: int, *moves: tuple[int, int, int]) -> None:
+        """Queue copies (offset in the panels at address `peer`, source, bytes), then the flag of this rank's chunk."""
+        for offset, source, nbytes in moves:
+            if nbytes:
+                self.copies.copy(stream, peer + offset, source, nbytes)
+        flag = (self.rank * layout.PANEL_CHUNKS + chunk) * 8
+        self.copies.copy(stream, peer + flag, self.local + layout.PANEL_NUMBER_OFFSET, 8)

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -57,6 +57,9 @@ from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, m
 from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, rows_of
 from tunedcomm.kernels.gemm.panels import (
+    COUNTERS,
+    DATA,
+    Sender,
     announce,
     announce_to,
     await_chunk_of_all,
@@ -77,14 +80,11 @@ from tunedcomm.kernels.gemm.variant import (
 )
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Numerics, Problem
-from tunedcomm.symm import layout
-from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_COUNTERS_OFFSET, PANEL_DATA, PANEL_NUMBER_OFFSET
+from tunedcomm.symm.layout import PANEL_COUNTERS_OFFSET, PANEL_DATA
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Panels, Workspace
 
-DATA = tl.constexpr(layout.PANEL_DATA)
-COUNTERS = tl.constexpr(layout.PANEL_COUNTERS_OFFSET)
 _STAGES = tl.constexpr(3)  # partial results on their way from panels at once
 
 
@@ -653,19 +653,6 @@ class Multimem(ScatterVariant):
 _BEGUN, _DONE = 0, 1  # events: the begin on the caller's stream; then one a side stream at its end
 
 
-@dataclass(frozen=True, slots=True)
-class _Push:
-    """A chunk on its way: the counter that says that it is there, of how many tiles, and what is copied where."""
-
-    side: int
-    counter: int
-    tiles: int
-    target: int
-    source: int
-    nbytes: int
-    flag: int
-
-
 class CopyEngine(ScatterVariant):
     name = "copy_engine"
     summary = "one persistent GEMM; copy engines take its chunks to their owners, its last tiles take the sums"
@@ -682,24 +669,24 @@ class CopyEngine(ScatterVariant):
             return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
         return None
 
-    def _pushes(self, problem: Problem, config: Config, panels: Panels, rank: int) -> Iterable[_Push]:
-        """Every chunk of other ranks' shards, in the order in which they are finished."""
-        world_size, rows, n, slot = problem.world_size, rows_of(problem), problem.shape[1], slot_bytes(problem)
-        block_m, chunks = int(config["block_m"]), int(config["chunks"])
+    def _chunks(self, problem: Problem, config: Config) -> Iterable[tuple[int, int, int, int, int]]:
+        """Every chunk of other ranks' shards, in the order in which they are finished.
+
+        Each is (ranks from this one to its owner, less one; chunk; tiles; offset in a slot; bytes).
+        """
+        rows, n, block_m = rows_of(problem), problem.shape[1], int(config["block_m"])
         columns, row_bytes = -(-n // int(config["block_n"])), n * out_itemsize(problem)
         tile_rows = -(-rows // block_m)
-        span = -(-tile_rows // chunks) * block_m
-        for step in range(world_size - 1):
-            for chunk in range(chunks):
+        span = -(-tile_rows // int(config["chunks"])) * block_m
+        for step in range(problem.world_size - 1):
+            for chunk in range(int(config["chunks"])):
                 first, last = chunk * span, min((chunk + 1) * span, rows)
-                yield _Push(
-                    side=step % int(config["num_streams"]),
-                    counter=panels.local + PANEL_COUNTERS_OFFSET + (step * chunks + chunk) * 8,
-                    tiles=-(-(last - first) // block_m) * columns,
-                    target=panels.peers[step] + PANEL_DATA + rank * slot + first * row_bytes,
-                    source=panels.data + (world_size + step) * slot + first * row_bytes,
-                    nbytes=(last - first) * row_bytes,
-                    flag=panels.peers[step] + (rank * PANEL_CHUNKS + chunk) * 8,
+                yield (
+                    step,
+                    chunk,
+                    -(-(last - first) // block_m) * columns,
+                    first * row_bytes,
+                    (last - first) * row_bytes,
                 )
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -707,8 +694,19 @@ class CopyEngine(ScatterVariant):
         copies = copies_of(workspace, problem.mode)
         begin = self.bind_begin(problem, workspace, panels)
         gemm = self.bind_gemm(problem, config, workspace, panels, num_varying=7)
-        pushes = tuple(self._pushes(problem, config, panels, workspace.rank))
-        sides, number = copies.streams[: int(config["num_streams"])], panels.local + PANEL_NUMBER_OFFSET
+        sides, sender = copies.streams[: int(config["num_streams"])], Sender(copies, workspace.rank, panels.local)
+        slot, counters = slot_bytes(problem), panels.local + PANEL_COUNTERS_OFFSET
+        pushes = [
+            (
+                sides[step % len(sides)], tiles, panels.peers[step], chunk,
+                (
+                    PANEL_DATA + workspace.rank * slot + offset,
+                    panels.data + (problem.world_size + step) * slot + offset,
+                    nbytes,
+                ),
+            )
+            for step, chunk, tiles, offset, nbytes in self._chunks(problem, config)
+        ]  # fmt: skip
         shard = num_tiles(rows_of(problem), problem, config)
         foreign, tiles = (problem.world_size - 1) * shard, problem.world_size * shard
         at_once = workspace.device.type == "cuda"
@@ -720,15 +718,13 @@ class CopyEngine(ScatterVariant):
             gemm(stream, *given, 0, tiles if at_once else foreign)
             for side in sides:
                 copies.wait(side, _BEGUN)
-            for push in pushes:
-                side = sides[push.side]
-                copies.await_count(side, push.counter, push.tiles)
-                copies.copy(side, push.target, push.source, push.nbytes)
-                copies.copy(side, push.flag, number, 8)
+            for number, (side, tiles_of_chunk, peer, chunk, move) in enumerate(pushes):
+                copies.await_count(side, counters + 8 * number, tiles_of_chunk)
+                sender.send(side, peer, chunk, move)
             for index, side in enumerate(sides[1:], 1):
                 copies.record(_DONE + index, side)
                 copies.wait(sides[0], _DONE + index)
-            copies.clear(sides[0], panels.local + PANEL_COUNTERS_OFFSET, 2 * len(pushes))
+            copies.clear(sides[0], counters, 2 * len(pushes))
             copies.record(_DONE, sides[0])
             copies.wait(stream, _DONE)
             if not at_once:

@@ -34,6 +34,8 @@ from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import VariantBase
 from tunedcomm.kernels.gemm.op import operands_of, out_itemsize, product, ready_to_cut, rows_of, wanted_of
 from tunedcomm.kernels.gemm.panels import (
+    DATA,
+    Sender,
     announce_to,
     await_chunk_of_all,
     begin_panels_kernel,
@@ -45,15 +47,13 @@ from tunedcomm.kernels.gemm.panels import (
 from tunedcomm.kernels.gemm.rs import refuse_scatter, slot_bytes, whole_packets
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
-from tunedcomm.symm import layout
-from tunedcomm.symm.layout import PANEL_CHUNKS, PANEL_DATA, PANEL_NUMBER_OFFSET
+from tunedcomm.symm.layout import PANEL_DATA
 
 if TYPE_CHECKING:
     import torch
 
     from tunedcomm.symm.workspace import Panels, Workspace
 
-_DATA = tl.constexpr(layout.PANEL_DATA)
 # Events: the caller's stream at the begin, a part's product, the second stream of GEMMs; side streams from _DONE on.
 _HERE, _MADE, _BESIDE, _DONE = range(4)
 _PUSH_WARPS = 16
@@ -95,7 +95,7 @@ def sum_slots_kernel(
             here = packet < end
             words = ()
             for i in tl.static_range(WORLD_SIZE):
-                words = words + load_packets(panels + _DATA + i * slot_bytes + packet * 16, here)
+                words = words + load_packets(panels + DATA + i * slot_bytes + packet * 16, here)
             s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
             write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
 
@@ -192,24 +192,18 @@ class Chunked(VariantBase):
     ) -> Callable[[int, int, int, int, int], Callable[[int], None]]:
         """`(step, chunk, source, offset in a slot, bytes)` to what queues that push on a stream."""
         rank, own_slot = workspace.rank, PANEL_DATA + workspace.rank * slot_bytes(problem)
+        sender = Sender(copies, rank, panels.local)
         kernel = None
         if config["transport"] == "sm":
             kernel = bind_kernel(_PUSH_REQUEST, int(config["push_blocks"]), workspace.device)
 
         def push(step: int, chunk: int, source: int, offset: int, nbytes: int) -> Callable[[int], None]:
             owner = panels.peers[step]
-            target = owner + own_slot + offset
-            if kernel is not None:
-                counter = step * int(config["chunks"]) + chunk
-                packets = -(-nbytes // PACKET_BYTES)
-                return kernel.fix((source, target, packets, panels.local, owner, rank, chunk, counter))
-            flag, number = owner + (rank * PANEL_CHUNKS + chunk) * 8, panels.local + PANEL_NUMBER_OFFSET
-
-            def queue(stream: int) -> None:
-                copies.copy(stream, target, source, nbytes)
-                copies.copy(stream, flag, number, 8)
-
-            return queue
+            if kernel is None:
+                return lambda stream: sender.send(stream, owner, chunk, (own_slot + offset, source, nbytes))
+            counter, target = step * int(config["chunks"]) + chunk, owner + own_slot + offset
+            packets = -(-nbytes // PACKET_BYTES)
+            return kernel.fix((source, target, packets, panels.local, owner, rank, chunk, counter))
 
         return push
 
