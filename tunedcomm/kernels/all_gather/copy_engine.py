@@ -53,7 +53,7 @@ def flags_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, WO
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """What a launch needs besides the tensors' addresses.
+    """A launch, but for the tensors' addresses.
 
     Attributes:
         flags: launches the flag kernel on a stream.
@@ -83,12 +83,12 @@ class CopyJob:
         return (self.rank + 1 + step) % (len(self.peers) + 1)
 
     def extent(self, c: int) -> tuple[int, int]:
-        """Where chunk `c` begins, and its size."""
+        """(start, bytes) of chunk `c`."""
         start = c * self.chunk
         return start, min(self.chunk, self.nbytes - start)
 
     def place(self, slot: int, c: int) -> int:
-        """Where in a slot of the area chunk `c` goes; slot i of a rank is that of the peer i + 1 after it."""
+        """Offset of chunk `c` in the area; slot i of a rank is that of the peer i + 1 after it."""
         ring = min(self.num_chunks, RING)
         return (slot * ring + c % ring) * self.chunk
 
@@ -119,7 +119,7 @@ class CopyJob:
         self.copies.record(_TAKEN + c % 2, self._aside)
 
     def push(self, stream: int, x: int, out: int) -> None:
-        """See the module's text."""
+        """Push to `out`; the module's text says why in this order."""
         copies = self.copies
         self._fork(stream, sends=False, takes=True)
         copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
@@ -139,7 +139,7 @@ class CopyJob:
         copies.wait(stream, _TAKEN + (self.num_chunks - 1) % 2)
 
     def pull(self, stream: int, x: int, out: int, sources: tuple[int, ...] | None = None) -> None:
-        """See the module's text; `sources` are the peers' addresses of a symmetric input."""
+        """Pull to `out`, from `sources`, the peers' addresses of a symmetric input, or from their scatter areas."""
         copies = self.copies
         self._fork(stream, sends=False, takes=True)
         copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
@@ -205,7 +205,7 @@ class CopyEngine(AllGatherVariant):
         return refuse_staging(problem, limits, chunk_bytes=chunk, num_chunks=num_chunks, slots=slots)
 
     def refuse_pull(self, problem: Problem, limits: Limits) -> str | None:
-        """Why inputs cannot be pulled, or None."""
+        """Return why inputs cannot be pulled, or None."""
         if problem.input_kind == "plain" and problem.nbytes > limits.staging_bytes:
             return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
         return None

@@ -1,23 +1,16 @@
 """lamport: one-shot push without flags; data announce themselves. Best at small sizes.
 
-As all_reduce's `lamport`, on the same two stages: a rank pushes its packets into its slot of every peer's stage, polls
-its own stage until no word is the sentinel, and writes the sentinel back at once. Every bit of a payload counts here,
-so sentinel words travel as escapes (see `packets`): behind the slots of packets lies an area with one remark word a
-packet, which is written, polled and cleared only for packets that hold an escape.
-
-Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
-packets (at least one, for no call is empty), which this rank sends only after its own call k has ended (stream order),
-clears included.
+The protocol of all_reduce's `lamport`, with its two stages and its proof: a rank pushes its packets into its slot of
+every peer's stage, polls its own stage until no word is the sentinel, and writes the sentinel back at once. No call is
+empty, so every peer is sent at least one packet. Every bit of a payload counts here, so sentinel words travel as
+escapes (see `packets`): behind the slots of packets lies an area with one remark word a packet, which is written,
+polled and cleared only for packets that hold an escape.
 
 Why any mix of sizes, and of ops, is right: what a call polls is what it clears, remarks too, and it polls all that is
 sent to it. So every stage holds nothing but sentinels when a call ends, wherever the next one puts its slots.
 
-Programmatic dependent launch lets the next kernel's blocks take their places while this one still polls; the kernel
-touches nothing before `gdc_wait`, which returns when the kernel before has ended and its writes are visible.
-
 Numerics: ordered (nothing is computed). Graph-safe: the call counter lives in the lane.
-Source: the protocol of TensorRT-LLM's and FlashInfer's low-latency collectives (after L. Lamport's flagless
-synchronisation), redesigned for Triton and for payloads whose every bit counts.
+Source: as `all_reduce`'s `lamport`, for payloads whose every bit counts.
 """
 
 from __future__ import annotations

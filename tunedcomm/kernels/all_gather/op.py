@@ -85,7 +85,7 @@ class AllGatherVariant(MoveVariant):
     op = "all_gather"
 
     def refuse_items(self, problem: Problem, config: Config) -> str | None:
-        """Why a thread cannot hold the packets of all ranks that `config` gives it at once, or None."""
+        """Return why a thread cannot hold the packets of all ranks that `config` gives it at once, or None."""
         packets, threads = int(config["items"]) * problem.world_size, 32 * int(config["num_warps"])
         if packets > _MOST_PACKETS or packets * threads > _MOST_PACKETS_A_BLOCK:
             return f"{packets} packets in each of {threads} threads at once spill registers"

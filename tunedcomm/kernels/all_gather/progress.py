@@ -48,17 +48,6 @@ if TYPE_CHECKING:  # readers of databases import kernels and shall not wait for 
     from tunedcomm.symm.buffer import SymmetricBuffer
     from tunedcomm.symm.workspace import Workspace
 
-__all__ = [
-    "AREA_BYTES",
-    "MAX_CHUNKS",
-    "Sender",
-    "begin_kernel",
-    "compile_requests",
-    "end_kernel",
-    "progress_kernel",
-    "wait_chunk",
-]
-
 MAX_CHUNKS = 64
 # An area: flags [rank, chunk], counters [own or pushed, chunk], the number of the last gather; 8 bytes each.
 _COUNTERS = tl.constexpr(MAX_WORLD_SIZE * MAX_CHUNKS * 8)
@@ -76,7 +65,7 @@ def wait_chunk(flags, source, chunk, timeout_ns, status):
     """Wait until chunk `chunk` of rank `source` is in this rank's output; then its bytes may be read.
 
     For kernels of any op, as a block: all threads come here, and all may read afterwards. Reads by TMA need a proxy
-    fence in between. The wait is bounded like every other (see `_sync`).
+    fence in between. The wait is bounded like every other (see `common.sync`).
 
     Args:
         flags, timeout_ns, status: the handle's `kernel_arguments`.
@@ -192,7 +181,7 @@ class Sender:
         return self._areas.addresses[self._areas.rank] + LANES.index(mode) * AREA_BYTES
 
     def status(self, mode: Mode) -> int:
-        """What kernels take as `status`."""
+        """The kernels' argument `status`."""
         return self.workspace.status_argument(Problem("all_gather", (0,), "uint8", 2, reduction="", mode=mode))
 
     def prepare(self, num_blocks: int) -> None:

@@ -26,11 +26,12 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_gather.op import AllGatherVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, reading_wish
+from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.kernels.common.variant import PullVariant
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def pull_kernel(
     write_counter(local, epoch + 1 + ends, EPOCH_OFFSET)
 
 
-class Pull(AllGatherVariant):
+class Pull(PullVariant, AllGatherVariant):
     name = "pull"
     summary = "every rank reads all inputs, from staging or, where they are symmetric, from where they lie"
     kernels = (pull_kernel,)
@@ -108,17 +109,11 @@ class Pull(AllGatherVariant):
             return f"{config['num_blocks']} blocks leave the links idle at {packets} packets"
         return blocks_and_threads(config, limits, packets, most_rounds=64 if packets <= 1 << 17 else 1 << 16)
 
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return reading_wish(packets_of(problem.nbytes), 132, limits)
-
-    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
-
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         layout = workspace.layout
         if problem.input_kind == "symmetric" or packets_of(problem.nbytes) * 16 > layout.one_shot_bytes:
             return layout.scatter, 0, 1
-        return layout.one_shot, layout.one_shot_bytes, 0
+        return *super().arguments(problem, config, workspace), 0
 
 
 PULL = Pull().register()

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import READING_SPACE, blocks_and_threads, reading_wish, refuse_one_shot
+from tunedcomm.kernels.common.feasibility import READING_SPACE, blocks_and_threads, refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -36,7 +36,8 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Config, Value
+from tunedcomm.kernels.common.variant import PullVariant
+from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 
 
@@ -88,12 +89,12 @@ def one_shot_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-class OneShot(AllReduceVariant):
+class OneShot(PullVariant, AllReduceVariant):
     name = "one_shot"
     summary = "every rank reads all inputs and sums them; one exchange of flags"
     kernels = (one_shot_kernel,)
-    areas = ("one_shot", "one_shot_bytes")
     space = READING_SPACE
+    most_blocks = 64
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (
@@ -101,13 +102,6 @@ class OneShot(AllReduceVariant):
             or refuse_one_shot(problem, limits)
             or blocks_and_threads(config, limits, packets_of(problem.nbytes), most_rounds=8)
         )
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return reading_wish(packets_of(problem.nbytes), 64, limits)
-
-    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        symmetric = problem.input_kind == "symmetric" and not problem.in_place
-        return {**super().constants(problem, config), "SYMMETRIC": symmetric}
 
 
 ONE_SHOT = OneShot().register()

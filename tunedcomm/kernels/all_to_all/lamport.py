@@ -1,19 +1,13 @@
 """lamport: all_to_all without flags; every rank pushes each peer its chunk, and data announce themselves.
 
-Two stages take turns (call k uses stage k mod 2), each filled with the sentinel before use. A rank pushes the packets
-of chunk j, escaped, into its slot of rank j's stage, polls its own stage until no word is the sentinel, writes the
-sentinel back at once, restores what was escaped and writes the result. Remarks lie behind the slots, a word for each
-packet. The own chunk is copied straight.
-
-Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
-packets, which this rank sends only after its own call k has ended (stream order), clears included.
+The protocol of all_reduce's `lamport`, with its two stages and its proof: a rank pushes the packets of chunk j, escaped
+(see `packets`), into its slot of rank j's stage, polls its own stage until no word is the sentinel, writes the sentinel
+back at once, restores what was escaped and writes the result. Remarks lie behind the slots, a word for each packet. The
+own chunk is copied straight.
 
 Why any mix of sizes and ops is right: a remark is sent exactly where a packet travels with an ESCAPE, and polled and
 cleared exactly where such a packet arrives; so what a call is sent is what it polls and clears, and every stage is
 clean when a call ends. No chunk is empty, so every peer is sent at least one packet and waited for.
-
-Programmatic dependent launch lets the next kernel's blocks take their places while this one still polls; the kernel
-touches nothing before `gdc_wait`, which returns when the kernel before has ended and its writes are visible.
 
 Numerics: ordered (bits are moved). Graph-safe: the call counter lives in the lane.
 Source: as `all_reduce`'s `lamport`, without a sum and with escapes.

@@ -16,21 +16,17 @@ Source: own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_to_all.op import AllToAllVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, reading_wish
+from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.kernels.common.variant import PullVariant
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -93,7 +89,7 @@ def pull_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-class Pull(AllToAllVariant):
+class Pull(PullVariant, AllToAllVariant):
     name = "pull"
     summary = "every rank reads its chunk from each peer; best where peers can address the input"
     kernels = (pull_kernel,)
@@ -115,15 +111,6 @@ class Pull(AllToAllVariant):
         if not symmetric and needed > limits.one_shot_bytes:
             return f"{needed} bytes for the peers exceed the one-shot area of {limits.one_shot_bytes} bytes"
         return blocks_and_threads(config, limits, packets, most_rounds=256 if symmetric else 8)
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return reading_wish(packets_of(problem.nbytes), 132, limits)
-
-    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
 
 
 PULL = Pull().register()

@@ -29,6 +29,7 @@ from tunedcomm.kernels.common.feasibility import (
     closest,
     grid_rounds,
     lamport_wish,
+    reading_wish,
     refuse_kernels,
     refuse_launch_pdl,
     refuse_stage,
@@ -226,6 +227,24 @@ class LamportVariant(KernelVariant):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return lamport_wish(self.work_packets(problem), limits)
+
+
+class PullVariant(KernelVariant):
+    """Every rank reads its peers' inputs, or the copies in their one-shot areas where inputs are plain.
+
+    Attributes:
+        most_blocks: blocks to try first, at most.
+    """
+
+    areas = ("one_shot", "one_shot_bytes")
+    most_blocks = 132
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return reading_wish(self.work_packets(problem), self.most_blocks, limits)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        symmetric = problem.input_kind == "symmetric" and not problem.in_place
+        return {**super().constants(problem, config), "SYMMETRIC": symmetric}
 
 
 def _never_infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:

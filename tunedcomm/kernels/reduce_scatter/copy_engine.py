@@ -97,7 +97,7 @@ def end_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, num_
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a launch needs besides the tensors' addresses.
+    """A launch, but for the tensors' addresses.
 
     Attributes:
         sums: launches kernel c, `(stream, input, output)`, for each piece.
@@ -141,7 +141,7 @@ class _Job:
                 self.copies.record(self._event(c, number), side)
 
     def run(self, stream: int, x: int, out: int) -> None:
-        """See the module's text."""
+        """Push and sum all pieces; the module's text says why in this order."""
         self._push(range(_AHEAD), x, stream)
         for c, launch in enumerate(self.sums):
             for number in range(self.num_streams):

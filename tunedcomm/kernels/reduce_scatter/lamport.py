@@ -1,23 +1,13 @@
 """lamport: every rank pushes its chunks to their owners without flags; packets announce themselves.
 
-Two stages take turns (call k uses stage k mod 2), each filled with the sentinel before use. A rank pushes chunk j of
-its input into its slot of rank j's stage, polls its own stage until no word is the sentinel, writes the sentinel back
-at once and sums in rank order with its own chunk, which never leaves.
-
-Why two stages are enough: a peer writes stage k again in its call k + 2. In call k + 1 it waited for this rank's
-packets, which this rank sends only after its own call k has ended (stream order), clears included. There is at least
-one packet for every peer, for a chunk is not empty.
-
-Why any mix of sizes and ops is right: what a call polls is what it clears, so every stage is clean when a call ends.
+The protocol of all_reduce's `lamport`, with its two stages and its proof: a rank pushes chunk j of its input into its
+slot of rank j's stage, polls its own stage until no word is the sentinel, writes the sentinel back at once and sums in
+rank order with its own chunk, which never leaves. A chunk is not empty, so every peer is sent at least one packet.
 
 A word that is the sentinel travels as +0.0, which changes no sum that starts from +0.0.
 
-Programmatic dependent launch lets the next kernel's blocks take their places while this one still polls; the kernel
-touches nothing before `gdc_wait`, which returns when the kernel before has ended and its writes are visible.
-
 Numerics: ordered. Graph-safe: the call counter lives in the lane.
-Source: the packets of TensorRT-LLM's and FlashInfer's low-latency all-reduce (after L. Lamport's flagless
-synchronisation), in the first half of a two-shot.
+Source: as `all_reduce`'s `lamport`; the first half of a two-shot.
 """
 
 from __future__ import annotations

@@ -14,12 +14,10 @@ Source: the pull scheme of the one-shot all_reduce, of which each rank needs a p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, reading_wish
+from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -39,12 +37,10 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.common.variant import PullVariant
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -109,7 +105,7 @@ def one_shot_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-class OneShot(ReduceScatterVariant):
+class OneShot(PullVariant, ReduceScatterVariant):
     name = "one_shot"
     summary = "every rank reads its chunk of all inputs and sums; one exchange of flags"
     kernels = (one_shot_kernel,)
@@ -129,15 +125,6 @@ class OneShot(ReduceScatterVariant):
         if not symmetric and needed > limits.one_shot_bytes:
             return f"{problem.world_size} chunks take {needed} bytes; the one-shot area has {limits.one_shot_bytes}"
         return blocks_and_threads(config, limits, packets, most_rounds=1 << 16 if symmetric else 8)
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return reading_wish(packets_of(problem.nbytes), 132, limits)
-
-    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "SYMMETRIC": problem.input_kind == "symmetric"}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.one_shot, workspace.layout.one_shot_bytes
 
 
 ONE_SHOT = OneShot().register()

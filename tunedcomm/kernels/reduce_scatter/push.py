@@ -168,7 +168,7 @@ class Push(ReduceScatterVariant):
         return int(config["num_blocks"]) // (2 if config["split"] else 1)
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        """How often a lane goes round."""
+        """Rounds of a lane."""
         return super().num_rounds(problem, {**config, "num_blocks": max(self.lanes(config), 1)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
