@@ -12,7 +12,7 @@ from cases import Case, same_bits
 from dispatch_table import LARGE, MIDDLE, SMALL, inputs_of, problem, ran, run_on_table, run_with_table
 
 import tunedcomm
-from tunedcomm.db.miss_log import Miss, read
+from tunedcomm.db.misses import Miss, read
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Problem

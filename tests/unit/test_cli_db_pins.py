@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.db.pins import pinnable
+from tunedcomm.db.maintenance import pinnable
 from tunedcomm.db.records import PinRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for

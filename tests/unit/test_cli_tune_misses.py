@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main, options, tune
-from tunedcomm.db.miss_log import Miss, append, read
+from tunedcomm.db.misses import Miss, append, read
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for

@@ -9,7 +9,7 @@ from pathlib import Path
 from db_samples import H200, OLDER, candidate, decide, problem, trial
 from transfer_samples import H100, SIZES, snapshot_of, store, sweep
 
-from tunedcomm.db.answers import answers, measured, newest_variants
+from tunedcomm.db.diff import answers, measured, newest_variants
 from tunedcomm.db.store import Database
 
 

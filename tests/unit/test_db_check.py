@@ -18,10 +18,8 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.db.check import check_database
-from tunedcomm.db.findings import Finding
 from tunedcomm.db.layers import packaged_databases
-from tunedcomm.db.prune import Selection, prune
+from tunedcomm.db.maintenance import Finding, Selection, check_database, prune
 from tunedcomm.db.records import TrialRecord, config_digest
 from tunedcomm.db.schema import VERSION_TABLE
 from tunedcomm.db.store import Database

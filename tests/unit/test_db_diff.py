@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from tunedcomm.cli import main
 from tunedcomm.db.diff import Difference, diff_databases
-from tunedcomm.db.export import export_database
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import import_databases, merge_databases
+from tunedcomm.db.transfer import export_database, import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError
 
 

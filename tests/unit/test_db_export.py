@@ -14,9 +14,9 @@ from db_samples import H200, OLDER, candidate, decide, problem, trial
 from transfer_samples import SIZES, config, everything, in_words, snapshot_of, store, sweep
 
 from tunedcomm.cli.explain import _stored_reasons
-from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
+from tunedcomm.db.transfer import export_database
 from tunedcomm.errors import (
     DatabaseAccessError,
     DatabaseAwayError,
@@ -388,6 +388,6 @@ def test_a_directory_that_cannot_be_written_is_named(
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, tunedcomm.db.export; print(sorted({'torch', 'triton', 'optuna'} & set(sys.modules)))"
+    code = "import sys, tunedcomm.db.transfer; print(sorted({'torch', 'triton', 'optuna'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from tunedcomm import settings
 from tunedcomm.cli import main
-from tunedcomm.db.export import Form, cluster_file, export_database, path_setting
 from tunedcomm.db.layers import packaged_databases, site_databases
 from tunedcomm.db.manifest import manifest_path, verify_manifest
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import import_databases, merge_databases
+from tunedcomm.db.transfer import Form, cluster_file, export_database, import_databases, merge_databases, path_setting
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError
 
 

@@ -11,10 +11,10 @@ import pytest
 from db_samples import H200, candidate, problem, trial
 from transfer_samples import H100, store
 
-from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import packaged_databases
 from tunedcomm.db.nccl_csv import nccl_csv
 from tunedcomm.db.store import Database
+from tunedcomm.db.transfer import export_database
 from tunedcomm.errors import UnknownNameError
 
 COLLECTIVES = {"broadcast", "reduce", "allgather", "reducescatter", "allreduce"}

@@ -21,7 +21,7 @@ from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.cli.db import parse_age
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.prune import FAILURES, Pruned, Selection, prune
+from tunedcomm.db.maintenance import FAILURES, Pruned, Selection, prune
 from tunedcomm.db.records import FAILED, STATUSES, TrialRecord
 from tunedcomm.db.store import Database
 from tunedcomm.selection.snapshot import Snapshot
@@ -270,7 +270,7 @@ def test_dry_run_needs_no_right_to_write(tmp_path: Path) -> None:
 
 def test_reader_keeps_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside one that reads the file cannot be compacted, which is said; the next time it is."""
-    monkeypatch.setattr("tunedcomm.db.prune._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tunedcomm.db.maintenance.BUSY_TIMEOUT_S", 0.2)
     path = make(tmp_path / "tuned.db", 5)
     with Database.open(path, readonly=True) as reader, reader.reading() as connection:
         count = connection.exec_driver_sql("SELECT count(*) FROM trial")

@@ -18,9 +18,8 @@ from transfer_samples import (
     store,
 )
 
-from tunedcomm.db.export import export_database
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import import_databases, merge_databases
+from tunedcomm.db.transfer import export_database, import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseError, DatabaseVersionError
 
 
@@ -144,14 +143,14 @@ def test_lines_of_a_later_version_are_refused(exported: list[str], tmp_path: Pat
     [
         ("UPDATE trial SET latency_p50_us = 'fast' WHERE id = 1", "trial 1: error is not a number: 'fast'"),
         ("UPDATE trial SET status = '''; DROP TABLE trial; --' WHERE id = 2", "trial 2: unknown status"),
-        ("UPDATE trial SET config = '{\"num_blocks\":8}' WHERE id = 1", "trial 1: config_digest is"),
+        ("UPDATE trial SET config = '{\"num_blocks\":8}' WHERE id = 1", "trial 1: its config_digest is"),
         ("UPDATE trial SET created_at = 'soon' WHERE id = 1", "trial 1: "),
         ("UPDATE trial SET samples = 99999999999 WHERE id = 1", "trial 1: samples is not an integer of 32 bits"),
         ("UPDATE trial SET variant_id = 99 WHERE id = 1", "trial 1: it refers to variant 99"),
         ("UPDATE trial SET run_id = 99 WHERE id = 1", "trial 1: it refers to run 99"),
         ("UPDATE environment SET gpu = 'another'", "environment 1: its digest is"),
         ("UPDATE problem SET shape = '77'", "problem 1: its digest is"),
-        ("DELETE FROM problem", "table trial: 2 rows refer to problems"),
+        ("DELETE FROM problem", "trial 1: it refers to problem 1"),
         ("UPDATE run SET seed = 'x'", "run 1: seed is not an integer"),
         ("UPDATE variant SET numerics = 'sloppy' WHERE id = 1", "variant 1: unknown numerics class"),
     ],

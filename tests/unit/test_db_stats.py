@@ -14,9 +14,9 @@ from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.cli.db import format_age
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
+from tunedcomm.db.maintenance import DatabaseStats, GroupStats, collect_stats
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.schema import HEAD
-from tunedcomm.db.stats import DatabaseStats, GroupStats, collect_stats
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of

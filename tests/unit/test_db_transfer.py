@@ -26,11 +26,9 @@ from transfer_samples import (
     write,
 )
 
-from tunedcomm.db.answers import newest_variants
-from tunedcomm.db.diff import diff_databases
-from tunedcomm.db.export import export_database
+from tunedcomm.db.diff import diff_databases, newest_variants
 from tunedcomm.db.store import Database
-from tunedcomm.db.transfer import import_databases, merge_databases
+from tunedcomm.db.transfer import export_database, import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError
 
 EXAMPLES = int(os.environ.get("TUNEDCOMM_TEST_EXAMPLES", "8"))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from db_samples import H200, START, problem
 
-from tunedcomm.db import engine, miss_log
-from tunedcomm.db.miss_log import Miss, append, compact, log_path, read
+from tunedcomm.db import engine
+from tunedcomm.db import misses as miss_log
+from tunedcomm.db.misses import Miss, append, compact, log_path, read
 from tunedcomm.spec import Problem
 
 

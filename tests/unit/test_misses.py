@@ -16,7 +16,7 @@ import pytest
 from db_samples import H200
 
 from tunedcomm import kernels, spec
-from tunedcomm.db.miss_log import read
+from tunedcomm.db.misses import read
 from tunedcomm.dispatch import dispatcher, misses
 from tunedcomm.dispatch.communicator import limits_for, release_communicators
 from tunedcomm.dispatch.dispatcher import decide, force, plan_for
@@ -237,7 +237,7 @@ def test_a_read_only_directory_costs_one_warning(
     def refuse(*_: object) -> int:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("tunedcomm.db.miss_log.os.open", refuse)
+    monkeypatch.setattr("tunedcomm.db.misses.os.open", refuse)
     for _ in range(2):
         call(UNTUNED)
         misses.flush()

@@ -11,10 +11,10 @@ import pytest
 
 from tunedcomm import kernels
 from tunedcomm.bench.csv import floor_us
-from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.db.transfer import export_database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.selection.snapshot import Snapshot

@@ -12,10 +12,10 @@ from typing import Any
 from db_samples import H200, NUMERICS, OLDER, START, candidate, problem, trial
 from hypothesis import strategies as st
 
-from tunedcomm.db.export import export_database
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import PinRecord, TrialRecord
 from tunedcomm.db.store import Database
+from tunedcomm.db.transfer import export_database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.snapshot import Snapshot
 

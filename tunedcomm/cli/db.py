@@ -56,9 +56,8 @@ from tunedcomm.spec import Mode, admits, format_shape, get_variant
 
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
-    from tunedcomm.db.prune import Pruned
+    from tunedcomm.db.maintenance import DatabaseStats, GroupStats, Pruned
     from tunedcomm.db.records import PinRecord, TrialRecord
-    from tunedcomm.db.stats import DatabaseStats, GroupStats
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Candidate, Limits, Problem, Variant
@@ -331,7 +330,7 @@ def db_pin(
         raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
     chosen = get_variant(options.problem().op, variant)
     from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.pins import pinnable
+    from tunedcomm.db.maintenance import pinnable
     from tunedcomm.db.store import Database
     from tunedcomm.dispatch.communicator import limits_for
 
@@ -462,7 +461,7 @@ def db_stats(
     Example: tunedcomm db stats --db cluster.db
     """
     from tunedcomm import kernels
-    from tunedcomm.db.stats import collect_stats
+    from tunedcomm.db.maintenance import collect_stats
     from tunedcomm.dispatch.dispatcher import source_hash_of
 
     kernels.discover()
@@ -559,8 +558,8 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     Example: tunedcomm db check --db cluster.db
     """
     from tunedcomm import kernels
-    from tunedcomm.db.check import check_database
     from tunedcomm.db.engine import parse_target
+    from tunedcomm.db.maintenance import check_database
     from tunedcomm.dispatch.dispatcher import source_hash_of
 
     kernels.discover()
@@ -636,7 +635,7 @@ def db_prune(
     """
     from tunedcomm import kernels
     from tunedcomm.db.layers import layers_beside, writable_database
-    from tunedcomm.db.prune import Selection, prune
+    from tunedcomm.db.maintenance import Selection, prune
     from tunedcomm.db.store import Database
     from tunedcomm.dispatch.dispatcher import source_hash_of
 

@@ -13,8 +13,7 @@ from tunedcomm.cli.output import emit, emit_json, environment_dict, format_bytes
 
 if TYPE_CHECKING:
     from tunedcomm.db.diff import Answer, Change, Comparison, Difference
-    from tunedcomm.db.export import Export
-    from tunedcomm.db.transfer import Transfer
+    from tunedcomm.db.transfer import Export, Transfer
 
 FileFormat: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
 _KINDS = {
@@ -70,8 +69,8 @@ def db_export(
 
     Example: tunedcomm db export --db tuned.db --db other-node.db cluster.db
     """
-    from tunedcomm.db.export import export_database
     from tunedcomm.db.layers import named_layers
+    from tunedcomm.db.transfer import export_database
 
     path = _checked(out, form, cluster, hardware, as_json=as_json)
     sources = [layer.target for target in db or (None,) for layer in named_layers(target)]
@@ -111,7 +110,7 @@ def _checked(
 
 
 def _cluster_file(cluster: str, out: str | None, form: FileFormat) -> Path:
-    from tunedcomm.db.export import cluster_file
+    from tunedcomm.db.transfer import cluster_file
 
     if form != "sqlite":
         raise typer.BadParameter("dispatch reads SQLite files only", param_hint="--format")
@@ -143,13 +142,13 @@ def _print_export(export: Export, cluster: str | None) -> None:
     emit(f"{read} trials in {len(export.sources)} database{plural}{twice}; {export.left_out} left out as not needed")
     emit(f"{export.path}: {format_bytes(export.num_bytes)}, SHA-256 {export.sha256}")
     if cluster is not None:
-        from tunedcomm.db.export import path_setting
+        from tunedcomm.db.transfer import path_setting
 
         emit(f"export {path_setting(export.path)}")
 
 
 def _export_to_dict(export: Export, cluster: str | None) -> dict[str, Any]:
-    from tunedcomm.db.export import path_setting
+    from tunedcomm.db.transfer import path_setting
 
     return {
         "path": str(export.path),

@@ -57,7 +57,7 @@ from tunedcomm.tuner.models import DEFAULT_TOKENS, Model, catalog, find_model, s
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tunedcomm.db.miss_log import HardKey, Miss
+    from tunedcomm.db.misses import HardKey, Miss
     from tunedcomm.hardware import Environment
     from tunedcomm.selection.snapshot import Snapshot
     from tunedcomm.spec import Limits
@@ -540,7 +540,7 @@ def _missed_problems(
         TuningError: this machine's GPUs cannot be found out.
     """
     from tunedcomm import kernels
-    from tunedcomm.db import miss_log
+    from tunedcomm.db import misses as miss_log
     from tunedcomm.dispatch.communicator import limits_for
 
     path = miss_log.log_path()
@@ -631,7 +631,7 @@ def _environment(backend: Backend) -> Environment:
 
 def _make_smaller(path: Path, tuned: Collection[tuple[HardKey, Problem]], skipped: int) -> None:
     """Take out what is tuned by now and what makes no sense; the log is as good without this."""
-    from tunedcomm.db import miss_log
+    from tunedcomm.db import misses as miss_log
 
     with contextlib.suppress(OSError):
         if tuned or skipped or path.stat().st_size > _LARGE_BYTES:

@@ -1,30 +1,146 @@
-"""What two databases answer differently, and what they hold that the other one does not."""
+"""What databases answer for the problems that they hold, and what two of them answer differently.
+
+A database is asked by itself, by selection without the kernels of this tunedcomm: every candidate counts as feasible,
+and of each variant the newest source that the database holds counts as current. So two databases can be compared on any
+machine, and one whose kernels have changed since still says what it said.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from sqlalchemy import func, select, true
+from sqlalchemy import String, func, select, true, type_coerce
 
-from tunedcomm.db.answers import Answers, answers, measured, newest_variants
-from tunedcomm.db.engine import make_engine
-from tunedcomm.db.merge import absorb
-from tunedcomm.db.records import PinRecord
+from tunedcomm.db import query
+from tunedcomm.db.copying import Source, absorb, as_sqlite
+from tunedcomm.db.engine import connected
+from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.migrate import create_file
+from tunedcomm.db.records import PinRecord, Reader, StoredVariant
 from tunedcomm.db.schema import TrialRow, VariantRow
 from tunedcomm.db.store import Database
-from tunedcomm.db.supply import Supply, fresh, supply
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
-from tunedcomm.spec import Candidate, Problem
-
-__all__ = ["Answer", "Change", "Comparison", "Difference", "PinChange", "Retired", "compare", "diff_databases"]
+from tunedcomm.selection.select import Catalog, Decision, choose
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Numerics, Problem
 
 Kind: TypeAlias = Literal["only before", "only after", "winner", "latency"]
-_TIMEOUT_S = 30.0
+# Sizes on either side of a problem that are looked at, where there are more.
+_NEIGHBOURS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a database answers on one kind of machine for one number of ranks.
+
+    Attributes:
+        snapshot: what it was decided from.
+        decisions: problems that have rows or pins to what runs.
+    """
+
+    snapshot: Snapshot
+    decisions: Mapping[Problem, Decision]
+
+    def row(self, problem: Problem) -> Row | None:
+        """The measurement that decided, None where there is none."""
+        decision = self.decisions[problem]
+        for row in self.snapshot.family_rows(problem):
+            if row.problem == problem and row.candidate == decision.candidate:
+                return row
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored(Catalog):
+    """The variants of a database: every candidate can run, and each variant's newest stored source is current."""
+
+    variants: Mapping[tuple[str, str], StoredVariant]
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        return None
+
+    def source_hash(self, op: str, variant: str) -> str | None:
+        return self.variants[op, variant].source_hash if (op, variant) in self.variants else None
+
+    def numerics(self, op: str, variant: str) -> Numerics:
+        # Of a variant that was never measured there are only pins, which a person made knowingly.
+        return self.variants[op, variant].numerics if (op, variant) in self.variants else "ordered"
+
+
+def answers(file: str | Path, environment: Environment, world_size: int) -> Answers:
+    """Decide every problem that the database holds for `world_size` ranks on machines like `environment`.
+
+    Raises:
+        DatabaseError: the database cannot be read.
+    """
+    snapshot = load_snapshot(environment, world_size, layers=[Layer("user", str(file))], strict=True)
+    catalog = _Stored(newest_variants(file))
+    problems = {row.problem for row in snapshot.rows} | {pin.problem for pin in snapshot.pins}
+
+    curves = _curves(problems)
+    decisions: dict[Problem, Decision] = {}
+    for problem in sorted(problems):
+        near = _near(snapshot, problem, curves[problem.family, problem.shape[1:]])
+        decision = choose(near, problem, catalog)
+        # Whatever was not measured itself may be answered from further away.
+        is_sure = near is snapshot or decision.source in ("exact", "pin")
+        decisions[problem] = decision if is_sure else choose(snapshot, problem, catalog)
+    return Answers(snapshot, decisions)
+
+
+def _curves(problems: Iterable[Problem]) -> dict[tuple[Problem, tuple[int, ...]], list[Problem]]:
+    """Problems that differ in their first extent alone, smallest first, by family and the other extents."""
+    found: dict[tuple[Problem, tuple[int, ...]], list[Problem]] = {}
+    for problem in sorted(problems, key=lambda problem: problem.nbytes):
+        found.setdefault((problem.family, problem.shape[1:]), []).append(problem)
+    return found
+
+
+def _near(snapshot: Snapshot, problem: Problem, curve: list[Problem]) -> Snapshot:
+    """The part of a snapshot that decides about a problem that it has rows of, for selection looks at whole families.
+
+    The neighbours break ties: the nearest two on either side that are of use, and these are among the nearest few.
+    """
+    if len(curve) <= 2 * _NEIGHBOURS:
+        return snapshot
+    place = curve.index(problem)
+    near = set(curve[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1])
+    return Snapshot(
+        environment=snapshot.environment,
+        world_size=snapshot.world_size,
+        rows=tuple(row for row in snapshot.family_rows(problem) if row.problem in near),
+        pins=tuple(pin for pin in snapshot.pins if pin.problem == problem),
+        failures=tuple(failure for failure in snapshot.failures if failure.problem.family == problem.family),
+    )
+
+
+def newest_variants(file: str | Path) -> dict[tuple[str, str], StoredVariant]:
+    """Of each op and variant the newest source that the database holds."""
+    with Database.open(file, readonly=True) as database, database.reading() as connection:
+        stored = query.load_variants(connection, Reader())
+    return {(variant.op, variant.name): variant for _, variant in sorted(stored.items())}
+
+
+def measured(file: str | Path) -> dict[Environment, frozenset[int]]:
+    """Environments with trials, the one measured last first, and the world sizes of the database."""
+    with Database.open(file, readonly=True) as database, database.reading() as connection:
+        environments = query.load_environments(connection, Reader())
+        # As it is stored: all times of one database are in one form.
+        last = type_coerce(func.max(TrialRow.created_at), String())
+        ids = connection.execute(select(TrialRow.environment_id, last).group_by(TrialRow.environment_id))
+        when = {int(row[0]): row[1] for row in ids if row[0] in environments and row[1] is not None}
+        problems = query.load_problems(connection, Reader())
+    world_sizes = frozenset(problem.world_size for problem in problems.values())
+    ordered = sorted(when, key=lambda id_: (when[id_], id_), reverse=True)
+    return {environments[id_]: world_sizes for id_ in ordered}
+
+
+# Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +283,8 @@ def diff_databases(before: str | Path, after: str | Path) -> Difference:
         DatabaseError: one of them cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="tunedcomm-diff.") as folder:
-        one, other = supply(before, Path(folder) / "before.db"), supply(after, Path(folder) / "after.db")
-        files = (_file(one), _file(other))
+        one, other = as_sqlite(before, Path(folder) / "before.db"), as_sqlite(after, Path(folder) / "after.db")
+        files = (one.path, other.path)
         held = (measured(files[0]), measured(files[1]))
         trials, known = _count_trials(one, other, Path(folder) / "union.db")
         return Difference(
@@ -199,11 +315,6 @@ def compare(before: Answers, after: Answers) -> Comparison:
             change for p in problems if (change := _change(p, _answer(before, p), _answer(after, p))) is not None
         ),
     )
-
-
-def _file(found: Supply) -> Path:
-    assert found.file.path is not None
-    return found.file.path
 
 
 def _comparisons(
@@ -265,15 +376,10 @@ def _differ(before: Answer, after: Answer) -> bool:
     return high > low * (1 + before.noise + after.noise)
 
 
-def _count_trials(one: Supply, other: Supply, scratch: Path) -> tuple[tuple[int, int], int]:
+def _count_trials(one: Source, other: Source, scratch: Path) -> tuple[tuple[int, int], int]:
     """How many trials each of them holds, and how many of the second one's the first one holds too."""
-    target = fresh(scratch)
-    engine = make_engine(target, readonly=False, immutable=False, busy_timeout_s=_TIMEOUT_S)
-    try:
-        with engine.connect() as connection:
-            first, second = absorb(connection, one.file), absorb(connection, other.file)
-    finally:
-        engine.dispose()
+    with connected(create_file(scratch)) as connection:
+        first, second = absorb(connection, one), absorb(connection, other)
     return (first.trials, second.trials), second.known
 
 

@@ -23,7 +23,7 @@ from tunedcomm.db.engine import (
     refuse_network,
     warn_once,
 )
-from tunedcomm.db.rows import Reader
+from tunedcomm.db.records import Reader
 from tunedcomm.db.snapshot import SnapshotBuilder
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError

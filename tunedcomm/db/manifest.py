@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunedcomm.db.merge import Absorbed
+from tunedcomm.db.copying import Absorbed
 from tunedcomm.db.schema import HEAD
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError
 from tunedcomm.version import VERSION
-
-__all__ = ["Manifest", "holdings", "manifest_path", "verify_manifest"]
 
 _FORMAT = "tunedcomm-manifest"
 _VERSION = 1

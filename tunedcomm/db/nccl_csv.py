@@ -26,13 +26,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunedcomm.db.answers import Answers, answers, measured
+from tunedcomm.db.diff import Answers, answers, measured
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Decision
 from tunedcomm.spec import Problem
-
-__all__ = ["COLUMNS", "FIRST_LINE", "nccl_csv"]
 
 FIRST_LINE = "# tunedcomm nccl-csv 1"
 COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, String, Table, func, select, type_coerce
 
-from tunedcomm.db import rows as parse
-from tunedcomm.db.records import STATUSES, PinRecord, RunRecord, TrialRecord
-from tunedcomm.db.rows import Reader, StoredVariant
+from tunedcomm.db import records as parse
+from tunedcomm.db.records import STATUSES, PinRecord, Reader, RunRecord, StoredVariant, TrialRecord
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.hardware import HARD_FIELDS, Environment
 from tunedcomm.spec import Problem

@@ -1,18 +1,21 @@
-"""What goes into the database and comes out of it, as plain values."""
+"""Trials, runs and pins as plain values, and the checks of what a database says they are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
+from tunedcomm.db.rekey import current_hash
+from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Numerics, Problem
+from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem, parse_shape
 
 Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -161,3 +164,222 @@ def fastest(trials: Iterable[TrialRecord]) -> TrialRecord | None:
         return latency_us / library_us if known and library_us else latency_us, str(trial.candidate)
 
     return min(ran, key=order, default=None)
+
+
+# Stored values back into objects, trusting none of them
+#
+# A database may come from elsewhere or be damaged. A value that makes no sense raises ValueError here and is counted in
+# a `Skipped` by the caller, who goes on without the row.
+
+_MAX_TEXT = 100_000
+_MAX_CONFIG = 10_000
+_MAX_EXTENTS = 16
+_MAX_EXTENT = 2**63
+# A thousandth of a nanosecond, and two weeks.
+LEAST_US, MOST_US = 1e-6, 1e12
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON can name and UTF-8 cannot
+
+
+@dataclass(slots=True)
+class Skipped:
+    """How many rows made no sense, and the first reason."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, what: str) -> None:
+        self.count += 1
+        self.first = self.first or what[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVariant:
+    """A row of table `variant`."""
+
+    op: str
+    name: str
+    numerics: Numerics
+    source_hash: str
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def text_of(value: object, name: str) -> str:
+    """A text of bearable length."""
+    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+        raise ValueError(f"{name} is not a text: {value!r:.80}")
+    return value
+
+
+def int_of(value: object, name: str, *, low: int = 0) -> int:
+    """An integer that is no boolean."""
+    if type(value) is not int or value < low:
+        raise ValueError(f"{name} is not an integer >= {low}: {value!r:.80}")
+    return value
+
+
+def id_of(value: object) -> int:
+    """A row id."""
+    return int_of(value, "id", low=-(2**63))
+
+
+def bool_of(value: object, name: str) -> bool:
+    """A boolean, which SQLite stores as an integer."""
+    if value not in (0, 1, False, True):
+        raise ValueError(f"{name} is not a boolean: {value!r:.80}")
+    return bool(value)
+
+
+def latency_of(value: object, name: str) -> float | None:
+    """µs; selection multiplies and divides them, which nothing between these bounds makes 0 or infinite."""
+    if value is None:
+        return None
+    if type(value) is float and LEAST_US <= value <= MOST_US:  # nearly all of them
+        return value
+    if type(value) not in (int, float) or not LEAST_US <= cast(float, value) <= MOST_US:
+        raise ValueError(f"{name} is not a time: {value!r:.80}")
+    return float(cast(float, value))
+
+
+def error_of(value: object) -> float | None:
+    """An error measure: infinity is one, a text is not."""
+    if value is not None and type(value) not in (int, float):
+        raise ValueError(f"error is not a number: {value!r:.80}")
+    return None if value is None else float(cast(float, value))
+
+
+def time_of(value: object) -> datetime:
+    """SQLite gives the stored text, other drivers a datetime."""
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+    if not isinstance(value, datetime):
+        raise ValueError(f"not a time: {value!r:.80}")
+    try:
+        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+    except OverflowError:
+        raise ValueError(f"not a time that UTC knows: {value}") from None
+
+
+def time_text(value: object) -> str:
+    """ISO 8601 in UTC of what `time_of` reads; aware times cost as much as the rest of a row."""
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+        if value.tzinfo is None:
+            return f"{value.isoformat()}+00:00"
+    return time_of(value).isoformat()
+
+
+def status_of(value: object) -> Status:
+    """A status of a trial."""
+    if value not in STATUSES:
+        raise ValueError(f"unknown status {value!r:.80}")
+    return cast(Status, value)
+
+
+def parse_config(value: object) -> dict[str, Value]:
+    """A stored config; whether it lies in its variant's space is for whoever knows the space."""
+    text = text_of(value, "config")
+    if len(text) > _MAX_CONFIG:
+        raise ValueError(f"config is too long: {len(text)} characters")
+    try:
+        config = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("config is nested too deeply") from None
+    if not isinstance(config, dict) or not all(isinstance(v, (bool, int, str)) for v in config.values()):
+        raise ValueError(f"config is not a flat JSON object of int, bool and str: {text!r:.80}")
+    if any(_SURROGATE.search(part) for item in config.items() for part in item if isinstance(part, str)):
+        raise ValueError(f"config holds half a character, which nothing can print: {text!r:.80}")
+    return config
+
+
+def parse_problem(row: Mapping[str, Any]) -> Problem:
+    """The problem of a row, checked like any other."""
+    shape = text_of(row["shape"], "shape")
+    if shape.count("x") >= _MAX_EXTENTS:
+        raise ValueError(f"shape has too many extents: {shape:.80}")
+    extents = parse_shape(shape) if shape else ()
+    if any(extent >= _MAX_EXTENT for extent in extents):
+        raise ValueError(f"shape has an extent of more than 63 bits: {shape:.80}")
+    try:
+        return Problem(
+            op=text_of(row["op"], "op"),
+            shape=extents,
+            dtype=text_of(row["dtype"], "dtype"),
+            world_size=int_of(row["world_size"], "world_size", low=1),
+            reduction=text_of(row["reduction"], "reduction"),
+            input_kind=cast(InputKind, row["input_kind"]),
+            in_place=bool_of(row["in_place"], "in_place"),
+            layout=text_of(row["layout"], "layout"),
+            scaling=text_of(row["scaling"], "scaling"),
+            mode=cast(Mode, row["mode"]),
+        )
+    except TunedCommError as error:
+        raise ValueError(str(error)) from None
+
+
+def parse_environment(row: Mapping[str, Any]) -> Environment:
+    """The environment of a row."""
+    texts = {n: text_of(row[n], n) for n in ("gpu", "fabric", "driver", "cuda", "torch", "triton", "nccl", "tunedcomm")}
+    ints = {n: int_of(row[n], n) for n in ("num_sms", "compute_capability", "memory_gib", "num_links", "nodes")}
+    return Environment.from_dict({**texts, **ints, "multicast": bool_of(row["multicast"], "multicast")})
+
+
+def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
+    """The variant of a row, with the source hash that replaced its own."""
+    numerics = row["numerics"]
+    if numerics not in ("ordered", "library", "unordered"):
+        raise ValueError(f"unknown numerics class {numerics!r:.80}")
+    op, name = text_of(row["op"], "op"), text_of(row["name"], "name")
+    source_hash = current_hash(op, name, text_of(row["source_hash"], "source_hash"))
+    return StoredVariant(op, name, numerics, source_hash)
+
+
+def check_op(variant: StoredVariant, problem: Problem) -> None:
+    """Refuse a variant that is of another op than the problem."""
+    if variant.op != problem.op:
+        raise ValueError(f"a variant of {variant.op!r:.80} on a problem of {problem.op!r:.80}")
+
+
+def parse_run(row: Mapping[str, Any]) -> RunRecord:
+    """The run of a row."""
+    texts = {name: text_of(row[name], name) for name in ("command", "budget", "host", "user", "version")}
+    seed, finished_at = row["seed"], row["finished_at"]
+    return RunRecord(
+        id=id_of(row["id"]),
+        seed=None if seed is None else int_of(seed, "seed", low=-(2**63)),
+        started_at=time_of(row["started_at"]),
+        finished_at=None if finished_at is None else time_of(finished_at),
+        **texts,
+    )
+
+
+class Reader:
+    """Parses rows of one query, each distinct config once, and counts what it had to skip."""
+
+    def __init__(self) -> None:
+        self.skipped = Skipped()
+        self._configs: dict[object, dict[str, Value] | str] = {}
+        self._candidates: dict[tuple[str, str, object], Candidate] = {}
+
+    def config(self, value: object) -> dict[str, Value]:
+        """Like `parse_config`; the caller must not change the result."""
+        known = self._configs.get(value)
+        if known is None:
+            try:
+                known = parse_config(value)
+            except ValueError as error:
+                known = str(error)
+            self._configs[value] = known
+        if isinstance(known, str):
+            raise ValueError(known)
+        return known
+
+    def candidate(self, op: str, variant: str, config: object) -> Candidate:
+        """The candidate with a stored config; one object for all rows that name it."""
+        key = (op, variant, config)
+        known = self._candidates.get(key)
+        if known is None:
+            known = self._candidates[key] = Candidate.of(op, variant, self.config(config))
+        return known

@@ -34,14 +34,16 @@ from tunedcomm.db.query import raw, table
 from tunedcomm.db.records import (
     STATUSES,
     PinRecord,
+    Reader,
     RunRecord,
     Status,
     TrialRecord,
     canonical_json,
     config_digest,
+    parse_environment,
+    parse_problem,
     utc_now,
 )
-from tunedcomm.db.rows import Reader, parse_environment, parse_problem
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError, DatabaseError
 from tunedcomm.hardware import Environment

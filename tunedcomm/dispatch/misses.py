@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tunedcomm import settings
-from tunedcomm.db import miss_log
+from tunedcomm.db import misses as miss_log
 from tunedcomm.db.engine import warn_once
-from tunedcomm.db.miss_log import HardKey, Miss
+from tunedcomm.db.misses import HardKey, Miss
 from tunedcomm.db.records import utc_now
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
