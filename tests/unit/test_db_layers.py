@@ -15,8 +15,8 @@ from db_samples import H200, problem, trial
 from tunedcomm.cli import main
 from tunedcomm.cli.stored import read_layers
 from tunedcomm.db import engine
-from tunedcomm.db import misses as miss_log
 from tunedcomm.db import layers as layers_module
+from tunedcomm.db import misses as miss_log
 from tunedcomm.db.layers import (
     LayerFingerprint,
     differences,

@@ -150,7 +150,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 def test_verb(path: Path) -> None:
     code, text = invoke("--db", str(path))
     assert code == 0
-    for part in ("schema 0002", "16 trials", "NVIDIA H200", "torch 2.9.0", "1 hung, 1 infeasible", "KiB"):
+    for part in (f"schema {HEAD}", "16 trials", "NVIDIA H200", "torch 2.9.0", "1 hung, 1 infeasible", "KiB"):
         assert part in text
     code, text = invoke("--db", str(path), "--json", "--hardware", H200.digest[:8])
     assert code == 0

@@ -101,7 +101,7 @@ def _own_columns(model: type[Base]) -> list[Column[Any]]:
 def _to_plain(column: Column[Any], value: Any) -> Any:
     """A value as a driver gives it, whatever the driver, as a plain JSON value; ValueError if it is none."""
     if isinstance(column.type, Float) and value is not None:
-        number = parse.error_of(value)
+        number = parse.number_of(value, column.name)
         assert number is not None
         # JSON has no infinity, and an error measure may be infinite. NaN is stored as NULL.
         value = None if math.isnan(number) else number if math.isfinite(number) else str(number)

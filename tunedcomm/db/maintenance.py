@@ -315,12 +315,12 @@ def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
 
 class _RowCheck:
     def __init__(self, connection: Connection, source_hash: SourceHash) -> None:
+        self._connection = connection
         self._source_hash = source_hash
         self._latest = (utc_now() + _AHEAD).isoformat()
         self._faults = {name: _Faults() for name in Base.metadata.tables}
         self._invalid: dict[str, set[int]] = {name: set() for name in Base.metadata.tables}
         self._objections: dict[tuple[StoredVariant, str], str | None] = {}
-        self._used: dict[str, set[object]] = {"environment": set(), "problem": set()}
         self._by_variant: Counter[StoredVariant] = Counter()
         self._findings: list[Finding] = []
         self._sound = SoundRows(connection, self._add)
@@ -354,7 +354,6 @@ class _RowCheck:
         for problem_id, (problem, _) in self._sound.problems.items():
             for id_, line in self._sound.trials(problem_id):
                 num_trials += 1
-                self._note_used(problem_id, line)
                 if reason := self._contradiction(line):
                     self._add("trial", id_, reason)
                     continue
@@ -365,7 +364,6 @@ class _RowCheck:
                     self._invalid["trial"].add(id_)
             for id_, line in self._sound.pins(problem_id):
                 num_pins += 1
-                self._note_used(problem_id, line)
                 if line["variant"] not in variants(problem.op):
                     unknown.add(f"pin {id_}: {problem.op} has no variant {line['variant']!r} here")
                 elif reason := _objection(problem.op, line["variant"], line["config"]):
@@ -378,10 +376,6 @@ class _RowCheck:
         found = self._faults["pin"].finding("pins", "are of no effect", _MEND_PIN)
         found += unknown.finding("pins", "name variants that this tunedcomm does not have", _MEND_PIN, level="warn")
         self._report("pins", found, f"{num_pins}, all sound")
-
-    def _note_used(self, problem_id: int, line: Mapping[str, Any]) -> None:
-        self._used["problem"].add(problem_id)
-        self._used["environment"].add(line["environment"])
 
     def _contradiction(self, line: Mapping[str, Any]) -> str | None:
         low, middle, high = (line[f"latency_{name}_us"] for name in ("p10", "p50", "p90"))
@@ -419,12 +413,17 @@ class _RowCheck:
         self._report("sources", found, f"{current} trials, all of kernels as they are now")
 
     def _check_unused(self) -> None:
-        held = {"environment": len(self._sound.environments), "problem": len(self._sound.problems)}
-        unused = {name: size - len(self._used[name]) for name, size in held.items()}
+        held = {"environment": self._sound.environments.keys(), "problem": self._sound.problems.keys()}
+        unused = {name: len(ids - self._used(f"{name}_id")) for name, ids in held.items()}
         told = ", ".join(f"{count} {name}s" for name, count in unused.items() if count > 0)
         mend = "nothing: they do no harm, and `tunedcomm db prune` removes them on its way"
         found = [Finding("unused rows", "warn", f"{told} that no trial and no pin refers to", mend)] if told else []
         self._report("unused rows", found, "none")
+
+    def _used(self, column: str) -> set[Any]:
+        """The values of a column that trials and pins have."""
+        columns = (table(TrialRow).c[column], table(PinRow).c[column])
+        return {id_ for one in columns for id_ in self._connection.execute(select(raw(one)).distinct()).scalars()}
 
 
 def _objection(op: str, name: str, config: Mapping[str, Value]) -> str | None:

@@ -165,7 +165,7 @@ def _record(
         status=parse.status_of(row["status"]),
         reason=parse.text_of(row["reason"], "reason"),
         samples=parse.int_of(row["samples"], "samples"),
-        error=parse.error_of(row["error"]),
+        error=parse.number_of(row["error"], "error"),
         final=parse.bool_of(row["final"], "final"),
         run_id=None if row["run_id"] is None else parse.id_of(row["run_id"]),
         created_at=parse.time_of(row["created_at"]),

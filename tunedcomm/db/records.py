@@ -243,10 +243,10 @@ def latency_of(value: object, name: str) -> float | None:
     return float(cast(float, value))
 
 
-def error_of(value: object) -> float | None:
-    """An error measure: infinity is one, a text is not."""
+def number_of(value: object, name: str) -> float | None:
+    """A number, which may be infinite, or None."""
     if value is not None and type(value) not in (int, float):
-        raise ValueError(f"error is not a number: {value!r:.80}")
+        raise ValueError(f"{name} is not a number: {value!r:.80}")
     return None if value is None else float(cast(float, value))
 
 
