@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -14,18 +11,17 @@ from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.errors import InfeasibleError, TuningError
+from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
 from tunedcomm.selection.select import Decision, Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
-from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, get_variant, ops, variants
-from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
-from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
-from tunedcomm.tuner.measure.compile_pool import CompilePool, compile_ahead, num_workers
+from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops, variants
+from tunedcomm.tuner.gang.protocol import LOST, Command, Settings
+from tunedcomm.tuner.measure.compile_pool import compile_ahead
 from tunedcomm.tuner.search.coordinator import Coordinator, Finals
 from tunedcomm.tuner.search.study import families
-from tunedcomm.tuner.search.sweep import GangProgress, Progress, SweepCounters, SweepSpec, gang_devices, resolve_machine
+from tunedcomm.tuner.search.sweep import Progress, Running, SweepSpec, load_variants, resolve_machine, source_hash
 
 # The default comes first: it is what most callers get.
 _POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
@@ -373,7 +369,6 @@ class Recheck(Coordinator):
 
     Args:
         settings: of the gangs.
-        source_hash: see `Coordinator`.
         on_trial: see `Coordinator`.
         choose: the environment and limits of the gangs to what there is to do.
     """
@@ -382,7 +377,6 @@ class Recheck(Coordinator):
         self,
         settings: Settings,
         *,
-        source_hash: Callable[[str, str], str],
         on_trial: Callable[[TrialRecord], None],
         choose: Callable[[Environment, Limits], Work],
     ) -> None:
@@ -408,9 +402,6 @@ class Recheck(Coordinator):
     def _offers(self, gang: int) -> Iterator[Command | None]:
         for family in self._families:
             yield self._from_finals(gang, family)
-
-
-_PROGRESS_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -524,13 +515,9 @@ def verify(
         TuningError: the machine cannot run a gang, or gangs keep dying without a result.
         DatabaseError: a layer that was named cannot be read, or `database` cannot be written.
     """
-    kernels.discover()
-    for plugin in spec.plugins:
-        try:
-            importlib.import_module(plugin)
-        except ImportError as error:
-            raise TuningError(f"plugin module {plugin!r} cannot be imported: {error}") from error
-    with _Verify(spec, resolve_machine(spec.machine), database, progress) as running:
+    load_variants(spec.plugins)
+    running = _Verify(spec, resolve_machine(spec.machine), database, progress)
+    with running:
         return running.run()
 
 
@@ -539,7 +526,7 @@ def _source_hash(op: str, variant: str) -> str | None:
     return None if found is None else kernels.source_hash(found)
 
 
-class _Verify:
+class _Verify(Running):
     """A verification under way."""
 
     def __init__(
@@ -549,65 +536,28 @@ class _Verify:
         database: Database | None,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._spec, self._settings = spec, settings
-        self._database, self._progress = database, progress
-        self._begin = time.monotonic()
-        self._told_s = -_PROGRESS_S
-        self._counters = SweepCounters()
-        self._stored: dict[Problem, Stored] = {}
+        self._spec = spec
+        self._winners: dict[Problem, Stored] = {}
         self._records: list[TrialRecord] = []
-        self._num_flushed = 0
-        self._run_id: int | None = None
-        self._recheck = Recheck(
-            settings,
-            source_hash=lambda op, variant: kernels.source_hash(get_variant(op, variant)),
-            on_trial=self._add,
-            choose=self._choose,
-        )
-        self._supervisor = Supervisor(
-            self._recheck, settings, gang_devices(settings), on_result=self._bound, on_turn=self._turn
-        )
-        self._stack = ExitStack()
-        self._pool: CompilePool | None = None
-        self._ahead: Iterator[int] = iter(())
-
-    def __enter__(self) -> _Verify:
-        if self._settings.backend == "cuda" and self._settings.stand_in == ():
-            self._pool = self._stack.enter_context(CompilePool(num_workers()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Store what was measured, and that the run is over."""
-        self._stack.close()
-        self._flush()
-        if self._database is not None and self._run_id is not None:
-            self._database.finish_run(self._run_id)
+        super().__init__(settings, Recheck(settings, on_trial=self.add, choose=self._choose), database, progress)
 
     def run(self) -> VerifyOutcome:
         """Run to the end and judge."""
-        self._supervisor.run()
-        self._flush()
-        self._tell()
+        self._run_gangs()
         results = [
             judge(winner, self._records, tolerance=self._spec.tolerance)
-            for stored in self._stored.values()
+            for stored in self._winners.values()
             for winner in stored.winners
         ]
         return VerifyOutcome(
-            environment=self._recheck.environment,
+            environment=self._coordinator.environment,
             world_size=self._settings.world_size,
             results=tuple(results),
-            run_id=self._run_id,
+            run_id=self._coordinator.run_id,
             num_trials=self._counters.trials,
             num_gangs=self._supervisor.num_gangs,
             seconds=self._elapsed_s,
         )
-
-    @property
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._begin
-
-    # What coordinator and supervisor call
 
     def _choose(self, environment: Environment, limits: Limits) -> Work:
         spec = self._spec
@@ -616,79 +566,32 @@ class _Verify:
         )
         found = stored_winners(snapshot, limits, _source_hash, spec.wants)
         first = sorted(found, key=lambda problem: (found[problem].age, problem))[: spec.limit]
-        self._stored = {problem: found[problem] for problem in sorted(first)}
-        if self._database is not None and self._stored:
-            self._run_id = self._recheck.run_id = self._database.start_run(
+        self._winners = {problem: found[problem] for problem in sorted(first)}
+        if self._database is not None and self._winners:
+            self._coordinator.run_id = self._database.start_run(
                 command=spec.command,
                 seed=spec.seed,
-                budget=f"winners of {len(self._stored)} problems",
+                budget=f"winners of {len(self._winners)} problems",
                 host=socket.gethostname(),
             )
-        winners = [winner for stored in self._stored.values() for winner in stored.winners]
-        chosen = candidates_to_measure(self._stored)
+        chosen = candidates_to_measure(self._winners)
         if self._pool is not None:
             compute_capability = environment.compute_capability
             self._ahead = compile_ahead(self._pool, chosen, self._settings, limits, compute_capability, chosen)
-        return Work(chosen, frozenset((winner.problem, winner.candidate) for winner in winners))
+        must = {(winner.problem, winner.candidate) for stored in self._winners.values() for winner in stored.winners}
+        return Work(chosen, frozenset(must))
 
-    def _add(self, trial: TrialRecord) -> None:
+    def add(self, trial: TrialRecord) -> None:
+        """Take in a trial that ended."""
         self._records.append(trial)
-        self._counters.add(trial, self._elapsed_s)
+        super().add(trial)
 
-    def _bound(self, slot: int, result: TrialResult) -> None:
-        del slot
-        self._counters.bound(result, self._elapsed_s)
+    def _planned(self) -> dict[Problem, int | None]:
+        return {problem: self._coordinator.planned(problem) for problem in self._winners}
 
-    def _turn(self) -> None:
-        self._flush()
-        next(self._ahead, None)  # a problem at a time, as gangs have come up
-        up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
-        self._counters.pass_time(self._elapsed_s, up)
-        if self._elapsed_s - self._told_s >= _PROGRESS_S:
-            self._tell()
+    def _num_done(self, planned: Mapping[Problem, int | None], busy: Collection[Problem | None]) -> int:
+        return sum(not count and problem not in busy for problem, count in planned.items())
 
-    def _flush(self) -> None:
-        fresh = self._records[self._num_flushed :]
-        if fresh and self._database is not None:
-            self._database.record(fresh)
-        self._num_flushed += len(fresh)
-
-    # Telling
-
-    def _tell(self) -> None:
-        self._told_s = self._elapsed_s
-        if self._progress is None:
-            return
-        gangs = tuple(map(self._gang_progress, self._supervisor.states()))
-        planned = {problem: self._recheck.planned(problem) for problem in self._stored}
-        busy = {gang.problem for gang in gangs}
-        self._progress(
-            Progress(
-                problems=len(planned),
-                problems_done=sum(not count and problem not in busy for problem, count in planned.items()),
-                trials=self._counters.trials,
-                trials_planned=sum(planned.values()),
-                failures=dict(self._counters.failures),
-                gangs=gangs,
-                num_gangs=self._supervisor.num_gangs,
-                elapsed_s=self._elapsed_s,
-                seconds_left=self._counters.estimate_s((), sum(planned.values()), 0, self._elapsed_s),
-                num_compiled=self._counters.num_compiled,
-                bind_share=self._counters.bind_share,
-            )
-        )
-
-    def _gang_progress(self, state: GangState) -> GangProgress:
-        command = state.command
-        if command is None or command.problem is None:
-            return GangProgress(slot=state.slot, step=state.step)
-        winner = self._stored[command.problem].winners[0]
-        return GangProgress(
-            slot=state.slot,
-            step=state.step,
-            problem=command.problem,
-            candidate=command.candidate,
-            final=True,
-            best_us=winner.latency_us,
-            library_us=winner.library_us,
-        )
+    def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
+        winner = self._winners[problem].winners[0]
+        return winner.latency_us, winner.library_us

@@ -71,8 +71,8 @@ class Supervisor:
         settings: Settings,
         devices: Sequence[str | None],
         *,
-        on_ready: Callable[[int], None] = lambda slot: None,
-        on_result: Callable[[int, TrialResult], None] = lambda slot, result: None,
+        on_ready: Callable[[], None] = lambda: None,
+        on_result: Callable[[TrialResult], None] = lambda result: None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self._coordinator, self._settings, self._devices = coordinator, settings, devices
@@ -139,7 +139,7 @@ class Supervisor:
         return GangProcess(slot, self._settings, self._selector, self._devices[slot])
 
     def _turn(self) -> None:
-        results: list[tuple[int, TrialResult]] = []
+        results: list[TrialResult] = []
         for key, _ in self._selector.select(_TICK_S):
             self._listen(key.data, results)
         for gang in list(self._gangs.values()):
@@ -148,13 +148,13 @@ class Supervisor:
             else:
                 self._watch(gang, results)
         self._command_idle()
-        for slot, result in results:
-            self._on_result(slot, result)
+        for result in results:
+            self._on_result(result)
         self._on_turn()
 
     # What gangs say
 
-    def _listen(self, gang: GangProcess, results: list[tuple[int, TrialResult]]) -> None:
+    def _listen(self, gang: GangProcess, results: list[TrialResult]) -> None:
         """Answer what a gang has said; commands leave at once, everything else can wait."""
         for event in gang.read():
             name = event["event"]
@@ -164,7 +164,7 @@ class Supervisor:
                 result = TrialResult.from_dict(event["result"])
                 self._coordinator.learn(gang.slot, result)
                 self._changed = True
-                results.append((gang.slot, result))
+                results.append(result)
                 if result.status not in LOST:  # else it ends itself
                     self._command(gang)
             elif name == "end":
@@ -177,7 +177,7 @@ class Supervisor:
         self.start_s += gang.start_s
         environment, limits = Environment.from_dict(event["environment"]), Limits(**event["limits"])
         self._coordinator.gang_ready(gang.slot, environment, limits)
-        self._on_ready(gang.slot)
+        self._on_ready()
         self._command(gang)
         if gang.slot in self._lossy and not self._settings.stand_in:
             self._spares[gang.slot] = self._make(gang.slot)
@@ -203,7 +203,7 @@ class Supervisor:
 
     # How gangs end
 
-    def _watch(self, gang: GangProcess, results: list[tuple[int, TrialResult]]) -> None:
+    def _watch(self, gang: GangProcess, results: list[TrialResult]) -> None:
         if gang.is_dead():
             self._listen(gang, results)  # what it said before it died
             death = gang.death()

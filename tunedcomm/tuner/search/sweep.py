@@ -11,7 +11,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -554,188 +553,152 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
 
     Args:
         spec: what to tune.
-        database: writable; this process is its only writer on this host.
+        database: writable.
         progress: called a few times a second and at the end, from this thread.
 
     Raises:
         TuningError: the sweep could not be started, or gangs keep dying without a result.
     """
-    kernels.discover()
-    for plugin in spec.plugins:
-        _import(plugin)
+    load_variants(spec.plugins)
     problems, settings = resolve(spec)
-    with _Sweep(spec, problems, settings, database, progress) as running:
+    running = _Sweep(spec, problems, settings, database, progress)
+    with running:
         return running.run()
 
 
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise TuningError(f"plugin module {module!r} cannot be imported: {error}") from error
+def load_variants(plugins: Iterable[str]) -> None:
+    """Import the kernels and further modules that register ops and variants.
+
+    Raises:
+        TuningError: a module cannot be imported.
+    """
+    kernels.discover()
+    for plugin in plugins:
+        try:
+            importlib.import_module(plugin)
+        except ImportError as error:
+            raise TuningError(f"plugin module {plugin!r} cannot be imported: {error}") from error
 
 
-class _Sweep:
-    """A sweep under way: turns rows into records and progress."""
+def source_hash(op: str, variant: str) -> str:
+    """Hash of a registered variant's kernels."""
+    return kernels.source_hash(get_variant(op, variant))
+
+
+class Running:
+    """Gangs at work for one command: their compile pool, what they store and what is told of them.
+
+    Args:
+        settings: of the gangs.
+        coordinator: decides; its `on_trial` is `add`.
+        database: takes the trials; None stores nothing.
+        progress: called a few times a second.
+        budget_s: of the command; None is no bound.
+    """
 
     def __init__(
         self,
-        spec: SweepSpec,
-        problems: tuple[Problem, ...],
         settings: Settings,
-        database: Database,
+        coordinator: Coordinator,
+        database: Database | None,
         progress: Callable[[Progress], None] | None,
+        budget_s: float | None = None,
     ) -> None:
-        self._problems, self._settings = problems, settings
-        self._database = database
-        self._progress = progress
-        self._begin = time.monotonic()
-        self._budget_s = spec.budget_s
-        self._counters = SweepCounters()
-        self._records: dict[Problem, list[TrialRecord]] = {problem: [] for problem in problems}
-        self._known = known = stored_records(database, problems)
-        for record in known:
-            self._records[record.problem].append(record)
-        self._pending: list[TrialRecord] = []
-        self._told_s = -_PROGRESS_S
-        self._ahead: Iterator[int] | None = None
-        self._claims: Claims | None = None
-        self._mirror = StudyMirror(journal_path(database))
-        self._seen = {problem: {r.id or 0 for r in found} for problem, found in self._records.items()}
-        self._compiled_ahead = 0
-        self._run_id = database.start_run(
-            command=spec.command, seed=spec.seed, budget=_budget_text(spec, settings), host=socket.gethostname()
-        )
-        self._coordinator = Coordinator(
-            problems,
-            settings,
-            source_hash=lambda op, variant: kernels.source_hash(get_variant(op, variant)),
-            on_trial=self._add,
-            stored=known,
-            news=self._news,
-            seconds_left=spec.budget_s,
-            run_id=self._run_id,
-        )
+        self._settings, self._database, self._progress = settings, database, progress
+        self._coordinator, self._budget_s = coordinator, budget_s
         self._supervisor = Supervisor(
-            self._coordinator,
+            coordinator,
             settings,
             gang_devices(settings),
             on_ready=self._welcome,
-            on_result=self._bound,
+            on_result=lambda result: self._counters.bound(result, self._elapsed_s),
             on_turn=self._turn,
         )
-        self._stack = ExitStack()
+        self._counters = SweepCounters()
+        self._begin, self._told_s = time.monotonic(), -_PROGRESS_S
+        self._pending: list[TrialRecord] = []
         self._pool: CompilePool | None = None
+        self._ahead: Iterator[int] | None = None
+        self._num_ahead = 0
 
-    def __enter__(self) -> _Sweep:
-        if self._settings.backend == "cuda" and self._settings.stand_in == ():
-            self._pool = self._stack.enter_context(CompilePool(num_workers()))
-        return self
+    def __enter__(self) -> None:
+        if self._settings.backend == "cuda" and not self._settings.stand_in:
+            self._pool = CompilePool(num_workers())
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
-        try:
-            self._flush()
-        finally:
-            if self._claims is not None:
-                self._claims.close()
-            self._mirror.close()
-        self._database.finish_run(self._run_id)
+        """Store what was measured, and that the run is over."""
+        if self._pool is not None:
+            self._pool.close()
+        self._flush()
+        if self._database is not None and self._coordinator.run_id is not None:
+            self._database.finish_run(self._coordinator.run_id)
 
-    def run(self) -> SweepOutcome:
-        """Run to the end and sum up."""
+    def _run_gangs(self) -> str:
         reason = self._supervisor.run()
         self._flush()
         self._tell()
-        return SweepOutcome(
-            run_id=self._run_id,
-            environment=self._coordinator.environment,
-            problems=tuple(self._result(problem) for problem in self._problems),
-            reason=reason,
-            num_trials=self._counters.trials,
-            failures=dict(self._counters.failures),
-            dropped=tuple(sorted(self._coordinator.dropped)),
-            num_gangs=self._supervisor.num_gangs,
-            start_s=self._supervisor.start_s,
-            seconds=self._elapsed_s,
-            compiled_ahead=self._compiled_ahead,
-            num_compiled=self._counters.num_compiled,
-            bind_share=self._counters.bind_share,
-            compile_share=self._counters.compile_share,
-            num_skipped=0 if self._settings.retry else num_failed(filter(self._is_wanted, self._known)),
-            fates=summarise_variants(filter(self._is_wanted, itertools.chain(*self._records.values()))),
-        )
+        return reason
 
     @property
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._begin
 
-    # What the supervisor calls
+    # What coordinator and supervisor call
 
-    def _welcome(self, slot: int) -> None:
-        """The first gang that is ready says in what environment trials run, and for what machine to compile."""
-        del slot
-        here, limits = self._coordinator.environment, self._coordinator.limits
-        if self._claims is None and here is not None:
-            self._claims = self._coordinator.claims = Claims(self._database, here.digest, _source_digest)
-        if self._pool is None or self._ahead is not None or here is None or limits is None:
-            return
-        self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
+    def add(self, trial: TrialRecord) -> None:
+        """Take in a trial that ended."""
+        self._pending.append(trial)
+        self._counters.add(trial, self._elapsed_s)
 
-    def _bound(self, slot: int, result: TrialResult) -> None:
-        del slot
-        self._counters.bound(result, self._elapsed_s)
+    def _welcome(self) -> None:
+        """A gang is ready, before its first command."""
 
     def _turn(self) -> None:
-        """Everything that gangs do not wait for."""
+        """Do everything that gangs do not wait for."""
         self._flush()
         # A problem at a time: listing its binaries takes a while.
-        self._compiled_ahead += next(self._ahead, 0) if self._ahead is not None else 0
+        self._num_ahead += next(self._ahead, 0) if self._ahead is not None else 0
         up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
         self._counters.pass_time(self._elapsed_s, up)
         if self._elapsed_s - self._told_s >= _PROGRESS_S:
             self._tell()
 
-    # Rows
-
-    def _add(self, trial: TrialRecord) -> None:
-        self._records[trial.problem].append(trial)
-        self._pending.append(trial)
-        self._counters.add(trial, self._elapsed_s)
-
     def _flush(self) -> None:
-        if self._pending:
-            self._database.record(self._pending)
-            self._coordinator.trials_stored()
-            self._mirror.add(self._pending)
-            self._pending = []
+        pending, self._pending = self._pending, []
+        if pending and self._database is not None:
+            try:
+                self._database.record(pending)
+            except BaseException:
+                self._pending = pending  # tried again at the end
+                raise
+            self._stored(pending)
 
-    def _news(self, problem: Problem) -> list[TrialRecord]:
-        """What other supervisors have stored of a problem since the last call."""
-        seen = self._seen[problem]
-        after = max(max(seen, default=0) - _ID_LAG, 0)
-        fresh = set(self._database.trial_ids(problem, after_id=after, except_run=self._run_id)) - seen
-        if not fresh:
-            return []
-        seen |= fresh
-        found = self._database.trials(problem=problem, after_id=min(fresh) - 1)
-        mine = [record for record in found if record.id in fresh]
-        self._records[problem] += mine
-        return mine
+    def _stored(self, trials: list[TrialRecord]) -> None:
+        """These trials are in the database now."""
 
     # Telling
+
+    def _planned(self) -> dict[Problem, int | None]:
+        """Trials still to come of every problem; None before its search has begun."""
+        raise NotImplementedError
+
+    def _num_done(self, planned: Mapping[Problem, int | None], busy: Collection[Problem | None]) -> int:
+        raise NotImplementedError
+
+    def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
+        """Latency of the best candidate and of the library."""
+        raise NotImplementedError
 
     def _tell(self) -> None:
         self._told_s = self._elapsed_s
         if self._progress is None:
             return
-        searched = self._coordinator.searched
-        planned = {problem: self._coordinator.planned(problem) for problem in self._problems}
+        planned = self._planned()
         gangs = tuple(map(self._gang_progress, self._supervisor.states()))
         self._progress(
             Progress(
-                problems=len(self._problems),
-                problems_done=len(searched),
+                problems=len(planned),
+                problems_done=self._num_done(planned, {gang.problem for gang in gangs}),
                 trials=self._counters.trials,
                 trials_planned=sum(count or 0 for count in planned.values()),
                 failures=dict(self._counters.failures),
@@ -748,7 +711,7 @@ class _Sweep:
             )
         )
 
-    def _seconds_left(self, planned: dict[Problem, int | None]) -> float | None:
+    def _seconds_left(self, planned: Mapping[Problem, int | None]) -> float | None:
         known = sum(count or 0 for count in planned.values())
         unopened = sum(count is None for count in planned.values())
         bounds = [self._counters.estimate_s(self._coordinator.searched, known, unopened, self._elapsed_s)]
@@ -759,16 +722,123 @@ class _Sweep:
         command = state.command
         if command is None or command.problem is None:
             return GangProgress(slot=state.slot, step=state.step)
-        result = self._result(command.problem)
+        best_us, library_us = self._known_us(command.problem)
         return GangProgress(
             slot=state.slot,
             step=state.step,
             problem=command.problem,
             candidate=command.candidate,
             final=command.final,
-            best_us=result.best.latency_p50_us if result.best else None,
-            library_us=result.library_us,
+            best_us=best_us,
+            library_us=library_us,
         )
+
+
+class _Sweep(Running):
+    """A sweep under way."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        problems: tuple[Problem, ...],
+        settings: Settings,
+        database: Database,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._problems, self._known = problems, stored_records(database, problems)
+        self._records: dict[Problem, list[TrialRecord]] = {problem: [] for problem in problems}
+        for record in self._known:
+            self._records[record.problem].append(record)
+        self._seen = {problem: {r.id or 0 for r in found} for problem, found in self._records.items()}
+        self._tuned = database
+        self._claims: Claims | None = None
+        self._mirror = StudyMirror(journal_path(database))
+        self._run_id = database.start_run(
+            command=spec.command, seed=spec.seed, budget=_budget_text(spec, settings), host=socket.gethostname()
+        )
+        coordinator = Coordinator(
+            problems,
+            settings,
+            source_hash=source_hash,
+            on_trial=self.add,
+            stored=self._known,
+            news=self._news,
+            seconds_left=spec.budget_s,
+            run_id=self._run_id,
+        )
+        super().__init__(settings, coordinator, database, progress, spec.budget_s)
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            if self._claims is not None:
+                self._claims.close()
+            self._mirror.close()
+
+    def run(self) -> SweepOutcome:
+        """Run to the end and sum up."""
+        reason = self._run_gangs()
+        return SweepOutcome(
+            run_id=self._run_id,
+            environment=self._coordinator.environment,
+            problems=tuple(self._result(problem) for problem in self._problems),
+            reason=reason,
+            num_trials=self._counters.trials,
+            failures=dict(self._counters.failures),
+            dropped=tuple(sorted(self._coordinator.dropped)),
+            num_gangs=self._supervisor.num_gangs,
+            start_s=self._supervisor.start_s,
+            seconds=self._elapsed_s,
+            compiled_ahead=self._num_ahead,
+            num_compiled=self._counters.num_compiled,
+            bind_share=self._counters.bind_share,
+            compile_share=self._counters.compile_share,
+            num_skipped=0 if self._settings.retry else num_failed(filter(self._is_wanted, self._known)),
+            fates=summarise_variants(filter(self._is_wanted, itertools.chain(*self._records.values()))),
+        )
+
+    def _welcome(self) -> None:
+        """The first gang that is ready says in what environment trials run, and for what machine to compile."""
+        here, limits = self._coordinator.environment, self._coordinator.limits
+        if here is None or limits is None:
+            return
+        if self._claims is None:
+            self._claims = self._coordinator.claims = Claims(self._tuned, here.digest, _source_digest)
+        if self._pool is not None and self._ahead is None:
+            self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
+
+    def add(self, trial: TrialRecord) -> None:
+        """Take in a trial that ended."""
+        self._records[trial.problem].append(trial)
+        super().add(trial)
+
+    def _stored(self, trials: list[TrialRecord]) -> None:
+        self._coordinator.trials_stored()
+        self._mirror.add(trials)
+
+    def _news(self, problem: Problem) -> list[TrialRecord]:
+        """Read what other supervisors have stored of a problem since the last call."""
+        seen = self._seen[problem]
+        after = max(max(seen, default=0) - _ID_LAG, 0)
+        fresh = set(self._tuned.trial_ids(problem, after_id=after, except_run=self._run_id)) - seen
+        if not fresh:
+            return []
+        seen |= fresh
+        found = self._tuned.trials(problem=problem, after_id=min(fresh) - 1)
+        theirs = [record for record in found if record.id in fresh]
+        self._records[problem] += theirs
+        return theirs
+
+    def _planned(self) -> dict[Problem, int | None]:
+        return {problem: self._coordinator.planned(problem) for problem in self._problems}
+
+    def _num_done(self, planned: Mapping[Problem, int | None], busy: Collection[Problem | None]) -> int:
+        return len(self._coordinator.searched)
+
+    def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
+        result = self._result(problem)
+        return result.best.latency_p50_us if result.best else None, result.library_us
 
     def _is_wanted(self, record: TrialRecord) -> bool:
         """True for a trial of what is tuned."""
