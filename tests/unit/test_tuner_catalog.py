@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -190,40 +191,35 @@ def test_no_tokens_and_unknown_ops_are_refused() -> None:
         shapes_for([model], 2, [4], "all_to_all")
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"vocab_size": "gone"}, "vocab_size is missing"),
-        ({"source": "gone"}, "source"),
-        ({"source": {"published": "x: y", "read": []}}, "source is missing"),
-        ({"source": {"published": "x: y", "read": "x"}}, "not a list of texts"),
-        ({"hidden": 1}, "unknown field 'hidden'"),
-        ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"num_layers": "2"}, "num_layers is '2'"),
-        ({"num_heads": True}, "num_heads is True"),
-        ({"num_kv_heads": 3}, "does not divide"),
-        ({"dtype": "bf16"}, "dtype 'bf16'"),
-        ({"intermediate_size": None}, "dense layers"),
-        ({"num_dense_layers": 1}, "experts are for"),
-        ({"aliases": ["tiny"]}, "two models are called 'tiny'"),
-        ({"experts": {"num_experts": 4}}, "experts: intermediate_size is missing"),
-        (
-            {
-                "latent": {
-                    "q_lora_rank": 1,
-                    "kv_lora_rank": 1,
-                    "qk_nope_head_dim": 8,
-                    "qk_rope_head_dim": 8,
-                    "v_head_dim": 8,
-                }
-            },
-            "head_dim is not 16",
-        ),
-    ],
-)
-def test_wrong_data_is_named(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        parse_catalog(entry(**changes))
+@pytest.mark.parametrize("model", catalog().values(), ids=lambda model: model.name)
+def test_sizes_of_a_model_fit_each_other(model: Model) -> None:
+    assert model.dtype in ITEMSIZE
+    assert model.num_heads % model.num_kv_heads == 0
+    assert (model.intermediate_size is None) == (model.num_dense_layers == 0)
+    assert (model.experts is None) == (model.num_dense_layers == model.num_layers)
+    assert model.num_dense_layers <= model.num_layers
+    assert model.source.published
+    assert model.source.read
+    assert all(isinstance(text, str) and text for text in model.source.read)
+    if model.latent is not None:
+        assert model.head_dim == model.latent.qk_nope_head_dim + model.latent.qk_rope_head_dim
+    may_be_zero = {"num_dense_layers", "num_shared_experts"}
+    for part in filter(None, (model, model.experts, model.latent)):
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if str(field.type).startswith("int") and value is not None:
+                assert type(value) is int, field.name
+                assert value >= (field.name not in may_be_zero), field.name
+
+
+def test_no_two_models_share_a_name() -> None:
+    names = [name for model in catalog().values() for name in (model.name, *model.aliases)]
+    assert len(names) == len(set(names))
+
+
+def test_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="hidden"):
+        parse_catalog(entry(hidden=1))
 
 
 def test_the_catalogue_needs_no_torch() -> None:

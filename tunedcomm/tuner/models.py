@@ -11,28 +11,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, TypeAlias
 
 from tunedcomm.errors import UnknownNameError, UnsupportedInputError
-from tunedcomm.spec import ITEMSIZE, did_you_mean
-
-__all__ = [
-    "DEFAULT_TOKENS",
-    "SHAPES",
-    "Experts",
-    "LatentAttention",
-    "Model",
-    "Projection",
-    "Source",
-    "catalog",
-    "column_parallel",
-    "find_model",
-    "parse_catalog",
-    "row_parallel",
-    "shapes_for",
-]
+from tunedcomm.spec import did_you_mean
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -114,22 +98,6 @@ class Model:
     experts: Experts | None = None
     latent: LatentAttention | None = None
 
-    def __post_init__(self) -> None:
-        problems = [
-            (self.dtype not in ITEMSIZE, f"dtype {self.dtype!r} is unknown"),
-            (self.num_heads % self.num_kv_heads != 0, "num_kv_heads does not divide num_heads"),
-            ((self.intermediate_size is None) != (self.num_dense_layers == 0), "intermediate_size is for dense layers"),
-            ((self.experts is None) != (self.num_dense_layers == self.num_layers), "experts are for the other layers"),
-            (self.num_dense_layers > self.num_layers, "more dense layers than layers"),
-            (not self.source.published or not self.source.read, "the source is missing"),
-        ]
-        if self.latent is not None:
-            split = self.latent.qk_nope_head_dim + self.latent.qk_rope_head_dim
-            problems.append((self.head_dim != split, f"head_dim is not {split}, as the latent attention's parts say"))
-        for wrong, why in problems:
-            if wrong:
-                raise ValueError(f"model {self.name!r}: {why}")
-
 
 @dataclass(frozen=True, slots=True)
 class Projection:
@@ -140,65 +108,18 @@ class Projection:
     k: int
 
 
-# Counts of which a model may have none; every other number is at least 1.
-_MAY_BE_ZERO = frozenset({"num_dense_layers", "num_shared_experts"})
-
-
-def _checked(cls: type, data: Any, where: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a record, once every name and every number has been looked at."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: {data!r} is not an object")
-    wanted = {f.name: f for f in fields(cls)}
-    if unknown := sorted(set(data) - set(wanted)):
-        raise ValueError(f"{where}: unknown field {unknown[0]!r}; the fields are {', '.join(wanted)}")
-    values: dict[str, Any] = {**data, **known}
-    for name, described in wanted.items():
-        if name not in values:
-            if described.default is MISSING:
-                raise ValueError(f"{where}: {name} is missing")
-            continue
-        value = values[name]
-        if str(described.type).startswith("int") and value is not None:
-            least = 0 if name in _MAY_BE_ZERO else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{where}: {name} is {value!r}, not a whole number from {least}")
-    return values
-
-
-def _texts(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"{where}: {value!r} is not a list of texts")
-    return tuple(value)
-
-
-def _model(name: str, data: Any) -> Model:
-    where = f"model {name!r}"
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: {data!r} is not an object")
-    source = _checked(Source, data.get("source"), f"{where}, source", {})
-    known: dict[str, Any] = {
-        "name": name,
-        "aliases": _texts(data.get("aliases", []), f"{where}, aliases"),
-        "source": Source(**{**source, "read": _texts(source["read"], f"{where}, source.read")}),
-    }
-    if "experts" in data:
-        known["experts"] = Experts(**_checked(Experts, data["experts"], f"{where}, experts", {}))
-    if "latent" in data:
-        known["latent"] = LatentAttention(**_checked(LatentAttention, data["latent"], f"{where}, latent", {}))
-    return Model(**_checked(Model, data, where, known))
-
-
 def parse_catalog(text: str) -> dict[str, Model]:
-    """Read a catalogue in the form of models.json; names in the file's order.
+    """Read a catalogue in the form of models.json; names in the file's order."""
+    return {name: _model(name, entry) for name, entry in json.loads(text)["models"].items()}
 
-    Raises:
-        ValueError: an entry is incomplete, contradicts itself, or has another's name.
-    """
-    found = {name: _model(name, entry) for name, entry in json.loads(text)["models"].items()}
-    names = [name for model in found.values() for name in (model.name, *model.aliases)]
-    if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two models are called {doubled[0]!r}")
-    return found
+
+def _model(name: str, entry: Mapping[str, Any]) -> Model:
+    values = {**entry, "name": name, "aliases": tuple(entry.get("aliases", ()))}
+    values["source"] = Source(**{**entry["source"], "read": tuple(entry["source"]["read"])})
+    for field, kind in (("experts", Experts), ("latent", LatentAttention)):
+        if field in entry:
+            values[field] = kind(**entry[field])
+    return Model(**values)
 
 
 @functools.cache

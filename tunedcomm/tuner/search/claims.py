@@ -19,8 +19,10 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import Connection, Select, delete, func, insert, select, type_coerce, update
+from sqlalchemy import Connection, delete, func, insert, select, type_coerce, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from tunedcomm.db.records import canonical_json
@@ -33,6 +35,10 @@ from tunedcomm.tuner.gang.process import kernel_identity, process_start
 HEARTBEAT_S = 20.0
 GRACE_S = 90.0
 _CLOSE_S = 5.0
+# With the time by the database's clock.
+_HELD = select(
+    ClaimRow.candidate, ClaimRow.owner, ClaimRow.heartbeat_at, type_coerce(func.now(), UtcDateTime).label("now")
+)
 _log = logging.getLogger("tunedcomm")
 
 
@@ -110,20 +116,15 @@ class Claims:
         key = _digest([search, text])
 
         def attempt(connection: Connection) -> bool:
-            now = _now(connection)
-            mine = {"owner": self.owner, "heartbeat_at": now}
-            held = connection.execute(_held().where(ClaimRow.key == key)).one_or_none()
-            if held is None:
-                try:
-                    with connection.begin_nested():
-                        connection.execute(insert(ClaimRow).values(key=key, search=search, candidate=text, **mine))
-                except IntegrityError:
-                    return False
+            row = {"key": key, "search": search, "candidate": text, "owner": self.owner, "heartbeat_at": func.now()}
+            if _insert_or_nothing(connection, row):
                 return True
-            if held.owner == self.owner or not self._has_expired(held.owner, held.heartbeat_at, now):
-                return bool(held.owner == self.owner)
-            same = (ClaimRow.key == key, ClaimRow.owner == held.owner, ClaimRow.heartbeat_at == held.heartbeat_at)
-            return connection.execute(update(ClaimRow).where(*same).values(**mine)).rowcount == 1
+            held = connection.execute(_HELD.where(ClaimRow.key == key).with_for_update()).one_or_none()
+            if held is None or held.owner == self.owner or not self._has_expired(held):
+                return held is not None and bool(held.owner == self.owner)
+            taken = {"owner": self.owner, "heartbeat_at": func.now()}
+            connection.execute(update(ClaimRow).where(ClaimRow.key == key).values(taken))
+            return True
 
         if not self._database.change(attempt):
             return None
@@ -144,9 +145,9 @@ class Claims:
 
     def in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
         """Candidates of a problem that other live supervisors run."""
-        query = _held().where(ClaimRow.search == self._search(problem, final), ClaimRow.owner != self.owner)
-        rows, now = self._database.ask(lambda connection: (connection.execute(query).all(), _now(connection)))
-        live = [row for row in rows if not self._has_expired(row.owner, row.heartbeat_at, now)]
+        query = _HELD.where(ClaimRow.search == self._search(problem, final), ClaimRow.owner != self.owner)
+        rows = self._database.ask(lambda connection: connection.execute(query).all())
+        live = [row for row in rows if not self._has_expired(row)]
         return frozenset(Candidate.of(problem.op, *json.loads(row.candidate)) for row in live)
 
     def close(self) -> None:
@@ -164,20 +165,21 @@ class Claims:
             self._searches[problem, final] = _digest([problem.digest, self._environment, sources, final])
         return self._searches[problem, final]
 
-    def _has_expired(self, owner: str, heartbeat_at: datetime, now: datetime) -> bool:
-        lives = owner_lives(owner)
+    def _has_expired(self, held: Any) -> bool:
+        lives = owner_lives(held.owner)
         if lives is not None:
             return not lives
-        if now - heartbeat_at < timedelta(seconds=self._grace_s):
+        if held.now - held.heartbeat_at < timedelta(seconds=self._grace_s):
             return False
-        seen = self._suspects.setdefault((owner, heartbeat_at), time.monotonic())
+        seen = self._suspects.setdefault((held.owner, held.heartbeat_at), time.monotonic())
         return time.monotonic() - seen >= 2 * self._heartbeat_s
 
     def _beat(self) -> None:
+        beat = update(ClaimRow).where(ClaimRow.owner == self.owner).values(heartbeat_at=func.now())
         while not self._closing.wait(self._heartbeat_s):
             begin = _uptime_s()
             try:
-                self._database.change(self._send_heartbeat)
+                self._database.change(lambda connection: connection.execute(beat))
             except DatabaseError as error:  # the main thread meets and reports it too
                 _log.debug("no heartbeat: %s", error)
                 continue
@@ -185,18 +187,17 @@ class Claims:
             self._is_late = self._is_late or begin - self._beaten >= self._grace_s
             self._beaten = begin
 
-    def _send_heartbeat(self, connection: Connection) -> None:
-        now = _now(connection)
-        connection.execute(update(ClaimRow).where(ClaimRow.owner == self.owner).values(heartbeat_at=now))
 
-
-def _held() -> Select[str, str, datetime]:
-    return select(ClaimRow.candidate, ClaimRow.owner, ClaimRow.heartbeat_at)
-
-
-def _now(connection: Connection) -> datetime:
-    """The time by the database's clock."""
-    return connection.execute(select(type_coerce(func.now(), UtcDateTime))).scalar_one()
+def _insert_or_nothing(connection: Connection, row: dict[str, Any]) -> bool:
+    dialects: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+    if (insert_ := dialects.get(connection.dialect.name)) is not None:
+        return bool(connection.execute(insert_(ClaimRow).values(row).on_conflict_do_nothing()).rowcount)
+    try:
+        with connection.begin_nested():
+            connection.execute(insert(ClaimRow).values(row))
+    except IntegrityError:
+        return False
+    return True
 
 
 def _digest(values: list[object]) -> str:

@@ -306,6 +306,7 @@ class StudyMirror:
 
     def _run(self) -> None:
         studies: dict[str, optuna.Study] = {}
+        spaces: dict[str, dict[str, Space]] = {}
         storage = None
         while (trial := self._trials.get()) is not None:
             name = f"{str(trial.problem)[:400]} [{trial.environment.digest[:12]}]{' final' if trial.final else ''}"
@@ -313,10 +314,12 @@ class StudyMirror:
                 storage = storage or _open_journal(self._path)
                 if name not in studies:
                     studies[name] = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-                spaces = {variant.name: variant.space for variant in variants(trial.problem.op).values()}
+                op = trial.problem.op
+                if op not in spaces:
+                    spaces[op] = {variant.name: variant.space for variant in variants(op).values()}
                 ran = trial.latency_p50_us if trial.status == "ok" else None
                 studies[name].add_trial(
-                    _optuna_trial(trial.candidate, spaces, ran, status=trial.status, reason=trial.reason)
+                    _optuna_trial(trial.candidate, spaces[op], ran, status=trial.status, reason=trial.reason)
                 )
             except Exception as error:  # noqa: BLE001 - whatever Optuna raises: a sweep needs no journal
                 _log.warning("Optuna's dashboard sees no more trials: %s cannot be written (%s)", self._path, error)
