@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,9 +23,10 @@ from tunedcomm.cli.options import (
 )
 from tunedcomm.cli.output import (
     Line,
+    attributes,
+    counted,
     emit,
     emit_json,
-    environment_dict,
     format_bytes,
     format_ratio,
     format_us,
@@ -35,6 +36,7 @@ from tunedcomm.cli.output import (
     note,
     print_lines,
     table,
+    table_of,
 )
 from tunedcomm.cli.stored import (
     Contest,
@@ -49,7 +51,6 @@ from tunedcomm.cli.stored import (
     read_layers,
     read_pins,
     read_trials,
-    winner,
 )
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError
 from tunedcomm.spec import Mode, admits, format_shape, get_variant
@@ -63,19 +64,19 @@ if TYPE_CHECKING:
     from tunedcomm.spec import Candidate, Limits, Problem, Variant
 
 
-_LIST_COLUMNS = (
-    "shape",
-    "bytes",
-    "dtype",
-    "ranks",
-    "mode",
-    "input",
-    "winner",
-    "p50 us",
-    "library us",
-    "speed-up",
-    "trials",
-)
+_LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
+    "shape": lambda contest: format_shape(contest.problem.shape),
+    "bytes": lambda contest: message_of(contest.problem),
+    "dtype": lambda contest: contest.problem.dtype,
+    "ranks": lambda contest: contest.problem.world_size,
+    "mode": lambda contest: contest.problem.mode,
+    "input": lambda contest: kind_of(contest.problem),
+    "winner": lambda contest: "(none ran)" if contest.best is None else contest.best.candidate,
+    "p50 us": lambda contest: format_us(contest.best_us),
+    "library us": lambda contest: format_us(contest.library_us),
+    "speed-up": lambda contest: format_ratio(contest.library_us, contest.best_us),
+    "trials": lambda contest: len(contest.trials),
+}
 
 
 def db_list(
@@ -104,7 +105,7 @@ def db_list(
         headings.setdefault((contest.layer, contest.environment.digest, contest.problem.op), []).append(contest)
     for (layer, _, name), members in headings.items():
         title = f"{name} on {named(members[0].environment)} in the {layer} database"
-        table(_LIST_COLUMNS, [_list_cells(contest) for contest in members], title=title)
+        table_of(_LIST_COLUMNS, members, title=title)
     print_pins(pins)
 
 
@@ -116,60 +117,35 @@ def _is_about(contest: Contest, layer: str, pin: PinRecord) -> bool:
 def _only_pinned(found: list[Contest], pins: list[tuple[str, PinRecord]]) -> list[dict[str, Any]]:
     """Entries for pins of problems without a trial."""
     alone = [(name, pin) for name, pin in pins if not any(_is_about(contest, name, pin) for contest in found)]
-    return [_contest_to_dict(Contest(name, pin.environment, pin.problem, ()), pins) for name, pin in alone]
-
-
-def _list_cells(contest: Contest) -> list[object]:
-    problem, best = contest.problem, winner(contest.trials)
-    library = None if best is None else library_us(best)
-    return [
-        format_shape(problem.shape),
-        message_of(problem),
-        problem.dtype,
-        problem.world_size,
-        problem.mode,
-        kind_of(problem),
-        "(none ran)" if best is None else best.candidate,
-        format_us(None if best is None else best.latency_p50_us),
-        format_us(library),
-        format_ratio(library, None if best is None else best.latency_p50_us),
-        len(contest.trials),
-    ]
+    return [_contest_to_dict(Contest(name, pin.environment, pin.problem), pins) for name, pin in alone]
 
 
 def _contest_to_dict(contest: Contest, pins: list[tuple[str, PinRecord]]) -> dict[str, Any]:
-    best = winner(contest.trials)
+    best = contest.best
     pinned = [pin_to_dict(pin) for name, pin in pins if _is_about(contest, name, pin)]
+    won = None
+    if best is not None:
+        won = attributes(best, "variant config latency_p50_us") | {"library_us": library_us(best), "trial_id": best.id}
     return {
-        "layer": contest.layer,
-        "environment": environment_dict(contest.environment),
-        "problem": contest.problem.to_dict(),
+        **attributes(contest, "layer environment problem"),
         "trials": len(contest.trials),
-        "winner": None
-        if best is None
-        else {
-            "variant": best.variant,
-            "config": best.config,
-            "latency_p50_us": best.latency_p50_us,
-            "library_us": library_us(best),
-            "trial_id": best.id,
-        },
+        "winner": won,
         "pin": pinned[0] if pinned else None,
     }
 
 
-_SHOW_COLUMNS = (
-    "trial",
-    "status",
-    "candidate",
-    "p10 us",
-    "p50 us",
-    "p90 us",
-    "library us",
-    "speed-up",
-    "error",
-    "reason",
-)
+_SHOW_COLUMNS: dict[str, Callable[[TrialRecord], object]] = {
+    "trial": lambda trial: "-" if trial.id is None else trial.id,
+    "status": lambda trial: trial.status + (" (final)" if trial.final else ""),
+    "candidate": lambda trial: trial.candidate,
+    "p10 us": lambda trial: format_us(trial.latency_p10_us),
+    "p50 us": lambda trial: format_us(trial.latency_p50_us),
+    "p90 us": lambda trial: format_us(trial.latency_p90_us),
+    "library us": lambda trial: format_us(library_us(trial)),
+    "speed-up": lambda trial: format_ratio(library_us(trial), trial.latency_p50_us),
+    "error": lambda trial: "-" if trial.error is None else f"{trial.error:.1e}",
+    "reason": lambda trial: trial.reason,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +179,7 @@ def db_show(
         emit_json([_trial_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
     for contest in [] if as_json else found:
         title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
-        table(_SHOW_COLUMNS, [_trial_cells(trial) for trial in _by_speed(contest)[:limit]], title=title)
+        table_of(_SHOW_COLUMNS, _by_speed(contest)[:limit], title=title)
         if len(contest.trials) > limit:
             note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
     if not as_json:
@@ -235,16 +211,9 @@ def _hint(asked: set[Problem], stored: Sequence[tuple[str, Problem]]) -> str:
 def _change_to(other: Problem, asked: set[Problem]) -> str:
     """What to change in the command that asked, to have it ask for the other problem."""
     problem = next((one for one in asked if one.mode == other.mode), min(asked))
-    named = {
-        "--dtype": (problem.dtype, other.dtype),
-        "--world-size": (str(problem.world_size), str(other.world_size)),
-        "--mode": (problem.mode, other.mode),
-        "--reduction": (problem.reduction, other.reduction),
-        "--input-kind": (problem.input_kind, other.input_kind),
-        "--layout": (problem.layout, other.layout),
-        "--scaling": (problem.scaling, other.scaling),
-    }
-    changed = [f"{option} {there or 'none'}" for option, (here, there) in named.items() if here != there]
+    names = ("dtype", "world_size", "mode", "reduction", "input_kind", "layout", "scaling")
+    values = {f"--{name.replace('_', '-')}": (getattr(problem, name), getattr(other, name)) for name in names}
+    changed = [f"{option} {there or 'none'}" for option, (here, there) in values.items() if here != there]
     changed += ["--in-place"] if other.in_place and not problem.in_place else []
     parts = [f"pass {' '.join(changed)}"] if changed else []
     parts += ["leave out --in-place"] if problem.in_place and not other.in_place else []
@@ -265,44 +234,14 @@ def _by_speed(contest: Contest) -> list[TrialRecord]:
     return sorted(contest.trials, key=lambda t: (t.status != "ok", t.status, t.latency_p50_us or 0.0, t.id or 0))
 
 
-def _trial_cells(trial: TrialRecord) -> list[str]:
-    return [
-        "-" if trial.id is None else str(trial.id),
-        trial.status + (" (final)" if trial.final else ""),
-        str(trial.candidate),
-        format_us(trial.latency_p10_us),
-        format_us(trial.latency_p50_us),
-        format_us(trial.latency_p90_us),
-        format_us(library_us(trial)),
-        format_ratio(library_us(trial), trial.latency_p50_us),
-        "-" if trial.error is None else f"{trial.error:.1e}",
-        trial.reason,
-    ]
-
-
 def _trial_to_dict(layer: str, trial: TrialRecord) -> dict[str, Any]:
-    return {
-        "layer": layer,
-        "trial_id": trial.id,
-        "environment": trial.environment.digest,
-        "gpu": trial.environment.gpu,
-        "problem": trial.problem.to_dict(),
-        "variant": trial.variant,
-        "config": trial.config,
-        "numerics": trial.numerics,
-        "source_hash": trial.source_hash,
-        "status": trial.status,
-        "reason": trial.reason,
-        "final": trial.final,
-        "latency_p10_us": trial.latency_p10_us,
-        "latency_p50_us": trial.latency_p50_us,
-        "latency_p90_us": trial.latency_p90_us,
-        "samples": trial.samples,
-        "baseline_p50_us": trial.baseline_p50_us,
-        "error": trial.error,
-        "run_id": trial.run_id,
-        "created_at": trial.created_at.isoformat(),
-    }
+    names = (
+        "problem variant config numerics source_hash status reason final latency_p10_us latency_p50_us latency_p90_us "
+        "samples baseline_p50_us error run_id created_at"
+    )
+    there = trial.environment
+    head = {"layer": layer, "trial_id": trial.id, "environment": there.digest, "gpu": there.gpu}
+    return {**head, **attributes(trial, names)}
 
 
 @takes(ProblemOptions)
@@ -420,7 +359,7 @@ def db_unpin(
         removed = opened.unpin(problem, environment=environment)
         where = str(opened.path or opened.url)
     if as_json:
-        emit_json({"database": where, "problem": problem.to_dict(), "removed": removed, "still_pinned_in": []})
+        emit_json({"database": where, "problem": problem, "removed": removed, "still_pinned_in": []})
     elif removed:
         emit(f"{problem} is not pinned any more on {environment} in {where}")
     if not removed:
@@ -428,21 +367,21 @@ def db_unpin(
         raise typer.Exit(1)
 
 
-_STATS_COLUMNS = (
-    "ranks",
-    "dtype",
-    "mode",
-    "problems",
-    "trials",
-    "finals",
-    "ok",
-    "not ok",
-    "winners",
-    "library wins",
-    "speed-up",
-    "stale",
-    "newest",
-)
+_STATS_COLUMNS: dict[str, Callable[[GroupStats], object]] = {
+    "ranks": lambda group: group.world_size,
+    "dtype": lambda group: group.dtype,
+    "mode": lambda group: group.mode,
+    "problems": lambda group: group.problems,
+    "trials": lambda group: sum(group.trials.values()),
+    "finals": lambda group: group.finals,
+    "ok": lambda group: group.trials.get("ok", 0),
+    "not ok": lambda group: counted({status: n for status, n in sorted(group.trials.items()) if status != "ok"}) or "-",
+    "winners": lambda group: counted(group.winners) or "-",
+    "library wins": lambda group: "-" if group.library_share is None else f"{group.library_share:.0%}",
+    "speed-up": lambda group: "-" if group.speedup is None else f"{group.speedup:.2f}x",
+    "stale": lambda group: group.stale,
+    "newest": lambda group: format_age(group.newest),
+}
 
 
 def db_stats(
@@ -494,29 +433,9 @@ def _print_stats(name: str, stats: DatabaseStats) -> None:
         software = f"torch {there.torch}, triton {there.triton}" + (f", driver {there.driver}" if there.driver else "")
         titles.setdefault(f"{group.op} on {named(there)}, {software}", []).append(group)
     for title, groups in titles.items():
-        table(_STATS_COLUMNS, [_group_cells(group) for group in groups], title=title)
+        table_of(_STATS_COLUMNS, groups, title=title)
     if unknown := sum(group.unknown for group in stats.groups):
         emit(f"{unknown} trials are of variants that this tunedcomm does not have")
-
-
-def _group_cells(group: GroupStats) -> list[str]:
-    share = group.library_share
-    not_ok = ", ".join(f"{count} {status}" for status, count in sorted(group.trials.items()) if status != "ok")
-    return [
-        str(group.world_size),
-        group.dtype,
-        group.mode,
-        str(group.problems),
-        str(sum(group.trials.values())),
-        str(group.finals),
-        str(group.trials.get("ok", 0)),
-        not_ok or "-",
-        ", ".join(f"{count} {variant}" for variant, count in group.winners.items()) or "-",
-        "-" if share is None else f"{share:.0%}",
-        "-" if group.speedup is None else f"{group.speedup:.2f}x",
-        str(group.stale),
-        format_age(group.newest),
-    ]
 
 
 def format_age(then: datetime | None) -> str:
@@ -531,23 +450,10 @@ def format_age(then: datetime | None) -> str:
 
 
 def _stats_to_dict(name: str, stats: DatabaseStats) -> dict[str, Any]:
-    return {
-        "layer": name,
-        "database": stats.target,
-        "num_bytes": stats.num_bytes,
-        "schema": stats.schema,
-        "rows": stats.rows,
-        "groups": [
-            {
-                **asdict(group),
-                "environment": environment_dict(group.environment),
-                "library_share": group.library_share,
-                "oldest": None if group.oldest is None else group.oldest.isoformat(),
-                "newest": None if group.newest is None else group.newest.isoformat(),
-            }
-            for group in stats.groups
-        ],
-    }
+    shares = "library_share speedup stale unknown oldest newest"
+    names = f"environment op world_size dtype mode problems trials finals winners {shares}"
+    head = {"layer": name, "database": stats.target, **attributes(stats, "num_bytes schema rows")}
+    return {**head, "groups": [attributes(group, names) for group in stats.groups]}
 
 
 def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
@@ -569,10 +475,7 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     }
     if as_json:
         emit_json(
-            [
-                {"layer": name, "database": target, "findings": [asdict(finding) for finding in findings]}
-                for (name, target), findings in found.items()
-            ]
+            [{"layer": name, "database": target, "findings": findings} for (name, target), findings in found.items()]
         )
     for (name, target), findings in {} if as_json else found.items():
         emit(f"{name} database {target}")

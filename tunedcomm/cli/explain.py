@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.cli.options import BorrowOption, CallOptions, DatabaseOption, HardwareOption, JsonOption, borrowed, takes
-from tunedcomm.cli.output import emit, emit_json, environment_dict, format_ratio, format_us, message_of
+from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, message_of
 from tunedcomm.cli.stored import environment_for, nearest_stored, read_each, read_layers, stored_environments
 from tunedcomm.errors import ConfigError
 from tunedcomm.selection.snapshot import gc_paused
@@ -80,16 +80,17 @@ class Choice:
     nearest: Environment | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the same keys for `lookup --json` and `explain --json`."""
+        """For JSON; the same keys for `lookup --json` and `explain --json`."""
         return {
-            "problem": self.problem.to_dict(),
-            "asked_for": environment_dict(self.environment),
+            "problem": self.problem,
+            "asked_for": self.environment,
             **self.decision.to_dict(),
             "left_out": [list(entry) for entry in self.left_out],
             "nearest": None
             if self.nearest is None
             else {
-                **environment_dict(self.nearest),
+                "digest": self.nearest.digest,
+                **self.nearest.to_dict(),
                 "differences": list(self.environment.differences(self.nearest).values()),
             },
         }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tunedcomm.errors import UnknownNameError, printable
 from tunedcomm.spec import OpSpec, Problem, get_op
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
 
 KIB = 1024
+T = TypeVar("T")
 
 
 def emit(text: str) -> None:
@@ -23,7 +26,21 @@ def emit(text: str) -> None:
 
 def emit_json(value: Any) -> None:
     """Print the result as JSON on stdout."""
-    emit(json.dumps(value, indent=2, default=str))
+    emit(json.dumps(value, indent=2, default=_jsonable))
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON values of what is none itself: records by their fields, an environment with its digest."""
+    if hasattr(value, "to_dict"):
+        return {"digest": value.digest, **value.to_dict()} if hasattr(value, "hard_key") else value.to_dict()
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def attributes(value: object, names: str) -> dict[str, Any]:
+    """Some attributes of a record by name, for JSON; `names` are separated by blanks."""
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def note(text: str) -> None:
@@ -56,6 +73,11 @@ def format_bytes(num_bytes: int) -> str:
     raise AssertionError("the loop returns at its last unit")
 
 
+def counted(numbers: Mapping[str, int]) -> str:
+    """`3 hung, 1 crashed`."""
+    return ", ".join(f"{number} {name}" for name, number in numbers.items())
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "") -> None:
     """Print a table on stdout: boxed on a terminal, aligned columns of plain text otherwise.
 
@@ -76,6 +98,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str =
     for row in cells:
         view.add_row(*map(Text, row))
     Console().print(view)
+
+
+def table_of(columns: Mapping[str, Callable[[T], object]], rows: Iterable[T], *, title: str = "") -> None:
+    """Print a table of records on stdout; each column has a function that makes its cell of a record."""
+    table(list(columns), [[cell(row) for cell in columns.values()] for row in rows], title=title)
 
 
 def _numeric(cell: str) -> bool:
@@ -118,11 +145,6 @@ def kind_of(problem: Problem) -> str:
     asked = problem.reduction, problem.layout, problem.scaling
     words = [problem.input_kind, *(text for text, norm in zip(asked, usual, strict=True) if text != norm)]
     return ", ".join([*filter(None, words), *(["in place"] if problem.in_place else [])])
-
-
-def environment_dict(environment: Environment) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {"digest": environment.digest, **environment.to_dict()}
 
 
 def named(environment: Environment) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.cli.output import format_ratio, format_us, note
+from tunedcomm.cli.output import attributes, counted, format_ratio, format_us, note
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,7 +28,7 @@ def say(text: str, *, as_json: bool) -> None:
 
 
 def _failures(failures: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {status}" for status, count in sorted(failures.items()))
+    return counted(dict(sorted(failures.items())))
 
 
 def _duration(seconds: float) -> str:
@@ -116,27 +116,19 @@ class JsonLines:
 
 
 def _to_dict(progress: Progress) -> dict[str, Any]:
+    left, share = progress.seconds_left, progress.bind_share
     return {
         "elapsed_s": round(progress.elapsed_s, 3),
-        "seconds_left": None if progress.seconds_left is None else round(progress.seconds_left, 1),
-        "problems": progress.problems,
-        "problems_done": progress.problems_done,
-        "trials": progress.trials,
-        "trials_planned": progress.trials_planned,
+        "seconds_left": None if left is None else round(left, 1),
+        **attributes(progress, "problems problems_done trials trials_planned"),
         "trials_per_minute": round(progress.trials_per_minute, 1),
-        "failures": progress.failures,
-        "num_gangs": progress.num_gangs,
-        "num_compiled": progress.num_compiled,
-        "bind_share": None if progress.bind_share is None else round(progress.bind_share, 4),
+        **attributes(progress, "failures num_gangs num_compiled"),
+        "bind_share": None if share is None else round(share, 4),
         "gangs": [
             {
-                "slot": gang.slot,
-                "step": gang.step,
+                **attributes(gang, "slot step final best_us library_us"),
                 "problem": None if gang.problem is None else gang.problem.to_dict(),
                 "candidate": None if gang.candidate is None else str(gang.candidate),
-                "final": gang.final,
-                "best_us": gang.best_us,
-                "library_us": gang.library_us,
             }
             for gang in progress.gangs
         ],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunedcomm.cli.output import environment_dict, kind_of, note, table
+from tunedcomm.cli.output import attributes, kind_of, note, table_of
 from tunedcomm.errors import DatabaseError, UnknownNameError
 from tunedcomm.spec import Problem, format_shape
 
@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
 
 T = TypeVar("T")
-_PIN_COLUMNS = ("shape", "dtype", "ranks", "mode", "input", "pinned", "reason", "by", "since", "on")
+_PIN_COLUMNS: dict[str, Callable[[PinRecord], object]] = {
+    "shape": lambda pin: format_shape(pin.problem.shape),
+    "dtype": lambda pin: pin.problem.dtype,
+    "ranks": lambda pin: pin.problem.world_size,
+    "mode": lambda pin: pin.problem.mode,
+    "input": lambda pin: kind_of(pin.problem),
+    "pinned": lambda pin: pin.candidate,
+    "reason": lambda pin: pin.reason,
+    "by": lambda pin: pin.user or "-",
+    "since": lambda pin: pin.created_at.date().isoformat(),
+    "on": lambda pin: pin.environment,
+}
 
 
 def read_layers(database: str | None) -> Sequence[Layer]:
@@ -153,12 +164,24 @@ class Contest:
         layer: name of the layer that holds them.
         environment, problem: what they were measured in and for.
         trials: at least one, but for a problem that is pinned only.
+        best: the winner among them; None if none is ok.
     """
 
     layer: str
     environment: Environment
     problem: Problem
-    trials: tuple[TrialRecord, ...]
+    trials: tuple[TrialRecord, ...] = ()
+    best: TrialRecord | None = None
+
+    @property
+    def best_us(self) -> float | None:
+        """The winner's median."""
+        return None if self.best is None else self.best.latency_p50_us
+
+    @property
+    def library_us(self) -> float | None:
+        """The library's median in the winner's run."""
+        return None if self.best is None else library_us(self.best)
 
 
 def _on(hardware: str | None, records: list[T]) -> list[T]:
@@ -191,7 +214,8 @@ def contests(layer: str, trials: Iterable[TrialRecord]) -> list[Contest]:
         environments[trial.environment.digest] = trial.environment
         groups.setdefault((trial.environment.digest, trial.problem), []).append(trial)
     found = [
-        Contest(layer, environments[digest], problem, tuple(members)) for (digest, problem), members in groups.items()
+        Contest(layer, environments[digest], problem, tuple(members), winner(members))
+        for (digest, problem), members in groups.items()
     ]
     return sorted(found, key=_order)
 
@@ -233,33 +257,10 @@ def print_pins(pins: Iterable[tuple[str, PinRecord]]) -> None:
     for layer, pin in pins:
         by_layer.setdefault(layer, []).append(pin)
     for layer, members in by_layer.items():
-        table(_PIN_COLUMNS, map(_pin_cells, members), title=f"pins in the {layer} database")
-
-
-def _pin_cells(pin: PinRecord) -> tuple[object, ...]:
-    problem = pin.problem
-    return (
-        format_shape(problem.shape),
-        problem.dtype,
-        problem.world_size,
-        problem.mode,
-        kind_of(problem),
-        pin.candidate,
-        pin.reason,
-        pin.user or "-",
-        pin.created_at.date().isoformat(),
-        pin.environment,
-    )
+        table_of(_PIN_COLUMNS, members, title=f"pins in the {layer} database")
 
 
 def pin_to_dict(pin: PinRecord) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {
-        "problem": pin.problem.to_dict(),
-        "environment": environment_dict(pin.environment),
-        "variant": pin.candidate.variant,
-        "config": pin.candidate.config_dict,
-        "reason": pin.reason,
-        "user": pin.user,
-        "created_at": pin.created_at.isoformat(),
-    }
+    """As JSON has it."""
+    candidate = {"variant": pin.candidate.variant, "config": pin.candidate.config_dict}
+    return {**attributes(pin, "problem environment"), **candidate, **attributes(pin, "reason user created_at")}

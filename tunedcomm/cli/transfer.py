@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 
 from tunedcomm.cli.options import JsonOption
-from tunedcomm.cli.output import emit, emit_json, environment_dict, format_bytes, format_us, named, note, table
+from tunedcomm.cli.output import attributes, emit, emit_json, format_bytes, format_us, named, note, table
 
 if TYPE_CHECKING:
     from tunedcomm.db.diff import Answer, Change, Comparison, Difference
@@ -150,17 +150,14 @@ def _print_export(export: Export, cluster: str | None) -> None:
 def _export_to_dict(export: Export, cluster: str | None) -> dict[str, Any]:
     from tunedcomm.db.transfer import path_setting
 
+    setting = path_setting(export.path) if cluster is not None and export.path is not None else None
     return {
         "path": str(export.path),
         "format": export.form,
-        "sha256": export.sha256,
-        "num_bytes": export.num_bytes,
-        "manifest": str(export.manifest),
-        "rows": export.rows,
-        "left_out": export.left_out,
+        **attributes(export, "sha256 num_bytes manifest rows left_out"),
         "skipped": export.skipped.count,
-        "sources": [{"source": s.source, "trials": s.trials, "known": s.known} for s in export.sources],
-        "setting": path_setting(export.path) if cluster is not None and export.path is not None else None,
+        "sources": export.sources,
+        "setting": setting,
     }
 
 
@@ -202,15 +199,9 @@ def _print_transfer(done: Transfer) -> None:
 
 
 def _transfer_to_dict(done: Transfer) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {
-        "target": done.target,
-        "added": done.added,
-        "sources": [
-            {"source": s.source, "trials": s.trials, "known": s.known, "verified": s.source in done.verified}
-            for s in done.sources
-        ],
-    }
+    """As JSON has it."""
+    sources = [{**attributes(s, "source trials known"), "verified": s.source in done.verified} for s in done.sources]
+    return {**attributes(done, "target added"), "sources": sources}
 
 
 def db_merge(
@@ -259,9 +250,8 @@ def _merged_cells(comparison: Comparison) -> tuple[Any, ...]:
 def _merged_to_dict(comparison: Comparison) -> dict[str, Any]:
     found = counts(comparison)
     return {
-        "environment": environment_dict(comparison.after),
-        "world_size": comparison.world_size,
-        "problems": comparison.problems,
+        "environment": comparison.after,
+        **attributes(comparison, "world_size problems"),
         "new": found["only after"],
         "winner_changed": found["winner"],
         "latency_changed": found["latency"],
@@ -359,56 +349,43 @@ def _ratio(ratio: float | None) -> str:
 
 
 def _difference_to_dict(found: Difference) -> dict[str, Any]:
-    sides = ("before", "after")
+    """As JSON has it."""
+    sides = {
+        side: {
+            "database": (found.before, found.after)[index],
+            "schema": found.schemas[index],
+            "trials": found.trials[index],
+            "trials_only": found.trials_only[index],
+            "environments_only": found.environments_only[index],
+        }
+        for index, side in enumerate(("before", "after"))
+    }
     return {
         "differ": not found.is_empty,
-        **{
-            side: {
-                "database": (found.before, found.after)[index],
-                "schema": found.schemas[index],
-                "trials": found.trials[index],
-                "trials_only": found.trials_only[index],
-                "environments_only": [environment_dict(e) for e in found.environments_only[index]],
-            }
-            for index, side in enumerate(sides)
-        },
+        **sides,
         "sources": [
-            {"op": r.op, "variant": r.variant, "before": r.before, "after": r.after, "retired_finals": r.finals}
-            for r in found.retired
+            {**attributes(one, "op variant before after"), "retired_finals": one.finals} for one in found.retired
         ],
         "pins": [
             {
-                "problem": change.problem.to_dict(),
-                "environment": environment_dict(change.environment),
-                **{
-                    side: None if (pin := getattr(change, side)) is None else {**_candidate(pin), "reason": pin.reason}
-                    for side in sides
-                },
+                **attributes(change, "problem environment"),
+                "before": _pin_to_dict(change.before),
+                "after": _pin_to_dict(change.after),
             }
             for change in found.pins
         ],
         "comparisons": [
             {
-                "environments": {"before": environment_dict(c.before), "after": environment_dict(c.after)},
-                "drift": c.drift,
-                "world_size": c.world_size,
-                "problems": c.problems,
-                "changes": [_change(change) for change in c.changes],
+                "environments": attributes(comparison, "before after"),
+                **attributes(comparison, "drift world_size problems"),
+                "changes": [attributes(change, "kind problem before after ratio") for change in comparison.changes],
             }
-            for c in found.comparisons
+            for comparison in found.comparisons
         ],
     }
 
 
-def _candidate(pin: Any) -> dict[str, Any]:
-    return {"variant": pin.candidate.variant, "config": pin.candidate.config_dict}
-
-
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "kind": change.kind,
-        "problem": change.problem.to_dict(),
-        "before": None if change.before is None else change.before.to_dict(),
-        "after": None if change.after is None else change.after.to_dict(),
-        "ratio": change.ratio,
-    }
+def _pin_to_dict(pin: Any) -> dict[str, Any] | None:
+    if pin is None:
+        return None
+    return {"variant": pin.candidate.variant, "config": pin.candidate.config_dict, "reason": pin.reason}

@@ -8,8 +8,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -38,15 +38,16 @@ from tunedcomm.cli.options import (
     split,
 )
 from tunedcomm.cli.output import (
+    attributes,
+    counted,
     emit,
     emit_json,
-    environment_dict,
     format_ratio,
     format_us,
     kind_of,
     message_of,
     note,
-    table,
+    table_of,
 )
 from tunedcomm.cli.progress import say, shown
 from tunedcomm.cli.stored import read_layers
@@ -63,7 +64,19 @@ if TYPE_CHECKING:
     from tunedcomm.spec import Limits
     from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec, VariantSummary
 
-COLUMNS = ("shape", "bytes", "dtype", "mode", "input", "winner", "p50 us", "library us", "speed-up", "trials", "failed")
+_COLUMNS: dict[str, Callable[[ProblemResult], object]] = {
+    "shape": lambda result: format_shape(result.problem.shape),
+    "bytes": lambda result: message_of(result.problem),
+    "dtype": lambda result: result.problem.dtype,
+    "mode": lambda result: result.problem.mode,
+    "input": lambda result: kind_of(result.problem),
+    "winner": lambda result: "(none runs)" if result.best is None else result.best.candidate,
+    "p50 us": lambda result: format_us(_best_us(result)),
+    "library us": lambda result: format_us(result.library_us),
+    "speed-up": lambda result: format_ratio(result.library_us, _best_us(result)),
+    "trials": lambda result: result.num_trials,
+    "failed": lambda result: counted(dict(sorted(result.failures.items()))) or "-",
+}
 
 # What torchrun and Slurm number the processes of one host by.
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
@@ -135,7 +148,10 @@ def tune(
     Example: tunedcomm tune --from-misses --budget 30m
     """
     if models:
-        _list_models(as_json=as_json)
+        if as_json:
+            emit_json(list(catalog().values()))
+        else:
+            table_of(_MODEL_COLUMNS, catalog().values())
         return
     if is_spare_copy():
         note("another copy of this command tunes this host's GPUs; this one has nothing to do (start one a host)")
@@ -239,7 +255,7 @@ def report(outcome: SweepOutcome, url: str) -> None:
     """Print the summary on stdout."""
     where = "" if outcome.environment is None else f" on {outcome.environment}"
     ranks = outcome.problems[0].problem.world_size if outcome.problems else 0
-    table(COLUMNS, map(_cells, outcome.problems), title=f"{ranks} ranks{where}")
+    table_of(_COLUMNS, outcome.problems, title=f"{ranks} ranks{where}")
     end = "out of time" if outcome.reason == "budget" else "done"
     emit(f"{end}: {outcome.num_trials} trials in {outcome.seconds:.0f} s, stored in {url} (run {outcome.run_id})")
     if outcome.compiled_ahead or outcome.num_compiled:
@@ -250,52 +266,32 @@ def report(outcome: SweepOutcome, url: str) -> None:
         note(f"left alone after they had cost several gangs: {', '.join(outcome.dropped)}")
 
 
-def _cells(result: ProblemResult) -> list[str]:
-    problem, best = result.problem, result.best
-    failed = ", ".join(f"{count} {status}" for status, count in sorted(result.failures.items()))
-    return [
-        format_shape(problem.shape),
-        message_of(problem),
-        problem.dtype,
-        problem.mode,
-        kind_of(problem),
-        "(none runs)" if best is None else str(best.candidate),
-        format_us(None if best is None else best.latency_p50_us),
-        format_us(result.library_us),
-        format_ratio(result.library_us, None if best is None else best.latency_p50_us),
-        str(result.num_trials),
-        failed or "-",
-    ]
+def _best_us(result: ProblemResult) -> float | None:
+    return None if result.best is None else result.best.latency_p50_us
 
 
 def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
-    environment = outcome.environment
+    """As JSON has it."""
+    names = "run_id reason environment num_trials failures dropped num_skipped"
+    costs = "num_gangs start_s num_compiled bind_share compile_share seconds"
     return {
         "database": url,
-        "run_id": outcome.run_id,
-        "reason": outcome.reason,
-        "environment": None if environment is None else environment_dict(environment),
-        "num_trials": outcome.num_trials,
-        "failures": outcome.failures,
-        "dropped": list(outcome.dropped),
-        "num_skipped": outcome.num_skipped,
-        "variants": [_fate_to_dict(fate) for fate in outcome.fates],
-        "num_gangs": outcome.num_gangs,
-        "start_s": outcome.start_s,
-        "num_compiled": outcome.num_compiled,
-        "bind_share": outcome.bind_share,
-        "compile_share": outcome.compile_share,
-        "seconds": outcome.seconds,
+        **attributes(outcome, names),
+        "variants": [
+            {
+                **attributes(fate, "variant num_ran failures infeasible"),
+                "reasons": {first.status: first.reason for first in fate.firsts},
+            }
+            for fate in outcome.fates
+        ],
+        **attributes(outcome, costs),
         "problems": [
             {
-                "problem": result.problem.to_dict(),
+                "problem": result.problem,
                 "variant": None if result.best is None else result.best.variant,
                 "config": None if result.best is None else result.best.config,
-                "latency_p50_us": None if result.best is None else result.best.latency_p50_us,
-                "library_us": result.library_us,
-                "speedup": result.speedup,
-                "num_trials": result.num_trials,
-                "failures": result.failures,
+                "latency_p50_us": _best_us(result),
+                **attributes(result, "library_us speedup num_trials failures"),
             }
             for result in outcome.problems
         ],
@@ -357,17 +353,6 @@ def show_command(problem: Problem, database: str | None) -> str:
     return shlex.join([*words, *(["--db", database] if database else [])])
 
 
-def _fate_to_dict(fate: VariantSummary) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {
-        "variant": fate.variant,
-        "num_ran": fate.num_ran,
-        "failures": dict(fate.failures),
-        "reasons": {first.status: first.reason for first in fate.firsts},
-        "infeasible": fate.infeasible,
-    }
-
-
 TokensOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -377,21 +362,21 @@ TokensOption: TypeAlias = Annotated[
     ),
 ]
 
-_MODEL_COLUMNS = (
-    "model",
-    "also",
-    "layers",
-    "hidden",
-    "intermediate",
-    "expert",
-    "experts",
-    "heads",
-    "kv heads",
-    "head dim",
-    "vocabulary",
-    "dtype",
-    "published",
-)
+_MODEL_COLUMNS: dict[str, Callable[[Model], object]] = {
+    "model": lambda model: model.name,
+    "also": lambda model: ", ".join(model.aliases) or "-",
+    "layers": lambda model: model.num_layers,
+    "hidden": lambda model: model.hidden_size,
+    "intermediate": lambda model: "-" if model.intermediate_size is None else model.intermediate_size,
+    "expert": lambda model: "-" if model.experts is None else model.experts.intermediate_size,
+    "experts": lambda model: "-" if model.experts is None else model.experts.num_experts,
+    "heads": lambda model: model.num_heads,
+    "kv heads": lambda model: "latent" if model.latent is not None else model.num_kv_heads,
+    "head dim": lambda model: model.head_dim,
+    "vocabulary": lambda model: model.vocab_size,
+    "dtype": lambda model: model.dtype,
+    "published": lambda model: model.source.published,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,47 +441,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _list_models(*, as_json: bool) -> None:
-    """Print the catalogue on stdout."""
-    if as_json:
-        emit_json([asdict(model) for model in catalog().values()])
-        return
-    table(_MODEL_COLUMNS, map(_model_cells, catalog().values()))
-
-
-def _model_cells(model: Model) -> list[str]:
-    experts = model.experts
-    return [
-        model.name,
-        ", ".join(model.aliases) or "-",
-        str(model.num_layers),
-        str(model.hidden_size),
-        "-" if model.intermediate_size is None else str(model.intermediate_size),
-        "-" if experts is None else str(experts.intermediate_size),
-        "-" if experts is None else str(experts.num_experts),
-        str(model.num_heads),
-        "latent" if model.latent is not None else str(model.num_kv_heads),
-        str(model.head_dim),
-        str(model.vocab_size),
-        model.dtype,
-        model.source.published,
-    ]
-
-
 # Options that say which problems to tune, as the log does.
-_ABOUT_PROBLEMS = (
-    "shape",
-    "model",
-    "tp",
-    "tokens",
-    "dtype",
-    "mode",
-    "reduction",
-    "input_kind",
-    "in_place",
-    "layout",
-    "scaling",
-)
+_ABOUT_PROBLEMS = "shape model tp tokens dtype mode reduction input_kind in_place layout scaling".split()
 _PRINTED = 20
 # A log of this size is made smaller when it is read.
 _LARGE_BYTES = 64 << 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,15 +24,15 @@ from tunedcomm.cli.options import (
     split,
 )
 from tunedcomm.cli.output import (
+    attributes,
     emit,
     emit_json,
-    environment_dict,
     format_ratio,
     format_us,
     kind_of,
     message_of,
     note,
-    table,
+    table_of,
 )
 from tunedcomm.cli.progress import say, shown
 from tunedcomm.cli.tune import is_spare_copy
@@ -40,19 +41,19 @@ from tunedcomm.spec import format_shape
 if TYPE_CHECKING:
     from tunedcomm.tuner.verify import Verified, VerifyOutcome, VerifySpec
 
-COLUMNS = (
-    "shape",
-    "bytes",
-    "dtype",
-    "mode",
-    "winner",
-    "then us",
-    "speed-up",
-    "now us",
-    "library us",
-    "now",
-    "verdict",
-)
+_COLUMNS: dict[str, Callable[[Verified], object]] = {
+    "shape": lambda result: format_shape(result.winner.problem.shape),
+    "bytes": lambda result: message_of(result.winner.problem),
+    "dtype": lambda result: result.winner.problem.dtype,
+    "mode": lambda result: f"{result.winner.problem.mode}, {kind_of(result.winner.problem)}",
+    "winner": lambda result: f"{result.winner.candidate}{_asked(result.winner.policies)}",
+    "then us": lambda result: format_us(result.winner.measured_us),
+    "speed-up": lambda result: format_ratio(result.winner.library_us, result.winner.latency_us),
+    "now us": lambda result: format_us(result.latency_us),
+    "library us": lambda result: format_us(result.library_us),
+    "now": lambda result: format_ratio(result.library_us, result.latency_us),
+    "verdict": lambda result: result.verdict,
+}
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*(%?)")
 
 
@@ -174,7 +175,7 @@ def _report(outcome: VerifyOutcome, url: str | None) -> None:
     if not outcome.results:
         emit(f"no winner is stored for {where}; `tunedcomm tune` finds some, `tunedcomm db list` prints what there is")
         return
-    table(COLUMNS, map(_cells, outcome.results), title=where)
+    table_of(_COLUMNS, outcome.results, title=where)
     if here is not None:
         changes = sorted({change for result in outcome.results for change in here.drift(result.winner.environment)})
         if changes:
@@ -192,63 +193,32 @@ def _report(outcome: VerifyOutcome, url: str | None) -> None:
     )
 
 
-def _cells(result: Verified) -> list[str]:
-    winner = result.winner
-    problem = winner.problem
-    asked = "" if "default" in winner.policies else f" [numerics={winner.policies[0]}]"
-    return [
-        format_shape(problem.shape),
-        message_of(problem),
-        problem.dtype,
-        f"{problem.mode}, {kind_of(problem)}",
-        f"{winner.candidate}{asked}",
-        format_us(winner.measured_us),
-        format_ratio(winner.library_us, winner.latency_us),
-        format_us(result.latency_us),
-        format_us(result.library_us),
-        format_ratio(result.library_us, result.latency_us),
-        result.verdict,
-    ]
+def _asked(policies: Sequence[str]) -> str:
+    return "" if "default" in policies else f" [numerics={policies[0]}]"
 
 
 def _to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]:
+    """As JSON has it."""
     here = outcome.environment
-    return {
-        "database": url,
-        "run_id": outcome.run_id,
-        "environment": None if here is None else environment_dict(here),
-        "world_size": outcome.world_size,
-        "num_trials": outcome.num_trials,
-        "num_gangs": outcome.num_gangs,
-        "seconds": outcome.seconds,
-        "num_wrong": len(outcome.wrong),
-        "winners": [
+    winners = []
+    for result in outcome.results:
+        then = result.winner
+        winners.append(
             {
-                "problem": result.winner.problem.to_dict(),
-                "variant": result.winner.candidate.variant,
-                "config": result.winner.candidate.config_dict,
-                "policies": list(result.winner.policies),
-                "layer": result.winner.layer,
-                "verdict": result.verdict,
-                "why": result.why,
+                "problem": then.problem,
+                "variant": then.candidate.variant,
+                "config": then.candidate.config_dict,
+                **attributes(then, "policies layer"),
+                **attributes(result, "verdict why"),
                 "stored": {
-                    "latency_us": result.winner.latency_us,
-                    "library_us": result.winner.library_us,
-                    "noise": result.winner.noise,
-                    "measured_us": result.winner.measured_us,
-                    "uncertainty": result.winner.uncertainty,
-                    "created_at": result.winner.created_at,
-                    "environment": result.winner.environment.digest,
-                    "changes": [] if here is None else here.drift(result.winner.environment),
+                    **attributes(then, "latency_us library_us noise measured_us uncertainty created_at"),
+                    "environment": then.environment.digest,
+                    "changes": [] if here is None else here.drift(then.environment),
                 },
-                "measured": {
-                    "latency_us": result.latency_us,
-                    "library_us": result.library_us,
-                    "noise": result.noise,
-                },
-                "faster": None if result.faster is None else str(result.faster),
+                "measured": attributes(result, "latency_us library_us noise"),
+                "faster": result.faster,
                 "faster_us": result.faster_us,
             }
-            for result in outcome.results
-        ],
-    }
+        )
+    names = "run_id environment world_size num_trials num_gangs seconds"
+    return {"database": url, **attributes(outcome, names), "num_wrong": len(outcome.wrong), "winners": winners}
