@@ -191,7 +191,8 @@ class Claims:
 def _insert_or_nothing(connection: Connection, row: dict[str, Any]) -> bool:
     dialects: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
     if (insert_ := dialects.get(connection.dialect.name)) is not None:
-        return bool(connection.execute(insert_(ClaimRow).values(row).on_conflict_do_nothing()).rowcount)
+        added = insert_(ClaimRow).values(row).on_conflict_do_nothing().returning(ClaimRow.key)
+        return connection.execute(added).one_or_none() is not None
     try:
         with connection.begin_nested():
             connection.execute(insert(ClaimRow).values(row))
