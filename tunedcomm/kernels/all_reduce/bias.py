@@ -26,12 +26,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tunedcomm.kernels.all_reduce.lamport import Lamport, TwoShotLamport
 from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce.one_shot import OneShot
-from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, slice_packets
+from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_rows, slice_packets
 from tunedcomm.kernels.all_reduce.two_shot import RING, TwoShot
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
 from tunedcomm.kernels.common.feasibility import (
     Launch,
-    refuse_kernels,
     refuse_launch_pdl,
 )
 from tunedcomm.kernels.common.lane import (
@@ -45,13 +44,13 @@ from tunedcomm.kernels.common.lane import (
     write_counter,
 )
 from tunedcomm.kernels.common.launch import ManyLaunch
-from tunedcomm.kernels.common.packets import PACKET_BYTES, add_extras, arm, insert_own, packets_of, sum_packets
+from tunedcomm.kernels.common.packets import add_extras, arm, insert_own, packets_of, sum_packets
 from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, outputs_like, with_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import LibraryVariant
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
+from tunedcomm.spec import Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
@@ -321,15 +320,6 @@ def bias_rows_kernel(
         store_packets(out + packet * 16, s0, s1, s2, s3, here)
 
 
-def _refuse(problem: Problem, limits: Limits) -> str | None:
-    """Return why no kernel can run `problem`, whatever the config; None if one might."""
-    if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):
-        return reason
-    if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
-        return f"rows of {problem.shape[-1]} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
-    return None
-
-
 def _arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
     """Addresses of x, bias and out."""
     return (inputs[0].data_ptr(), inputs[1].data_ptr(), outputs[0].data_ptr())
@@ -341,7 +331,7 @@ class _WithBias:
     op = "all_reduce_bias"
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return _refuse(problem, limits)
+        return refuse_rows(problem, limits)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         block = 32 * int(config["num_warps"]) * int(config.get("items", 1))
@@ -401,7 +391,9 @@ class BiasUnfused(UnfusedVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (
-            _refuse(problem, limits) or refuse_launch_pdl(config, limits) or super().infeasible(problem, config, limits)
+            refuse_rows(problem, limits)
+            or refuse_launch_pdl(config, limits)
+            or super().infeasible(problem, config, limits)
         )
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:

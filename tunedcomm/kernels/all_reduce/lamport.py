@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_launch_pdl, two_shot_lamport_wish
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_launch_pdl
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
@@ -165,7 +165,11 @@ class TwoShotLamport(AllReduceVariant):
         return refuse_launch_pdl(config, limits) or blocks_and_threads(config, limits, share, most_rounds=4)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return two_shot_lamport_wish(slice_packets(problem), limits)
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+        share = slice_packets(problem)
+        warps = 4 if share <= 132 * 128 else 8
+        return {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
 
 
 LAMPORT = Lamport().register()

@@ -63,6 +63,15 @@ def slice_packets(problem: Problem) -> int:
     return -(-packets_of(problem.nbytes) // problem.world_size)
 
 
+def refuse_rows(problem: Problem, limits: Limits) -> str | None:
+    """Return why no kernel can sum the rows of a matrix, which must be whole packets; None if one might."""
+    if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):
+        return reason
+    if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
+        return f"rows of {problem.shape[-1]} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
+    return None
+
+
 def constants_of(problem: Problem, config: Config) -> dict[str, Value]:
     """Constants that every all_reduce kernel takes."""
     return {

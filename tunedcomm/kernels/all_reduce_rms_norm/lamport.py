@@ -33,7 +33,7 @@ from tunedcomm.kernels.all_reduce_rms_norm.op import (
     RmsNormVariant,
     lamport_rows_wish,
     refuse_grid,
-    refuse_rows,
+    refuse_row_blocks,
 )
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import refuse_stage
@@ -159,7 +159,7 @@ class Lamport(RmsNormVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (
-            refuse_rows(problem, limits, config, slots=problem.world_size)
+            refuse_row_blocks(problem, limits, config, slots=problem.world_size)
             or refuse_stage(problem, limits, packets_of(problem.nbytes) * 16)
             or refuse_grid(problem, config, limits, mixed=True)
         )
@@ -176,7 +176,7 @@ class TwoShotLamport(RmsNormVariant):
     space = LAMPORT_ROWS_SPACE
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_rows(problem, limits, config):
+        if reason := refuse_row_blocks(problem, limits, config):
             return reason
         packets, share = packets_of(problem.nbytes), slice_packets(problem)
         if (problem.world_size - 1) * share >= packets:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, refuse_grid, refuse_rows, row_warps
+from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, refuse_grid, refuse_row_blocks, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import refuse_one_shot
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
@@ -71,7 +71,9 @@ class OneShot(RmsNormVariant):
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_rows(problem, limits, config, slots=problem.world_size) or refuse_one_shot(problem, limits):
+        if reason := refuse_row_blocks(problem, limits, config, slots=problem.world_size) or refuse_one_shot(
+            problem, limits
+        ):
             return reason
         if int(config["num_blocks"]) > problem.shape[0]:
             return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"

@@ -11,8 +11,9 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
-from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import ManyLaunch
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, with_extras
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 EPS = 1e-6  # of launches without an eps of their own
-KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 E4M3_MAX = 448.0
 LAMPORT_ROWS_SPACE = Space(
     {
@@ -225,17 +225,15 @@ def row_constants(problem: Problem) -> dict[str, Value]:
     }
 
 
-def refuse_rows(problem: Problem, limits: Limits, config: Config, *, slots: int = 1) -> str | None:
+def refuse_row_blocks(problem: Problem, limits: Limits, config: Config, *, slots: int = 1) -> str | None:
     """Return why no kernel can run `problem` with the warps of `config`; None if one might.
 
     Args:
         problem, limits, config: what is asked, where, and with what.
         slots: ranks from which a thread holds packets of a row at once. What fits is what compiles without spills.
     """
-    if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):
+    if reason := refuse_rows(problem, limits):
         return reason
-    if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
-        return f"rows of {problem.shape[-1]} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
     packets, threads = row_packets(problem), 32 * int(config["num_warps"])
     if packets > MAX_ROW_PACKETS:
         return f"a row of {packets} packets; a block holds at most {MAX_ROW_PACKETS}"

@@ -38,7 +38,13 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.two_shot import SPLIT_RING
-from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, refuse_grid, refuse_rows, row_packets, row_warps
+from tunedcomm.kernels.all_reduce_rms_norm.op import (
+    RmsNormVariant,
+    refuse_grid,
+    refuse_row_blocks,
+    row_packets,
+    row_warps,
+)
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
@@ -250,7 +256,7 @@ class _Chunked(RmsNormVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         # What is worked out once for every packet of a row takes as many registers as packets of four ranks.
-        if reason := refuse_rows(problem, limits, config, slots=4):
+        if reason := refuse_row_blocks(problem, limits, config, slots=4):
             return reason
         blocks, rows = self.num_lanes(config), int(config["rows"])
         if rows > 1 and blocks * rows > problem.shape[0]:

@@ -18,7 +18,7 @@ from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, su
 from tunedcomm.kernels.all_reduce_rms_norm.op import (
     NUM_VARYING,
     many_launch,
-    refuse_rows,
+    refuse_row_blocks,
     row_constants,
     row_packets,
     row_warps,
@@ -66,7 +66,7 @@ class Unfused(UnfusedVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         of_norm = {"num_warps": config["norm_warps"], "launch_pdl": config["launch_pdl"]}
-        return refuse_rows(problem, limits, of_norm) or super().infeasible(problem, config, limits)
+        return refuse_row_blocks(problem, limits, of_norm) or super().infeasible(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         return {**super().wish(problem, limits), "norm_warps": row_warps(problem)}

@@ -1,23 +1,27 @@
-"""Feasibility rules, spaces, first guesses and launches that variants of several ops share on the host."""
+"""Reasons why kernels cannot run, grids, and first guesses, for variants of all ops."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
-from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
+from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import DTYPES, Limits, Problem
+from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
-
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
-Infeasible = Callable[[Problem, Config, Limits], str | None]
+RING = 4  # chunks of a rank that have a place in the staging at once
+MOST_CHUNKS = 32  # of an axis: stands for as many as the staging asks for
+READING_SPACE = Space(
+    {
+        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
+        "num_warps": PowerOfTwo(2, 16),
+        "items": Choice(1, 2),
+    }
+)
 _MOST_LOOKS = 4096
 _MIN_BLOCKS = 8  # fewer never won where there was work for that many
 
@@ -51,12 +55,6 @@ def refuse_multicast(limits: Limits) -> str | None:
     return None
 
 
-def kernel_blocks(problem: Problem, config: Config) -> int:
-    """Thread blocks of a config that has a `num_blocks` axis."""
-    del problem
-    return int(config["num_blocks"])
-
-
 def grid_rounds(work_packets: int, config: Config) -> int:
     """Rounds of a grid of `num_blocks`, `num_warps` and perhaps `items` for so many packets."""
     per_round = int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config.get("items", 1))
@@ -86,20 +84,76 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, mos
     return None
 
 
-def launch_flagged(
-    config: Config, workspace: Workspace, request: CompileRequest, head: Sequence[int | None], extra: Sequence[int]
-) -> Launch:
-    """Launch of a kernel whose arguments are `head`, the peers' addresses of the input, x0 … x6, and `extra`."""
-    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    if not dict(request.constants)["SYMMETRIC"]:
-        return AddressLaunch(kernel.fix((*head, *(0,) * (MAX_WORLD_SIZE - 1), *extra)))
-    launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
+def refuse_one_shot(problem: Problem, limits: Limits) -> str | None:
+    """Return why the message does not fit into a one-shot area, or None."""
+    if packets_of(problem.nbytes) * PACKET_BYTES > limits.one_shot_bytes:
+        return f"{problem.nbytes} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
+    return None
 
-    def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        x = inputs[0]
-        launch(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
 
-    return run_symmetric
+def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:
+    """Return why `launch_pdl` may not be set here, or None."""
+    if config["launch_pdl"] and not limits.launch_pdl:
+        return "programmatic dependent launch is not available here"
+    return None
+
+
+def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | None:
+    """Return why `bytes_of_rank` from every rank do not fit into a stage, or None."""
+    if bytes_of_rank * problem.world_size > limits.stage_bytes:
+        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
+    return None
+
+
+def reading_wish(packets: int, most_blocks: int, limits: Limits) -> dict[str, float]:
+    """First guess where each thread reads some of `packets` packets of every peer, several at once by `items`."""
+    if limits.backend == "host":
+        return {"num_blocks": 2, "num_warps": 16, "items": 2}
+    warps = 4 if packets <= 2048 else 16
+    return {"num_blocks": min(packets / (32 * warps), most_blocks), "num_warps": warps, "items": 1}
+
+
+def refuse_chunks(
+    problem: Problem, limits: Limits, *, rounds: int, chunks: int, blocks: int, per_block: int, slots: int, ring: int
+) -> str | None:
+    """Return why `rounds` rounds of the grid cannot be cut into `chunks` of which the staging holds `ring`, or None.
+
+    Args:
+        problem, limits: what is asked, and where.
+        rounds, chunks: how often the grid goes round, and into how many chunks that is cut.
+        blocks, per_block: blocks that work on a chunk, and packets that each takes in a round.
+        slots: ranks whose packets the staging holds.
+        ring: chunks that have a place in the staging at once.
+    """
+    if rounds < chunks and chunks > 1:
+        return f"{rounds} rounds cannot be split into {chunks} chunks"
+    chunk_bytes = -(-rounds // chunks) * blocks * per_block * PACKET_BYTES
+    return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=ring)
+
+
+def refuse_staging(
+    problem: Problem, limits: Limits, *, chunk_bytes: int, num_chunks: int, slots: int, ring: int = RING
+) -> str | None:
+    """Return why the staging cannot hold `ring` of `num_chunks` chunks from each of `slots` ranks at once, or None."""
+    ring = min(num_chunks, ring)
+    needed = slots * ring * chunk_bytes
+    if needed > limits.staging_bytes:
+        return (
+            f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes need {needed} bytes of staging; "
+            f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+        )
+    return None
+
+
+def cut_to_fit(units: int, chunks: int, *, unit_bytes: int, slots: int, staging_bytes: int) -> tuple[int, int]:
+    """Units of a chunk, and number of chunks, where `units` of `unit_bytes` go through a ring of `RING` chunks.
+
+    MOST_CHUNKS chunks become as many more as it takes for the rings of `slots` ranks to fit into the staging.
+    """
+    span = -(-units // chunks)
+    if chunks == MOST_CHUNKS:
+        span = max(min(span, staging_bytes // (slots * RING * unit_bytes)), 1)
+    return span, -(-units // span)
 
 
 def closest(
@@ -147,167 +201,3 @@ def _by_distance(values: Sequence[Value], wish: float) -> list[tuple[float, int,
         return abs(math.log2(value) - math.log2(max(wish, 1.0)))
 
     return sorted((distance(value), index, value) for index, value in enumerate(values))
-
-
-RING = 4  # chunks of a rank that have a place in the staging at once
-MOST_CHUNKS = 32  # of an axis: stands for as many as the staging asks for
-
-LAMPORT_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        "num_warps": PowerOfTwo(1, 16),
-        "launch_pdl": Choice(False, True),
-    }
-)
-
-
-READING_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
-        "num_warps": PowerOfTwo(2, 16),
-        "items": Choice(1, 2),
-    }
-)
-
-
-def refuse_one_shot(problem: Problem, limits: Limits) -> str | None:
-    """Return why the message does not fit into a one-shot area, or None."""
-    if packets_of(problem.nbytes) * PACKET_BYTES > limits.one_shot_bytes:
-        return f"{problem.nbytes} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
-    return None
-
-
-def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:
-    """Return why `launch_pdl` may not be set here, or None."""
-    if config["launch_pdl"] and not limits.launch_pdl:
-        return "programmatic dependent launch is not available here"
-    return None
-
-
-def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | None:
-    """Return why `bytes_of_rank` from every rank do not fit into a stage, or None."""
-    if bytes_of_rank * problem.world_size > limits.stage_bytes:
-        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
-    return None
-
-
-def lamport_wish(packets: int, limits: Limits) -> dict[str, float]:
-    """First guess in LAMPORT_SPACE where each thread pushes some of `packets` packets and polls for those of peers."""
-    if limits.backend == "host":
-        return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
-    warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
-    return {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-
-
-def lamport_default(packets: int, problem: Problem, limits: Limits, infeasible: Infeasible) -> dict[str, Value]:
-    return closest(lamport_wish(packets, limits), LAMPORT_SPACE, problem, limits, infeasible)
-
-
-def two_shot_lamport_wish(share: int, limits: Limits) -> dict[str, float]:
-    """First guess where a rank sums `share` packets, with the axes of LAMPORT_SPACE."""
-    if limits.backend == "host":
-        return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
-    warps = 4 if share <= 132 * 128 else 8
-    return {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
-
-
-def reading_wish(packets: int, most_blocks: int, limits: Limits) -> dict[str, float]:
-    """First guess where each thread reads some of `packets` packets of every peer, several at once by `items`."""
-    if limits.backend == "host":
-        return {"num_blocks": 2, "num_warps": 16, "items": 2}
-    warps = 4 if packets <= 2048 else 16
-    return {"num_blocks": min(packets / (32 * warps), most_blocks), "num_warps": warps, "items": 1}
-
-
-def reading_default(
-    packets: int, most_blocks: int, space: Space, problem: Problem, limits: Limits, infeasible: Infeasible
-) -> dict[str, Value]:
-    return closest(reading_wish(packets, most_blocks, limits), space, problem, limits, infeasible)
-
-
-def refuse_chunks(
-    problem: Problem, limits: Limits, *, rounds: int, chunks: int, blocks: int, per_block: int, slots: int, ring: int
-) -> str | None:
-    """Return why `rounds` rounds of the grid cannot be cut into `chunks` of which the staging holds `ring`, or None.
-
-    Args:
-        problem, limits: what is asked, and where.
-        rounds, chunks: how often the grid goes round, and into how many chunks that is cut.
-        blocks, per_block: blocks that work on a chunk, and packets that each takes in a round.
-        slots: ranks whose packets the staging holds.
-        ring: chunks that have a place in the staging at once.
-    """
-    if rounds < chunks and chunks > 1:
-        return f"{rounds} rounds cannot be split into {chunks} chunks"
-    chunk_bytes = -(-rounds // chunks) * blocks * per_block * PACKET_BYTES
-    return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=ring)
-
-
-def refuse_staging(
-    problem: Problem, limits: Limits, *, chunk_bytes: int, num_chunks: int, slots: int, ring: int = RING
-) -> str | None:
-    """Return why the staging cannot hold `ring` of `num_chunks` chunks from each of `slots` ranks at once, or None."""
-    ring = min(num_chunks, ring)
-    needed = slots * ring * chunk_bytes
-    if needed > limits.staging_bytes:
-        return (
-            f"{ring} of the {num_chunks} chunks of {problem.nbytes} bytes need {needed} bytes of staging; "
-            f"there are {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-        )
-    return None
-
-
-def cut_to_fit(units: int, chunks: int, *, unit_bytes: int, slots: int, staging_bytes: int) -> tuple[int, int]:
-    """Units of a chunk, and number of chunks, where `units` of `unit_bytes` go through a ring of `RING` chunks.
-
-    MOST_CHUNKS chunks become as many more as it takes for the rings of `slots` ranks to fit into the staging.
-    """
-    span = -(-units // chunks)
-    if chunks == MOST_CHUNKS:
-        span = max(min(span, staging_bytes // (slots * RING * unit_bytes)), 1)
-    return span, -(-units // span)
-
-
-def refuse_moves(problem: Problem, limits: Limits) -> str | None:
-    """Return why no kernel can run `problem`, whatever the config; None if one might."""
-    return refuse_kernels(problem, limits, DTYPES, ("",))
-
-
-def chunk_rounds(problem: Problem, config: Config) -> int:
-    """Rounds that a grid goes whose threads share one chunk."""
-    return grid_rounds(packets_of(problem.nbytes), config)
-
-
-def byte_request(
-    kernel: Any, problem: Problem, config: Config, more: Mapping[str, Value], *, launch_pdl: bool = False
-) -> CompileRequest:
-    """The binary of a kernel that moves bytes; `more` holds the constants besides WORLD_SIZE, ALIGN and BLOCK."""
-    constants = {
-        "WORLD_SIZE": problem.world_size,
-        "ALIGN": alignment_of(problem.nbytes),
-        "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
-        **more,
-    }
-    return CompileRequest.of(kernel, constants, num_warps=int(config["num_warps"]), launch_pdl=launch_pdl)
-
-
-def _head(problem: Problem, workspace: Workspace) -> tuple[int | None, ...]:
-    lane = workspace.lanes[problem.mode]
-    lane_arguments = (problem.nbytes, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns)
-    return (None, None, *lane_arguments, workspace.status_argument(problem))
-
-
-def bind_bytes(problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int) -> Launch:
-    """Launch of a kernel `(x, out, nbytes, local, q0 … q6, rank, timeout_ns, status, *extra, constants)`."""
-    kernel = bind_kernel(request, int(config["num_blocks"]), workspace.device)
-    return AddressLaunch(kernel.fix((*_head(problem, workspace), *extra)))
-
-
-def bind_bytes_flagged(
-    problem: Problem, config: Config, workspace: Workspace, request: CompileRequest, *extra: int
-) -> Launch:
-    """Launch of a kernel like `bind_bytes`'s with the peers' addresses of the input, x0 … x6, before `extra`.
-
-    The request's constant SYMMETRIC says whether the input is addressed on the peers; where it is not, they are 0.
-    """
-    return launch_flagged(config, workspace, request, _head(problem, workspace), extra)

@@ -1,4 +1,4 @@
-"""Base classes of variants: what most of them share, so that a variant's file says only what is its own.
+"""Base classes of variants, with defaults for what most of them share.
 
 `KernelVariant` is one Triton kernel (or one of several, chosen by the problem) over the symmetric workspace. A variant
 is described by a subclass of it, or of its op's own subclass (`AllReduceVariant`, …):
@@ -7,11 +7,11 @@ is described by a subclass of it, or of its op's own subclass (`AllReduceVariant
         name = "lamport"
         summary = "one-shot push without flags"
         kernels = (lamport_kernel,)
-        space = LAMPORT_SPACE
+        space = Space({"num_blocks": Choice(1, 2, 4), "num_warps": PowerOfTwo(1, 16)})
+        areas = ("arena", "stage_bytes")  # of the workspace; the kernel's last arguments
 
-        def infeasible(self, problem, config, limits): ...    # a sentence, or None
-        def wish(self, problem, limits): ...                  # the config to try first; the nearest feasible one is
-        def arguments(self, problem, config, workspace): ...  # of the kernel, after those that all kernels have
+        def infeasible(self, problem, config, limits): ...  # a sentence, or None
+        def wish(self, problem, limits): ...  # the config to try first; the nearest feasible one is taken
 
     LAMPORT = Lamport().register()
 """
@@ -23,12 +23,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import (
-    LAMPORT_SPACE,
     Launch,
     blocks_and_threads,
     closest,
     grid_rounds,
-    lamport_wish,
     reading_wish,
     refuse_kernels,
     refuse_launch_pdl,
@@ -36,7 +34,7 @@ from tunedcomm.kernels.common.feasibility import (
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
-from tunedcomm.space import Config, Space, Value
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_variant
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
@@ -212,7 +210,13 @@ class LamportVariant(KernelVariant):
         packet_bytes: bytes of a stage that a packet takes: its own, and 4 for a remark where escapes need one.
     """
 
-    space = LAMPORT_SPACE
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            "num_warps": PowerOfTwo(1, 16),
+            "launch_pdl": Choice(False, True),
+        }
+    )
     areas = ("arena", "stage_bytes")
     packet_bytes = PACKET_BYTES
 
@@ -226,7 +230,11 @@ class LamportVariant(KernelVariant):
         )
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return lamport_wish(self.work_packets(problem), limits)
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
+        packets = self.work_packets(problem)
+        warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
+        return {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
 
 
 class PullVariant(KernelVariant):
@@ -245,40 +253,6 @@ class PullVariant(KernelVariant):
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         symmetric = problem.input_kind == "symmetric" and not problem.in_place
         return {**super().constants(problem, config), "SYMMETRIC": symmetric}
-
-
-def _never_infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-    del problem, config, limits
-    return None
-
-
-def no_config(problem: Problem, limits: Limits) -> dict[str, Value]:
-    """The one config of a variant with nothing to tune."""
-    del problem, limits
-    return {}
-
-
-def register_library(
-    op: str,
-    bind: Callable[[Problem, Config, Workspace], Launch],
-    *,
-    summary: str = "NCCL on GPUs, gloo on CPUs",
-    numerics: Numerics = "library",
-) -> Variant:
-    """Register what runs `op` everywhere, whatever its blocks are: it has no config and is never infeasible."""
-    return register_variant(
-        Variant(
-            op=op,
-            name="library",
-            numerics=numerics,
-            summary=summary,
-            space=Space(),
-            infeasible=_never_infeasible,
-            default=no_config,
-            bind=bind,
-            num_blocks=lambda problem, config: -1,
-        )
-    )
 
 
 def all_gather_single() -> Any:
