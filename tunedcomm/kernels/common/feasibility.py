@@ -105,14 +105,6 @@ def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | 
     return None
 
 
-def reading_wish(packets: int, most_blocks: int, limits: Limits) -> dict[str, float]:
-    """First guess where each thread reads some of `packets` packets of every peer, several at once by `items`."""
-    if limits.backend == "host":
-        return {"num_blocks": 2, "num_warps": 16, "items": 2}
-    warps = 4 if packets <= 2048 else 16
-    return {"num_blocks": min(packets / (32 * warps), most_blocks), "num_warps": warps, "items": 1}
-
-
 def refuse_chunks(
     problem: Problem, limits: Limits, *, rounds: int, chunks: int, blocks: int, per_block: int, slots: int, ring: int
 ) -> str | None:

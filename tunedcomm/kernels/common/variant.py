@@ -27,7 +27,6 @@ from tunedcomm.kernels.common.feasibility import (
     blocks_and_threads,
     closest,
     grid_rounds,
-    reading_wish,
     refuse_kernels,
     refuse_launch_pdl,
     refuse_stage,
@@ -248,7 +247,11 @@ class PullVariant(KernelVariant):
     most_blocks = 132
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return reading_wish(self.work_packets(problem), self.most_blocks, limits)
+        if limits.backend == "host":
+            return {"num_blocks": 2, "num_warps": 16, "items": 2}
+        packets = self.work_packets(problem)
+        warps = 4 if packets <= 2048 else 16
+        return {"num_blocks": min(packets / (32 * warps), self.most_blocks), "num_warps": warps, "items": 1}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         symmetric = problem.input_kind == "symmetric" and not problem.in_place
