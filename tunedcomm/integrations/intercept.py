@@ -42,6 +42,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -312,17 +313,18 @@ def _work(results: Any, devices: list[int | str | torch.device] | None) -> Any:
     return c10d._create_work_from_future(future).boxed()
 
 
-def _into(
-    of: RoutedGroup, x: torch.Tensor, out: torch.Tensor, run: Callable[[torch.Tensor, torch.Tensor], Any]
-) -> None:
-    """`run(flat input, flat output)`, whatever `out`'s strides are and even where it shares memory with `x`."""
+def _run(of: RoutedGroup, op: Callable[..., torch.Tensor], x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The op's result in a new tensor or in `out`, which may have any strides and share memory with `x`."""
+    if out is None:
+        return op(of.plain(x.detach()), group=of.group)
     flat, target = of.plain(x.detach().reshape(-1)), out.detach()
     sink = target.view(-1) if target.is_contiguous() else torch.empty_like(target.reshape(-1))
     if -sink.nbytes < sink.data_ptr() - flat.data_ptr() < flat.nbytes:
         flat = flat.clone()
-    run(flat, sink)
+    op(flat, group=of.group, out=sink)
     if not target.is_contiguous():
         target.copy_(sink.view(target.shape))
+    return out
 
 
 def _reduce(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor | None) -> torch.Tensor:
@@ -331,27 +333,6 @@ def _reduce(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor 
     plain = of.plain(x)
     found = all_reduce(plain, op=reduction, group=of.group, out=None if out is None else plain)
     return x.copy_(found) if out is not None and plain is not x else found
-
-
-def _gather(of: RoutedGroup, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """All-gather `x` along dimension 0 into a new tensor, or into as many elements."""
-    if out is None:
-        return all_gather(of.plain(x.detach()), group=of.group)
-    _into(of, x, out, lambda flat, sink: all_gather(flat, group=of.group, out=sink))
-    return out
-
-
-def _scatter(of: RoutedGroup, x: torch.Tensor, reduction: str, out: torch.Tensor | None) -> torch.Tensor:
-    """Reduce `x` and keep this rank's part of dimension 0 in a new tensor, or in as many elements."""
-    if out is None:
-        return reduce_scatter(of.plain(x.detach()), op=reduction, group=of.group)
-    _into(of, x, out, lambda flat, sink: reduce_scatter(flat, op=reduction, group=of.group, out=sink))
-    return out
-
-
-def _to_all(of: RoutedGroup, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Exchange equal parts."""
-    _into(of, x, out, lambda flat, sink: all_to_all(flat, group=of.group, out=sink))
 
 
 def _to_all_rows(
@@ -470,7 +451,7 @@ def _read_allgather_base(call: str) -> Reader:
         of = _of_object(group)
         if of is None or not _fits(x, out, of.group.size(), 1) or not of.serves(route, _flat(x)):
             return None
-        return lambda: (out, _start(of, lambda: _gather(of, x, out), [out], (x, out), async_op))
+        return lambda: (out, _start(of, lambda: _run(of, all_gather, x, out), [out], (x, out), async_op))
 
     return read
 
@@ -487,7 +468,8 @@ def _read_reduce_scatter_base(call: str) -> Reader:
         reduction = _REDUCTIONS.get(op.op(), "")
         if not of.serves(routes.get(reduction), _flat(x)):
             return None
-        return lambda: (out, _start(of, lambda: _scatter(of, x, reduction, out), [out], (x, out), async_op))
+        scatter = partial(reduce_scatter, op=reduction)
+        return lambda: (out, _start(of, lambda: _run(of, scatter, x, out), [out], (x, out), async_op))
 
     return read
 
@@ -515,7 +497,7 @@ def _read_alltoall_base(call: str) -> Reader:
             return lambda: _start(of, lambda: _to_all_rows(of, x, out, *sizes), [out], (x, out), async_op)
         if not _fits(x, out, 1, 1) or x.shape[0] % of.group.size() or not of.serves(equal, _flat(x)):
             return None
-        return lambda: _start(of, lambda: _to_all(of, x, out), [out], (x, out), async_op)
+        return lambda: _start(of, lambda: _run(of, all_to_all, x, out), [out], (x, out), async_op)
 
     return read
 
@@ -548,7 +530,7 @@ def _read_all_gather(call: str) -> Reader:
         fits = size == of.group.size() and x.dim() > 0 if out is None else _fits(x, out, of.group.size(), 1)
         if not fits or not of.serves(route, x if out is None else _flat(x)):
             return None
-        return lambda: _inside(lambda: _gather(of, x, out))
+        return lambda: _inside(lambda: _run(of, all_gather, x, out))
 
     return read
 
@@ -565,7 +547,7 @@ def _read_reduce_scatter(call: str) -> Reader:
         fits = size == of.group.size() if out is None else _fits(x, out, 1, of.group.size())
         if not fits or not of.serves(routes.get(reduction), x if out is None else _flat(x)):
             return None
-        return lambda: _inside(lambda: _scatter(of, x, reduction, out))
+        return lambda: _inside(lambda: _run(of, partial(reduce_scatter, op=reduction), x, out))
 
     return read
 
