@@ -21,7 +21,14 @@ from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.gang.process import Death, gang_environment, is_alive, kill_processes, read_death, write_exits
+from tunedcomm.tuner.gang.process import (
+    ExitStatus,
+    gang_environment,
+    is_alive,
+    kill_processes,
+    read_exit_status,
+    write_exits,
+)
 from tunedcomm.tuner.gang.protocol import (
     PROTOCOL,
     Command,
@@ -154,18 +161,20 @@ def test_death_is_blamed_on_its_root_cause(
 ) -> None:
     (tmp_path / "output.txt").write_text(OUTPUT)
     write_exits(tmp_path, exits)
-    assert read_death(tmp_path, 1) == Death(text, killed)
+    assert read_exit_status(tmp_path, 1) == ExitStatus(text, killed)
 
 
 def test_death_of_the_launcher_by_a_signal(tmp_path: Path) -> None:
     (tmp_path / "output.txt").write_text("")
-    assert read_death(tmp_path, -9) == Death("it was killed by SIGKILL", True)
-    assert read_death(tmp_path, -11) == Death("it was killed by SIGSEGV", False)
+    assert read_exit_status(tmp_path, -9) == ExitStatus("it was killed by SIGKILL", True)
+    assert read_exit_status(tmp_path, -11) == ExitStatus("it was killed by SIGSEGV", False)
 
 
 def test_death_that_left_nothing_names_the_launchers_code(tmp_path: Path) -> None:
     (tmp_path / "output.txt").write_text("ModuleNotFoundError: No module named 'x'\n")
-    assert read_death(tmp_path, 3).text == "the launcher ended with code 3; ModuleNotFoundError: No module named 'x'"
+    assert (
+        read_exit_status(tmp_path, 3).text == "the launcher ended with code 3; ModuleNotFoundError: No module named 'x'"
+    )
 
 
 def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch: pytest.MonkeyPatch) -> None:

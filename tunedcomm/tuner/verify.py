@@ -18,9 +18,8 @@ from tunedcomm.selection.select import Decision, Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops, variants
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings
-from tunedcomm.tuner.measure.compile_pool import compile_ahead
 from tunedcomm.tuner.search.coordinator import Coordinator, Finals
-from tunedcomm.tuner.search.study import families
+from tunedcomm.tuner.search.study import compile_ahead, families
 from tunedcomm.tuner.search.sweep import Progress, Running, SweepSpec, load_variants, resolve_machine, source_hash
 
 # The default comes first: it is what most callers get.
@@ -333,18 +332,9 @@ def _faster(
 
 def _row(record: TrialRecord) -> Row:
     assert record.latency_p50_us is not None
-    return Row(
-        problem=record.problem,
-        candidate=record.candidate,
-        source_hash=record.source_hash,
-        environment=record.environment,
-        latency_p50_us=record.latency_p50_us,
-        latency_p10_us=record.latency_p10_us,
-        latency_p90_us=record.latency_p90_us,
-        samples=record.samples,
-        baseline_p50_us=record.baseline_p50_us,
-        final=record.final,
-    )
+    names = "problem candidate source_hash environment latency_p50_us latency_p10_us latency_p90_us samples".split()
+    names += ["baseline_p50_us", "final"]
+    return Row(**{name: getattr(record, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

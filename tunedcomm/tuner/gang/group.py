@@ -26,8 +26,6 @@ from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.workspace import allocate
 from tunedcomm.tuner.gang.protocol import STORE_FD, STORE_PORT, Command, GangEnd, Settings
 
-__all__ = ["Gang", "Trouble", "Verdict", "assemble"]
-
 T = TypeVar("T")
 
 _MIN_BUFFER_BYTES = 1 << 16
@@ -56,7 +54,7 @@ class Trouble(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Vote:
     """A vote's outcome, the same on every rank: the heaviest trouble, its reason, the largest number and count."""
 
     trouble: Trouble = Trouble.NONE
@@ -113,7 +111,7 @@ class Gang:
         dist.all_gather(everyone, mine, group=self._control)
         return [row.tolist() for row in everyone]
 
-    def vote(self, trouble: Trouble, reason: str = "", number: float = 0.0, count: int = 0) -> Verdict:
+    def vote(self, trouble: Trouble, reason: str = "", number: float = 0.0, count: int = 0) -> Vote:
         """Agree on the heaviest trouble of any rank, that rank's reason, and the largest `number` and `count` >= 0."""
         # A NaN has no defined place in a maximum.
         finite = number if math.isfinite(number) else math.inf
@@ -121,7 +119,7 @@ class Gang:
         dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self._control)
         heaviest, largest, most = ballot.tolist()
         if not heaviest:
-            return Verdict(number=largest, count=int(most))
+            return Vote(number=largest, count=int(most))
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, (int(trouble), reason), group=self._control)
         return combine(everyone, largest, int(most))
@@ -162,14 +160,14 @@ class Gang:
             torch.cuda.synchronize(self.device)
 
 
-def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int = 0) -> Verdict:
+def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int = 0) -> Vote:
     """One verdict from every rank's: the heaviest trouble, and the first rank's reason for it."""
     heaviest = max(code for code, _ in everyone)
     blamed = [rank for rank, (code, _) in enumerate(everyone) if code == heaviest]
     reason = everyone[blamed[0]][1]
     if len(blamed) < len(everyone):
         reason = f"on rank {', '.join(str(rank) for rank in blamed)} of {len(everyone)}: {reason}"
-    return Verdict(Trouble(heaviest), reason, number, count)
+    return Vote(Trouble(heaviest), reason, number, count)
 
 
 def assemble(settings: Settings, folder: Path) -> Gang:

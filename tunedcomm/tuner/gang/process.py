@@ -101,7 +101,7 @@ _EXCEPTION = re.compile(r"(?:\[rank(\d+)\]:\s*)?([\w.]*(?:Error|Exception|Interr
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class ExitStatus:
     """How a gang died.
 
     Attributes:
@@ -125,7 +125,7 @@ def _read_exits(folder: Path) -> list[tuple[int, int]]:
         return []
 
 
-def read_death(folder: Path, code: int) -> Death:
+def read_exit_status(folder: Path, code: int) -> ExitStatus:
     """What ended a gang.
 
     Args:
@@ -137,16 +137,16 @@ def read_death(folder: Path, code: int) -> Death:
     killed = [(rank, -exit_code) for rank, exit_code in failed if exit_code < 0]
     if killed:
         text = f"rank {killed[0][0]} was killed by {signal.Signals(killed[0][1]).name}"
-        return Death(text, all(number == signal.SIGKILL for _, number in killed))
+        return ExitStatus(text, all(number == signal.SIGKILL for _, number in killed))
     if not failed and code < 0:
-        return Death(f"it was killed by {signal.Signals(-code).name}", -code == signal.SIGKILL)
+        return ExitStatus(f"it was killed by {signal.Signals(-code).name}", -code == signal.SIGKILL)
     root = failed[0] if failed else None
     output = ""
     with contextlib.suppress(OSError):
         output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
     parts = [f"rank {root[0]} ended with exit code {root[1]}" if root else f"the launcher ended with code {code}"]
     parts += read_failures(folder) or [_first_error(output, str(root[0]) if root else None)]
-    return Death("; ".join(part for part in parts if part), killed=False)
+    return ExitStatus("; ".join(part for part in parts if part), killed=False)
 
 
 def _first_error(output: str, rank: str | None) -> str:
@@ -297,10 +297,10 @@ class GangProcess:
 
     # Watching
 
-    def death(self) -> Death | None:
+    def exit_status(self) -> ExitStatus | None:
         """How its launcher, or it, died; None while it lives. Read what it said before this is judged."""
         code = self._process.poll()
-        return None if code is None else read_death(self._folder, code)
+        return None if code is None else read_exit_status(self._folder, code)
 
     def is_dead(self) -> bool:
         """True once its launcher has ended: what it had to say is there to be read then."""

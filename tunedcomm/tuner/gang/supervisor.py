@@ -21,8 +21,6 @@ from tunedcomm.tuner.gang.process import GangProcess, remove_stale_folders
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
 from tunedcomm.tuner.search.coordinator import Coordinator
 
-__all__ = ["GangState", "Supervisor"]
-
 _log = logging.getLogger("tunedcomm")
 
 # Longest wait for events: within it a death is seen, and a hook is called.
@@ -206,9 +204,9 @@ class Supervisor:
     def _watch(self, gang: GangProcess, results: list[TrialResult]) -> None:
         if gang.is_dead():
             self._listen(gang, results)  # what it said before it died
-            death = gang.death()
-            if death is not None and not gang.retired:
-                self._lose(gang, "crashed", death.text, killed=death.killed)
+            exit_status = gang.exit_status()
+            if exit_status is not None and not gang.retired:
+                self._lose(gang, "crashed", exit_status.text, killed=exit_status.killed)
         elif gang.silence() is not None:
             self._listen(gang, results)  # it may have spoken while this process waited for the database
             if not gang.retired and (silence := gang.silence()) is not None:

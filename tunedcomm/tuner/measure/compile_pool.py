@@ -1,6 +1,6 @@
 """Compiles coming candidates on CPUs into Triton's cache, so that a gang finds its binaries there.
 
-`python -m tunedcomm.tuner.measure.compile_pool SUPERVISOR_PID WORKERS` is a process that sees no GPU. It reads
+`python -m tunedcomm.tuner.measure.compile_pool SUPERVISOR_PID WORKERS PROTOCOL` is a process that sees no GPU. It reads
 requests as JSON lines from its standard input and spreads them over worker processes. It ignores what fails to compile:
 that fails again in the gang, which records it.
 """
@@ -17,23 +17,21 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 from tunedcomm.kernels.common.launch import CompileRequest, compile_request
-from tunedcomm.spec import Candidate, Limits, Problem, get_op, get_variant
 from tunedcomm.tuner.gang.process import die_with_parent, kill_processes
-from tunedcomm.tuner.gang.protocol import Settings
-from tunedcomm.tuner.measure.correctness import odd_problems
-from tunedcomm.tuner.search.study import default_candidates, interleave, search_space
+from tunedcomm.tuner.gang.protocol import PROTOCOL
 
 _log = logging.getLogger("tunedcomm")
 _MAX_WORKERS = 32
 # Below the gang's own threads, whose launches are being timed.
 _NICENESS = 10
+_EXIT_PROTOCOL = 76  # started by another version of tunedcomm
 
 
 def num_workers() -> int:
@@ -57,7 +55,7 @@ class CompilePool:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tunedcomm.tuner.measure.compile_pool", str(os.getpid()), str(workers)],
+            [sys.executable, "-m", "tunedcomm.tuner.measure.compile_pool", str(os.getpid()), str(workers), PROTOCOL],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -79,7 +77,9 @@ class CompilePool:
                 if self._lines.empty():
                     stream.flush()
         except (OSError, ValueError) as error:
-            if self._process.poll() not in (None, 0, -signal.SIGKILL):
+            if self._process.poll() == _EXIT_PROTOCOL:
+                _log.error("tunedcomm was replaced by another version while this command ran: start it again")
+            elif self._process.poll() not in (None, 0, -signal.SIGKILL):
                 _log.warning("the compile pool is gone (%s); gangs compile for themselves", error)
 
     def submit(self, requests: Iterable[CompileRequest], compute_capability: int) -> int:
@@ -157,41 +157,6 @@ def _serve(stream: IO[bytes], workers: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    if sys.argv[3:] != [PROTOCOL]:
+        sys.exit(_EXIT_PROTOCOL)
     _serve(sys.stdin.buffer, int(sys.argv[2]))
-
-
-# The first problems' come first, and later problems share most of them.
-_MAX_BINARIES = 4000
-
-
-def compile_ahead(
-    pool: CompilePool,
-    problems: Iterable[Problem],
-    settings: Settings,
-    limits: Limits,
-    compute_capability: int,
-    chosen: Mapping[Problem, Sequence[Candidate]] | None = None,
-) -> Iterator[int]:
-    """Hand over the binaries of one problem at each step; yields how many of them were new.
-
-    Without `chosen`, those of all candidates that a search may try.
-    """
-    handed = 0
-    for problem in problems:
-        allowed = search_space(problem, limits, settings) if chosen is None else chosen[problem]
-        first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
-        requests: dict[Any, None] = {}
-        for candidate in [*first, *interleave(allowed)]:
-            requests.update(dict.fromkeys(_binaries(problem, candidate)))
-        fresh = pool.submit(list(requests)[: _MAX_BINARIES - handed], compute_capability)
-        handed += fresh
-        yield fresh
-        if handed >= _MAX_BINARIES:
-            return
-
-
-def _binaries(problem: Problem, candidate: Candidate) -> Iterator[Any]:
-    """What a candidate's trial launches, at the odd shapes of its checks too."""
-    variant = get_variant(candidate.op, candidate.variant)
-    for shape in (problem, *odd_problems(get_op(problem.op), problem)):
-        yield from variant.compile_requests(shape, candidate.config_dict)

@@ -24,19 +24,6 @@ import torch
 
 from tunedcomm.spec import OpSpec, Problem
 
-__all__ = [
-    "Case",
-    "Judgement",
-    "Launch",
-    "are_kept",
-    "fill_sentinel",
-    "judge",
-    "make_case",
-    "odd_problems",
-    "plan_cases",
-    "rank_delay",
-]
-
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Launch: TypeAlias = Callable[[Tensors, Tensors, int], None]
 

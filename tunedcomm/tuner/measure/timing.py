@@ -21,18 +21,6 @@ import torch
 from tunedcomm.tuner.gang.protocol import Latency
 from tunedcomm.tuner.measure.correctness import Launch, Tensors
 
-__all__ = [
-    "Contender",
-    "calls_for",
-    "capture",
-    "contend",
-    "further_turns",
-    "num_turns",
-    "order_of_round",
-    "summarise",
-    "take_rounds",
-]
-
 # A replay is long against the skew with which ranks leave the barrier (a few µs) and what an event costs.
 _REPLAY_US = 1000.0
 _MIN_CALLS, _MAX_CALLS = 10, 100

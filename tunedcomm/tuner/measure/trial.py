@@ -15,7 +15,7 @@ import torch
 
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
-from tunedcomm.tuner.gang.group import Gang, Trouble, Verdict
+from tunedcomm.tuner.gang.group import Gang, Trouble, Vote
 from tunedcomm.tuner.gang.protocol import (
     LOST,
     Command,
@@ -267,9 +267,9 @@ class TrialRunner:
         self._bind_s, self._num_compiled = 0.0, 0
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._report("work", command.baseline or candidate)
-            bench, verdict = self._bench_for(problem, full=command.full_check)
-            if verdict.trouble:
-                return TrialResult(status=verdict.trouble.status, reason=verdict.reason)
+            bench, vote = self._bench_for(problem, full=command.full_check)
+            if vote.trouble:
+                return TrialResult(status=vote.trouble.status, reason=vote.reason)
             if command.baseline is not None and command.baseline not in (bench.baseline, candidate):
                 self._prepare_baseline(bench, command.baseline)
             self._report("trial", candidate)
@@ -287,16 +287,16 @@ class TrialRunner:
         self._gang.barrier()
         count = workspace.rearm(problem.mode)
         reason = f"left {count} words in the arena, which a later call would take for data" if count else ""
-        verdict = self._gang.vote(Trouble.INCORRECT if count else Trouble.NONE, reason)
-        if not verdict.trouble:
+        vote = self._gang.vote(Trouble.INCORRECT if count else Trouble.NONE, reason)
+        if not vote.trouble:
             return outcome
-        return TrialResult(status=verdict.trouble.status, reason=verdict.reason, error=outcome.error)
+        return TrialResult(status=vote.trouble.status, reason=vote.reason, error=outcome.error)
 
     def _report(self, event: str, candidate: Candidate) -> None:
         self._gang.report(event, {"candidate": candidate_to_dict(candidate)})
 
-    def _bench_for(self, problem: Problem, *, full: bool) -> tuple[Bench, Verdict]:
-        """The problem's tensors; the verdict is whether every rank has the memory for them.
+    def _bench_for(self, problem: Problem, *, full: bool) -> tuple[Bench, Vote]:
+        """The problem's tensors; the vote is whether every rank has the memory for them.
 
         A vote after each step, so that no rank waits in the next one for a rank that has none.
         """
@@ -306,7 +306,7 @@ class TrialRunner:
             self._bench = Bench(self._gang, problem, seed, self._stream)
         bench = self._bench
         if full in self._fits:
-            return bench, Verdict()
+            return bench, Vote()
         if full:
             shapes = check.odd_problems(bench.op, problem)
             self._odd = [Bench(self._gang, p, seed, self._stream, slot=1 + i) for i, p in enumerate(shapes)]
@@ -326,14 +326,14 @@ class TrialRunner:
                 one.try_room(plan, timed=one is bench)
 
         for step in (make_cases, make_buffers, try_room):
-            verdict = self._try_memory(step)
-            if verdict.trouble:
+            vote = self._try_memory(step)
+            if vote.trouble:
                 self._drop_bench()
-                return bench, verdict
+                return bench, vote
         self._fits |= {full, False}
-        return bench, Verdict()
+        return bench, Vote()
 
-    def _try_memory(self, action: Callable[[], None]) -> Verdict:
+    def _try_memory(self, action: Callable[[], None]) -> Vote:
         trouble, reason = Trouble.NONE, ""
         try:
             action()
@@ -351,17 +351,17 @@ class TrialRunner:
 
     def _trial(self, bench: Bench, candidate: Candidate, command: Command) -> TrialResult:
         ordered = get_variant(candidate.op, candidate.variant).numerics == "ordered"
-        verdict, bound = self._bind(bench, candidate, full=command.full_check)
-        if verdict.trouble or bound is None:
-            return TrialResult(status=verdict.trouble.status, reason=verdict.reason)
+        vote, bound = self._bind(bench, candidate, full=command.full_check)
+        if vote.trouble or bound is None:
+            return TrialResult(status=vote.trouble.status, reason=vote.reason)
         self._report("run", candidate)
-        verdict = self._check(bench, bound, ordered=ordered, full=command.full_check)
-        error = verdict.number if math.isfinite(verdict.number) else None
-        if verdict.trouble:
-            return TrialResult(status=verdict.trouble.status, reason=verdict.reason, error=error)
+        vote = self._check(bench, bound, ordered=ordered, full=command.full_check)
+        error = vote.number if math.isfinite(vote.number) else None
+        if vote.trouble:
+            return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
         return self._time(bench, bound.launch, candidate, command, ordered=ordered, error=error)
 
-    def _bind(self, bench: Bench, candidate: Candidate, *, full: bool) -> tuple[Verdict, _Bound | None]:
+    def _bind(self, bench: Bench, candidate: Candidate, *, full: bool) -> tuple[Vote, _Bound | None]:
         """Bind on every rank and vote, before any rank launches."""
         bound, trouble, reason = None, Trouble.NONE, ""
         communicator = self._gang.communicator
@@ -381,10 +381,10 @@ class TrialRunner:
                 trouble, reason = Trouble.INFEASIBLE, f"no memory is left for what it binds: {_sentence(error)}"
             else:
                 trouble, reason = Trouble.COMPILE_ERROR, _bind_reason(error)
-        verdict = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
-        self._bind_s += verdict.number
-        self._num_compiled += verdict.count
-        return verdict, bound
+        vote = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
+        self._bind_s += vote.number
+        self._num_compiled += vote.count
+        return vote, bound
 
     def _guard(self, action: Callable[[], T]) -> tuple[T | None, Trouble, str]:
         """Run what launches; an error becomes a ballot, and is left for the supervisor if nobody may answer."""
@@ -397,7 +397,7 @@ class TrialRunner:
             write_failure(self._gang.folder, self._gang.rank, reason)
             return None, Trouble.CRASHED, reason
 
-    def _check(self, bench: Bench, bound: _Bound, *, ordered: bool, full: bool) -> Verdict:
+    def _check(self, bench: Bench, bound: _Bound, *, ordered: bool, full: bool) -> Vote:
         def action() -> Judgement:
             found = bench.check(bound.launch, check.plan_cases(bench.problem, full=full), ordered=ordered)
             for index, (odd, launch) in enumerate(bound.odd):
@@ -412,25 +412,25 @@ class TrialRunner:
 
     def _prepare_baseline(self, bench: Bench, baseline: Candidate) -> None:
         """Bind, run and capture the library, where the problem did not begin with it."""
-        verdict, bound = self._bind(bench, baseline, full=False)
-        if not verdict.trouble and bound is not None:
+        vote, bound = self._bind(bench, baseline, full=False)
+        if not vote.trouble and bound is not None:
             self._report("run", baseline)
-            verdict = self._check(bench, bound, ordered=False, full=False)
-            if not verdict.trouble:
-                verdict = self._adopt_baseline(bench, bound.launch, baseline)
-        if verdict.trouble:
-            raise RuntimeError(f"the library ran {bench.problem} before and now fails: {verdict.reason}")
+            vote = self._check(bench, bound, ordered=False, full=False)
+            if not vote.trouble:
+                vote = self._adopt_baseline(bench, bound.launch, baseline)
+        if vote.trouble:
+            raise RuntimeError(f"the library ran {bench.problem} before and now fails: {vote.reason}")
 
-    def _adopt_baseline(self, bench: Bench, launch: Launch, baseline: Candidate) -> Verdict:
+    def _adopt_baseline(self, bench: Bench, launch: Launch, baseline: Candidate) -> Vote:
         """Fix the launches a round by the library's latency, and keep it as the contender to interleave with."""
-        verdict = self._fix_calls(bench, launch)
-        if verdict.trouble:
-            return verdict
+        vote = self._fix_calls(bench, launch)
+        if vote.trouble:
+            return vote
         contender, trouble, reason = self._guard(lambda: self._contend(bench, launch))
-        verdict = self._gang.vote(trouble, reason)
-        if not verdict.trouble:
+        vote = self._gang.vote(trouble, reason)
+        if not vote.trouble:
             bench.contender, bench.baseline = contender, baseline
-        return verdict
+        return vote
 
     def _contend(self, bench: Bench, launch: Launch) -> Contender:
         return measure.contend(
@@ -443,19 +443,19 @@ class TrialRunner:
             further=bench.further,
         )
 
-    def _fix_calls(self, bench: Bench, launch: Launch) -> Verdict:
+    def _fix_calls(self, bench: Bench, launch: Launch) -> Vote:
         bench.calls = 1
         if self._stream is None:
-            return Verdict()
+            return Vote()
         bench.calls = 10
-        verdict, latencies = self._rounds(bench, lambda: [self._contend(bench, launch)], 1, 2)
-        if not verdict.trouble:
+        vote, latencies = self._rounds(bench, lambda: [self._contend(bench, launch)], 1, 2)
+        if not vote.trouble:
             bench.calls = measure.calls_for(latencies[0].p50_us)
-        return verdict
+        return vote
 
     def _rounds(
         self, bench: Bench, contenders: Callable[[], list[Contender]], count: int, rounds: int
-    ) -> tuple[Verdict, list[Latency]]:
+    ) -> tuple[Vote, list[Latency]]:
         """Time `count` contenders and exchange the times: the latencies are the same on every rank."""
 
         def action() -> list[list[float]]:
@@ -470,7 +470,7 @@ class TrialRunner:
         if any(row[0] for row in everyone):
             return self._gang.vote(trouble, reason), []
         starts = range(1, 1 + count * rounds, rounds)
-        return Verdict(), [measure.summarise([row[start : start + rounds] for row in everyone]) for start in starts]
+        return Vote(), [measure.summarise([row[start : start + rounds] for row in everyone]) for start in starts]
 
     def _time(
         self,
@@ -483,9 +483,9 @@ class TrialRunner:
         error: float | None,
     ) -> TrialResult:
         if candidate == command.baseline and bench.baseline is None:
-            verdict = self._adopt_baseline(bench, launch, candidate)
-            if verdict.trouble:
-                return TrialResult(status=verdict.trouble.status, reason=verdict.reason, error=error)
+            vote = self._adopt_baseline(bench, launch, candidate)
+            if vote.trouble:
+                return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
         if not bench.calls:
             self._fix_calls(bench, launch)
         made: list[Contender] = []
@@ -494,16 +494,16 @@ class TrialRunner:
             made.append(self._contend(bench, launch))
             return made
 
-        verdict, latencies = self._rounds(bench, first, 1, self._settings.first_rounds)
-        if not verdict.trouble and self._stream is not None and bench.problem.mode == "graph":
-            verdict = self._check_replay(bench, made[0], launch, ordered=ordered)
-        if verdict.trouble:
-            return TrialResult(status=verdict.trouble.status, reason=verdict.reason, error=error)
+        vote, latencies = self._rounds(bench, first, 1, self._settings.first_rounds)
+        if not vote.trouble and self._stream is not None and bench.problem.mode == "graph":
+            vote = self._check_replay(bench, made[0], launch, ordered=ordered)
+        if vote.trouble:
+            return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
         # From numbers that every rank holds: the gathered look, and what rank 0 broadcast.
         rounds = rounds_after_look(command, latencies[0].p50_us, self._settings)
         return self._more(bench, made[0], rounds, error) if rounds else pruned(command, latencies[0], error)
 
-    def _check_replay(self, bench: Bench, contender: Contender, launch: Launch, *, ordered: bool) -> Verdict:
+    def _check_replay(self, bench: Bench, contender: Contender, launch: Launch, *, ordered: bool) -> Vote:
         found, trouble, reason = self._guard(lambda: bench.check_replay(contender, launch, ordered=ordered))
         if found is None:
             return self._gang.vote(trouble, reason)
@@ -513,9 +513,9 @@ class TrialRunner:
     def _more(self, bench: Bench, contender: Contender, rounds: int, error: float | None) -> TrialResult:
         """More samples, interleaved with the library."""
         contenders = [contender] if bench.contender is None else [contender, bench.contender]
-        verdict, latencies = self._rounds(bench, lambda: contenders, len(contenders), rounds)
-        if verdict.trouble:
-            return TrialResult(status=verdict.trouble.status, reason=verdict.reason, error=error)
+        vote, latencies = self._rounds(bench, lambda: contenders, len(contenders), rounds)
+        if vote.trouble:
+            return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
         baseline_us = latencies[1].p50_us if len(latencies) > 1 else None
         return TrialResult(status="ok", latency=latencies[0], baseline_us=baseline_us, error=error)
 

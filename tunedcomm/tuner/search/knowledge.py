@@ -26,8 +26,6 @@ from tunedcomm.spec import (
 )
 from tunedcomm.tuner.gang.protocol import FAILED, LOST
 
-__all__ = ["Knowledge"]
-
 # Finalists a family: more would cost the sweep more time than their curves are worth.
 _MAX_FINALISTS = 24
 _MAX_SMS = 128

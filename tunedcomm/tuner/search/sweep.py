@@ -36,10 +36,10 @@ from tunedcomm.spec import (
 )
 from tunedcomm.tuner.gang.protocol import FAILED, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
-from tunedcomm.tuner.measure.compile_pool import CompilePool, compile_ahead, num_workers
+from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.search.claims import Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
-from tunedcomm.tuner.search.study import StudyMirror, journal_path
+from tunedcomm.tuner.search.study import StudyMirror, compile_ahead, journal_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
