@@ -1,97 +1,105 @@
-"""Asking the ranks of a group whether they would all run the same."""
+"""What the ranks of a group do together off the hot path: compare, or fail as one.
+
+Everything here is collective over the group and exchanges Python objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.dispatch.dispatcher import forced_here
-from tunedcomm.errors import AgreementError
+from tunedcomm.errors import AgreementError, WorkspaceError
 
-__all__ = ["Agreement", "check_agreement"]
+__all__ = ["agree", "exchange", "make_memory_everywhere", "on_every_rank"]
 
+logger = logging.getLogger("tunedcomm")
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks of a group have in common.
-
-    Attributes:
-        world_size: ranks of the group.
-        snapshot: digest of the table that they dispatch from.
-        settings: environment variables and the like, as they were when the group was made.
-        forced: op to what `tunedcomm.force` names for it now.
-        plans: each problem that was called so far, with its numerics policy, to the candidate that runs it.
-    """
-
-    world_size: int
-    snapshot: str
-    settings: Mapping[str, Any]
-    forced: Mapping[str, str]
-    plans: Mapping[str, str]
+T = TypeVar("T")
 
 
-def check_agreement(group: dist.ProcessGroup | None = None, *, device: torch.device | None = None) -> Agreement:
-    """Compare what every rank of a group dispatches from and has bound so far; collective over the group.
+def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:
+    """Every rank's `value`, by rank."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
-    Ranks agree when a group is made, so a difference is a mistake in this library or in how it is called: a call that
-    one rank made and another did not, `out=x` or `tunedcomm.force` on one rank alone. Such a group may hang. Not for
-    the hot path: it exchanges Python objects, and the ranks wait for each other.
 
-    Args:
-        group: process group, by default the default group; made ready if this is its first use.
-        device: where its tensors live; by default the current CUDA device, or the CPU where there is none.
-
-    Returns:
-        What they agree on, the same on every rank.
+def on_every_rank(group: dist.ProcessGroup, what: str, make: Callable[[], T]) -> list[T]:
+    """`make()` of every rank, by rank.
 
     Raises:
-        AgreementError: on every rank, naming the first rank that differs from rank 0 and in what.
-        NotInitializedError: no default process group.
-        GroupError: not a member of the group, or it has no backend for the device.
+        Exception: what the caller's own `make` raised, once the other ranks know: they would wait for it.
+        AgreementError: another rank's `make` raised.
     """
-    communicator = get_communicator(group, device)
-    mine = _standing(communicator)
-    everyone = communicator.exchange(mine)
-    _compare(everyone)
-    return Agreement(
-        world_size=communicator.world_size,
-        snapshot=communicator.snapshot.digest,
-        settings=communicator.settings.fields(),
-        forced=mine["tunedcomm.force"],
-        plans=mine["plan"],
+    mine, failure = None, None
+    try:
+        mine = make()
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    theirs = exchange(group, (mine, failure and f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            # A frame that holds its own exception is a cycle: it would keep the group alive to the very end of the
+            # interpreter, which gloo's threads then abort.
+            failure = None
+    for rank, (_, text) in enumerate(theirs):
+        if text:
+            raise AgreementError(f"rank {rank} of the group could not {what}: {text}")
+    return [value for value, _ in theirs]
+
+
+def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of: Callable[[T], Mapping[str, Any]]) -> T:
+    """`make()`, whose fields must be equal on every rank.
+
+    Raises:
+        Exception: what the caller's own `make` raised.
+        AgreementError: another rank's `make` raised, or a field differs; the text names the first that does.
+    """
+    made: list[T] = []
+
+    def make_fields() -> Mapping[str, Any]:
+        made.append(make())
+        return fields_of(made[0])
+
+    theirs = on_every_rank(group, f"find out its {what}", make_fields)
+    for rank, other in enumerate(theirs):
+        for name in sorted({*other, *theirs[0]}):
+            if other.get(name) != theirs[0].get(name):
+                raise AgreementError(
+                    f"the ranks of the group differ in {what}: {_difference(name, theirs[0], other, rank)}"
+                )
+    return made[0]
+
+
+def _difference(name: str, first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+    """In what a rank differs from rank 0, and what to do: a field that one of them lacks is of a variant."""
+    for lacking, has, here, there in ((first, other, 0, rank), (other, first, rank, 0)):
+        if name not in lacking:
+            return (
+                f"{name} is {has[name]!r} on rank {there}, and rank {here} has no such variant; install the same "
+                "packages on every rank"
+            )
+    return (
+        f"{name} is {first[name]!r} on rank 0 and {other[name]!r} on rank {rank}; set the same TUNEDCOMM_* variables "
+        "and install the same version on every rank"
     )
 
 
-def _standing(communicator: Communicator) -> dict[str, dict[str, Any]]:
-    """What must be equal on every rank, by kind and name."""
-    plans = {
-        f"{plan.problem} numerics={plan.policy}": str(plan.decision.candidate) for plan in communicator.plans.values()
-    }
-    return {
-        "snapshot": {"digest": communicator.snapshot.digest},
-        "setting": communicator.settings.fields(),
-        "tunedcomm.force": forced_here(),
-        "plan": plans,
-    }
-
-
-def _compare(everyone: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        for kind, theirs in other.items():
-            for name in sorted({*theirs, *first[kind]}):
-                if theirs.get(name) != first[kind].get(name):
-                    raise AgreementError(
-                        f"the ranks of the group do not agree: {kind} {name} is {_value(first[kind], name)} on rank 0 "
-                        f"and {_value(theirs, name)} on rank {rank}; make the same calls with the same options on "
-                        "every rank, and tunedcomm.release_communicators() on all of them to begin anew"
-                    )
-
-
-def _value(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "not there"
+def make_memory_everywhere(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
+    """Symmetric memory, or None on every rank if any rank could not have it; a warning says which and why."""
+    failure: str | None = None
+    made: T | None = None
+    try:
+        made = make()
+    except WorkspaceError as error:
+        failure = str(error)
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(group, failure)) if text]
+    if failures:
+        logger.warning("no symmetric memory, every call goes to the library: %s", "; ".join(failures))
+        return None
+    return made
