@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from tunedcomm.dispatch.lane_order import LaneOrder
+from tunedcomm.dispatch.launches import LaneOrder
 from tunedcomm.kernels.common import launch as launches
 
 

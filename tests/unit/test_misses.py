@@ -17,9 +17,11 @@ from db_samples import H200
 
 from tunedcomm import kernels, spec
 from tunedcomm.db.misses import read
-from tunedcomm.dispatch import dispatcher, misses
+from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import limits_for, release_communicators
-from tunedcomm.dispatch.dispatcher import decide, force, plan_for
+from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.launches import wrap_launch
+from tunedcomm.dispatch.plans import force, plan_for
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.selection.snapshot import Row, Snapshot
@@ -30,10 +32,8 @@ UNTUNED = Problem("all_reduce", (98304,), "float32", 4)
 
 
 @pytest.fixture(autouse=True)
-def _own_counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_counters() -> Iterator[None]:
     misses._forget()
-    # Of launches that are not by address it makes others; here it is counting that may not.
-    monkeypatch.setattr(dispatcher, "undisturbed", lambda launch, device_type: launch)
     yield
     misses._forget()
 
@@ -68,7 +68,7 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
         environment=H200,
         snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),
         settings=SimpleNamespace(mode=mode, forced={}),
-        guarded=lambda problem, launch: launch,
+        wrapped=lambda problem, launch, counter=None: wrap_launch(launch, problem, counter=counter),
         bind=bind or (lambda problem, candidate: launch),
     )
 

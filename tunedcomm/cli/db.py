@@ -271,7 +271,7 @@ def db_pin(
     from tunedcomm.db.layers import writable_database
     from tunedcomm.db.maintenance import pinnable
     from tunedcomm.db.store import Database
-    from tunedcomm.dispatch.communicator import limits_for
+    from tunedcomm.symm.layout import limits_for
 
     layers = _with_every_layer(db)
     environment = environment_for(hardware, layers)

@@ -487,7 +487,7 @@ def _missed_problems(
     """
     from tunedcomm import kernels
     from tunedcomm.db import misses as miss_log
-    from tunedcomm.dispatch.communicator import limits_for
+    from tunedcomm.symm.layout import limits_for
 
     path = miss_log.log_path()
     try:

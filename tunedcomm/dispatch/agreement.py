@@ -1,23 +1,75 @@
-"""What the ranks of a group do together off the hot path: compare, or fail as one.
+"""Agreement of a group's ranks: compare what they have, or fail as one.
 
-Everything here is collective over the group and exchanges Python objects.
+Everything here is collective over the group and exchanges Python objects, off the hot path.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from tunedcomm import kernels, settings
 from tunedcomm.errors import AgreementError, WorkspaceError
-
-__all__ = ["agree", "exchange", "make_memory_everywhere", "on_every_rank"]
+from tunedcomm.kernels.common import sync
+from tunedcomm.spec import ops, variants
 
 logger = logging.getLogger("tunedcomm")
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedSettings:
+    """The settings that change dispatch: the same on every rank, fixed when the group is made.
+
+    Attributes:
+        device: `cuda` or `cpu`.
+        interpreted: kernels were made for Triton's interpreter.
+        mode, forced, borrow, nan_check, node_of_rank, peer_timeout_s, workspace_bytes: the environment variables.
+        sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
+    """
+
+    device: str
+    interpreted: bool
+    mode: str
+    forced: Mapping[str, str]
+    borrow: tuple[str, ...]
+    nan_check: bool
+    node_of_rank: tuple[int, ...]
+    peer_timeout_s: float
+    workspace_bytes: int
+    sources: Mapping[str, str]
+
+    @classmethod
+    def read(cls, device: str) -> AgreedSettings:
+        """The settings of this rank.
+
+        Raises:
+            SettingError: a variable holds a value that it does not take.
+        """
+        every = [variant for op in ops() for variant in variants(op).values()]
+        return cls(
+            device=device,
+            interpreted=bool(sync.INTERPRET),
+            mode=settings.mode(),
+            forced=settings.forced_all(),
+            borrow=settings.borrow(),
+            nan_check=settings.nan_check(),
+            node_of_rank=settings.node_of_rank(),
+            peer_timeout_s=settings.peer_timeout_s(),
+            workspace_bytes=settings.workspace_bytes(),
+            sources={f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every},
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """The values to compare, one for each variable and source."""
+        values = asdict(self)
+        sources = values.pop("sources")
+        return {**values, **{f"source hash of {name}": text for name, text in sources.items()}}
 
 
 def exchange(group: dist.ProcessGroup, value: object) -> list[Any]:

@@ -11,7 +11,7 @@ import atexit
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -19,29 +19,20 @@ import torch.distributed as dist
 from tunedcomm import kernels
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import LayerFingerprint, differences, layer_fingerprints, load_snapshot
-from tunedcomm.dispatch.agreed import AgreedSettings
-from tunedcomm.dispatch.exchange import agree, exchange, make_memory_everywhere, on_every_rank
-from tunedcomm.dispatch.lane_order import SHARE_OF_EAGER, LaneOrder
-from tunedcomm.dispatch.nan_watch import NanWatch
+from tunedcomm.dispatch.agreement import AgreedSettings, agree, exchange, make_memory_everywhere, on_every_rank
+from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, wrap_launch
 from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
-from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch, within
+from tunedcomm.kernels.common.launch import within
 from tunedcomm.selection.snapshot import Snapshot
-from tunedcomm.spec import Candidate, Limits, Mode, Problem, get_variant
+from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
 from tunedcomm.symm.workspace import Workspace
 
-__all__ = [
-    "Communicator",
-    "get_communicator",
-    "limits_for",
-    "live_communicators",
-    "on_forget",
-    "on_release",
-    "release_communicators",
-]
+if TYPE_CHECKING:
+    from tunedcomm.dispatch.misses import Counter
 
 
 def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -211,7 +202,7 @@ class Communicator:
         for callback in _on_forget:
             callback()
 
-    def bind(self, problem: Problem, candidate: Candidate) -> Callable[[tuple[Any, ...], tuple[Any, ...], int], None]:
+    def bind(self, problem: Problem, candidate: Candidate) -> Launch:
         """A launch of `candidate`; compiles, so never while a graph is captured.
 
         Raises:
@@ -230,38 +221,24 @@ class Communicator:
             raise TypeError(f"bind of {variant.name} returned {launch!r}, not the function to launch")
         if residency.share > SHARE_OF_EAGER:
             if problem.mode == "graph":
-                return self._lane_order.captured(launch)
+                return wrap_launch(launch, problem, captures=self._lane_order)
             if self._has_graphs:
                 raise InfeasibleError(
                     f"{candidate} takes {residency.share:.0%} of the GPU; once a group has captured graphs its eager "
                     f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
                 )
             self._has_yielding_eager = True
-        if self.device.type != "cpu" or variant.is_library:
-            return launch
+        looks = self.device.type == "cpu" and not variant.is_library
+        return wrap_launch(launch, problem, check_peers=self.check_peers if looks else None)
 
-        # The interpreter has run the kernel to its end: a peer that did not come is known in this very call.
-        if isinstance(launch, AddressLaunch):
-            return AddressLaunch(self._then_look(launch.by_address))
-        if isinstance(launch, ManyLaunch):
-            return replace(launch, by_address=self._then_look(launch.by_address))
-        return self._then_look(launch)
+    def wrapped(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
+        """A bound launch as dispatch may call it; see `wrap_launch`."""
+        return wrap_launch(self.in_turn(problem, launch, counter=counter), problem, nan_watch=self.nan_watch)
 
-    def guarded(self, problem: Problem, launch: Callable[..., None]) -> Callable[..., None]:
-        """`launch` as dispatch may call it: behind a look at its inputs where TUNEDCOMM_NAN_CHECK asks for one."""
-        launch = self.in_turn(problem.mode, launch)
-        return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
-
-    def in_turn(self, mode: Mode, launch: Callable[..., None]) -> Callable[..., None]:
-        """`launch` in its turn, where this group's graphs and its eager calls take turns."""
-        return self._lane_order.eager(launch) if self._lane_order.taken and mode == "eager" else launch
-
-    def _then_look(self, launch: Callable[..., None]) -> Callable[..., None]:
-        def launch_and_look(*arguments: Any) -> None:
-            launch(*arguments)
-            self.check_peers()
-
-        return launch_and_look
+    def in_turn(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
+        """A bound launch without the search for NaN."""
+        turns = self._lane_order if self._lane_order.taken and problem.mode == "eager" else None
+        return wrap_launch(launch, problem, device_type=self.device.type, counter=counter, turns=turns)
 
     def order_streams(self, capturing: bool, stream: int) -> None:
         """Put this call behind the lane's last one if that ran on another stream.

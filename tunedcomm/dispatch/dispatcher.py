@@ -1,81 +1,25 @@
-"""From a problem to a launch: decide once, then look up.
+"""Decisions: what a group runs for a problem, and why. Pure but for what `force` and the environment name.
 
-`decide` is the pure part (a snapshot, a problem, limits); `plan_for` binds its choice for a communicator. What a call
-costs after that is one dict lookup and the kernel's C launcher.
+`tunedcomm.dispatch.plans` binds decisions to a communicator.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from tunedcomm import kernels, settings
-from tunedcomm.dispatch import misses
 from tunedcomm.errors import InfeasibleError, UnknownNameError, UnsupportedInputError
-from tunedcomm.kernels.common.launch import undisturbed
 from tunedcomm.selection.select import Decision, Registered, Source, choose
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.space import Value
-from tunedcomm.spec import (
-    Candidate,
-    Limits,
-    NumericsPolicy,
-    Problem,
-    admits,
-    check_candidate,
-    get_op,
-    get_variant,
-    variants,
-    why_no_kernel,
-)
-
-if TYPE_CHECKING:
-    from tunedcomm.dispatch.communicator import Communicator
-
-__all__ = [
-    "MISSES",
-    "Plan",
-    "check_max_sms",
-    "check_policy",
-    "decide",
-    "explain",
-    "force",
-    "forced_candidate",
-    "forced_here",
-    "library_plan",
-    "note_force_mode",
-    "plan_for",
-    "source_hash_of",
-]
-
-logger = logging.getLogger("tunedcomm")
+from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, check_candidate, get_variant, variants
 
 POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
 # Sources of decisions on problems that were not tuned.
 MISSES: frozenset[Source] = frozenset({"interpolated", "borrowed", "heuristic", "library"})
-_forced: dict[str, tuple[str, dict[str, Value] | None]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A problem bound to a candidate and ready to launch.
-
-    Attributes:
-        launch: `(inputs, outputs, raw stream handle)`.
-        decision: what was chosen and why.
-        wants_aligned: True for kernels, which take tensors at 16-byte boundaries only.
-        policy: under which it was decided.
-    """
-
-    problem: Problem
-    decision: Decision
-    launch: Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
-    wants_aligned: bool
-    policy: NumericsPolicy
+# Op to the variant and config that `force` names for it now.
+forced_ops: dict[str, tuple[str, dict[str, Value] | None]] = {}
 
 
 def source_hash_of(op: str, variant: str) -> str | None:
@@ -84,44 +28,9 @@ def source_hash_of(op: str, variant: str) -> str | None:
     return None if found is None else kernels.source_hash(found)
 
 
-@contextlib.contextmanager
-def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> Iterator[None]:
-    """Run one variant for every problem of `op` inside the `with` block, the same on every rank.
-
-    Args:
-        op, variant: registered names.
-        config: a point of the variant's space; by default the variant's own default for each problem.
-
-    Raises:
-        UnknownNameError, ConfigError: no such op or variant, or a config outside the space. A problem that the variant
-            cannot run raises InfeasibleError when it is called.
-    """
-    kernels.discover()
-    known = get_variant(get_op(op).name, variant)
-    clean = None if config is None else known.space.validate(config)
-    before = _forced.get(op)
-    _forced[op] = (variant, clean)
-    _forget_plans()
-    try:
-        yield
-    finally:
-        if before is None:
-            del _forced[op]
-        else:
-            _forced[op] = before
-        _forget_plans()
-
-
-def _forget_plans() -> None:
-    from tunedcomm.dispatch.communicator import live_communicators
-
-    for communicator in live_communicators():
-        communicator.forget_plans()
-
-
 def forced_here() -> dict[str, str]:
     """Op to the candidate that `force()` names for it now, in words."""
-    return {op: name if config is None else f"{name} {dict(config)}" for op, (name, config) in _forced.items()}
+    return {op: name if config is None else f"{name} {dict(config)}" for op, (name, config) in forced_ops.items()}
 
 
 def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, str] | None = None) -> Candidate | None:
@@ -135,7 +44,7 @@ def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, s
         UnknownNameError: the variable names no variant of the op.
         InfeasibleError: the forced variant cannot run the problem.
     """
-    name, config = _forced.get(problem.op, (None, None))
+    name, config = forced_ops.get(problem.op, (None, None))
     if name is None:
         name = settings.forced(problem.op) if agreed is None else agreed.get(problem.op)
     if name is None:
@@ -167,39 +76,6 @@ def decide(
     return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms)
 
 
-def explain(
-    communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default", max_sms: int | None = None
-) -> Decision:
-    """The decision for `problem` on a communicator, with every reason; binds and launches nothing.
-
-    Args:
-        communicator: what `get_communicator(group)` gives.
-        problem: one that a call on it may ask: its world size, a reduction of the op if that has any.
-        policy, max_sms: as in calls.
-
-    Raises:
-        UnsupportedInputError: an unknown numerics policy, or a problem that no call on this communicator asks.
-        InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
-    """
-    if not isinstance(problem, Problem):
-        raise UnsupportedInputError(
-            f"explain takes a communicator and a Problem, not {type(problem).__name__}: "
-            'explain(get_communicator(), Problem("all_reduce", x.shape, "bfloat16", 4))'
-        )
-    reductions = get_op(problem.op).reductions or ("",)
-    if reductions == ("",) and problem.reduction == "sum":  # what a Problem has where none is given
-        problem = replace(problem, reduction="")
-    if problem.reduction not in reductions:
-        raise UnsupportedInputError(
-            f"{problem.op} has no reduction {problem.reduction!r}, only {', '.join(map(repr, reductions))}"
-        )
-    if problem.world_size != communicator.world_size:
-        raise UnsupportedInputError(
-            f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
-        )
-    return note_force_mode(_decision(communicator, problem, policy, max_sms), communicator.settings.mode)
-
-
 def note_force_mode(decision: Decision, mode: str) -> Decision:
     """Append a note to the reason if TUNEDCOMM_MODE=force would raise."""
     if mode != "force" or decision.source != "library":
@@ -207,17 +83,8 @@ def note_force_mode(decision: Decision, mode: str) -> Decision:
     return replace(decision, why=f"{decision.why}; with TUNEDCOMM_MODE=force a call raises InfeasibleError")
 
 
-def _decision(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> Decision:
-    check_policy(policy)
-    check_max_sms(max_sms)
-    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
-    if forced is None and communicator.settings.mode == "off":
-        forced = Candidate.of(problem.op, "library", {})
-    return decide(problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms)
-
-
 def check_max_sms(max_sms: int | None) -> None:
-    """Raise UnsupportedInputError for what is no number of SMs."""
+    """Raise UnsupportedInputError unless `max_sms` is a number of SMs or None."""
     if max_sms is not None and (not isinstance(max_sms, int) or isinstance(max_sms, bool) or max_sms < 0):
         raise UnsupportedInputError(f"max_sms={max_sms!r} is no number of SMs; pass an integer from 0 on, or None")
 
@@ -226,57 +93,3 @@ def check_policy(policy: NumericsPolicy) -> None:
     """Raise UnsupportedInputError for an unknown numerics policy."""
     if policy not in POLICIES:
         raise UnsupportedInputError(f"numerics={policy!r} is not a policy; allowed: {', '.join(POLICIES)}")
-
-
-def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
-    """Decide and bind; a choice that turns out not to fit on the GPU gives way to the library, on every rank alike.
-
-    Raises:
-        InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
-    """
-    decision = _decision(communicator, problem, policy, max_sms)
-    if communicator.settings.mode == "force" and decision.source == "library":
-        raise InfeasibleError(
-            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
-            f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
-        )
-    candidate, source = decision.candidate, decision.source
-    try:
-        launch = communicator.bind(problem, candidate)
-    except InfeasibleError as error:
-        if decision.source == "forced" or not admits(policy, "library"):
-            raise
-        logger.warning("%s goes to the library: %s", problem, error)
-        decision = _library_instead(decision, str(error))
-        candidate = decision.candidate
-        launch = communicator.bind(problem, candidate)
-    launch = undisturbed(launch, communicator.device.type)
-    logger.info("%s: %s (%s)", problem, candidate, decision.why)
-    # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
-    if source in MISSES and communicator.rank == 0 and why_no_kernel(problem, communicator.limits, "any") is None:
-        _flush_misses_on_release()
-        launch = misses.counted(launch, problem, communicator.environment, source)
-    launch = communicator.guarded(problem, launch)
-    return Plan(problem, decision, launch, candidate.variant != "library", policy)
-
-
-@functools.cache
-def _flush_misses_on_release() -> None:
-    from tunedcomm.dispatch.communicator import on_release
-
-    on_release(misses.flush)
-
-
-def _library_instead(decision: Decision, reason: str) -> Decision:
-    passed_over = ((str(decision.candidate), reason), *decision.passed_over)
-    library = Candidate.of(decision.candidate.op, "library", {})
-    why = f"the library: {decision.candidate} was chosen, but {reason}"
-    return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
-
-
-def library_plan(communicator: Communicator, problem: Problem) -> Plan:
-    """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
-    library = Candidate.of(problem.op, "library", {})
-    decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    launch = communicator.guarded(problem, undisturbed(communicator.bind(problem, library), communicator.device.type))
-    return Plan(problem, decision, launch, False, "any")

@@ -1,36 +1,157 @@
-"""Order between a group's eager calls and its graphs, where their kernels cannot be on the GPU at the same time.
+"""Wrappers of launches: `wrap_launch`, and the two that keep state of a group, `LaneOrder` and `NanWatch`.
 
-Blocks that wait for peers must all be resident. A kernel of the graph lane and one of the eager lane may run side by
-side, and then both must fit: else rank 0 may have room only for the one and rank 1 only for the other, and each waits
-for a peer that is kept out. So eager kernels are bound to take half of the GPU at most; those that shared memory keeps
-from it serve until the group captures its first graph, and no longer. From then on eager kernels are launched in the
-ordinary way, without programmatic dependent launch, too: a kernel that lets the next one in before its peers have come
-holds the room of two. In graphs it may be so: all that the eager lane ever holds is then one kernel of half of the GPU,
-beside which the oldest kernel of the graph finds room on every rank, and when the graph is through the eager one does.
+**Lane order.** Blocks that wait for peers must all be resident. A kernel of the graph lane and one of the eager lane
+may run side by side, and then both must fit: else rank 0 may have room only for the one and rank 1 only for the
+other, and each waits for a peer that is kept out. So eager kernels are bound to take half of the GPU at most; those
+that shared memory keeps from it serve until the group captures its first graph, and no longer. From then on eager
+kernels are launched without programmatic dependent launch, too: a kernel that lets the next one in before its peers
+have come holds the room of two. In graphs it may be so: all that the eager lane ever holds is then one kernel of half
+of the GPU, beside which the oldest kernel of the graph finds room on every rank, and when the graph is through the
+eager one does.
 
-Kernels in graphs may take all of the GPU, for large messages are sent faster so; once such a one has been captured,
-graphs and eager calls of the group take turns, in the order in which the host launches them, which is the same on every
-rank: the graph waits for the event that every eager call records, and eager calls wait for the event that the graph
-records.
+Kernels in graphs may take all of the GPU, for large messages are sent faster so. Once such a one has been captured,
+graphs and eager calls of the group take turns in the order in which the host launches them, which is the same on
+every rank: the graph waits for the event that every eager call records, and eager calls wait for the graph's event.
+
+**NaN check** (TUNEDCOMM_NAN_CHECK). Eager calls count NaN on their stream, wait for the count and raise before the
+collective is launched. In a capture nothing can be waited for: the count is captured too, leaves what it finds in
+pinned host memory at every replay, and the group's next call raises.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-__all__ = ["SHARE_OF_EAGER", "LaneOrder"]
+from tunedcomm.errors import NanInputError
+from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, WIDTHS, count_nan_request
+from tunedcomm.spec import Problem, ops
+
+if TYPE_CHECKING:
+    from tunedcomm.dispatch.misses import Counter
 
 Launch: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 # Of the GPU; two kernels that take no more than this fit side by side.
 SHARE_OF_EAGER = 0.5
+_NAMES = {getattr(torch, name): name for name in NAN_BITS}
+
+# Not empty while any group is intercepted.
+intercepted: list[bool] = []
+
+
+class _Thread(threading.local):
+    intercepts = True
+
+
+_thread = _Thread()
+
+
+class no_intercept:  # noqa: N801 - used as torch.no_grad is
+    """A block whose calls on `torch.distributed` are not intercepted on this thread."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _thread.intercepts
+        _thread.intercepts = False
+
+    def __exit__(self, *error: object) -> None:
+        _thread.intercepts = self._before
+
+
+def may_intercept() -> bool:
+    """True outside of `no_intercept()`."""
+    return _thread.intercepts
+
+
+def wrap_launch(
+    launch: Launch,
+    problem: Problem,
+    *,
+    check_peers: Callable[[], None] | None = None,
+    captures: LaneOrder | None = None,
+    device_type: str = "",
+    counter: Counter | None = None,
+    turns: LaneOrder | None = None,
+    nan_watch: NanWatch | None = None,
+) -> Launch:
+    """Wrap a launch in what is to happen around it; without options it comes back as it is.
+
+    Launches by address stay so under the first four options. The last two look at tensors and streams, and make of any
+    launch one that takes tensors.
+
+    Args:
+        launch: of a bound candidate.
+        problem: which it solves.
+        check_peers: called after the launch. Kernels in the interpreter have run to their end by then, so that a peer
+            that did not come is known in this very call.
+        captures: the group's order of lanes, for a kernel that takes more than its share of the GPU, in graphs.
+        device_type: of tensors. The launch does the same whatever surrounds the call: its own calls on
+            `torch.distributed` are not intercepted, and autocast does not round what its products read. Launches by
+            address run kernels alone and need no such care.
+        counter: counts a call of an untuned problem.
+        turns: the group's order of lanes, for an eager call once graphs and eager calls take turns.
+        nan_watch: looks for NaN in the inputs first.
+    """
+    by_address = isinstance(launch, (AddressLaunch, ManyLaunch))
+    bare: Callable[..., None] = launch.by_address if by_address else launch  # type: ignore[attr-defined]
+    run = bare
+    if device_type and not by_address:
+        run = _undisturbed(run, device_type)
+    if check_peers is not None:
+        run = _then(run, check_peers)
+    if counter is not None:
+        run = _counted(run, counter)
+    wrapped = launch if run is bare else replace(launch, by_address=run) if by_address else run  # type: ignore[type-var]
+    if captures is not None:
+        wrapped = captures.captured(wrapped)
+    if turns is not None:
+        wrapped = turns.eager(wrapped)
+    return wrapped if nan_watch is None else nan_watch.guard(problem, wrapped)
+
+
+def _undisturbed(launch: Launch, device_type: str) -> Launch:
+    def run_own(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if not intercepted:
+            launch(inputs, outputs, stream)
+            return
+        with no_intercept():
+            launch(inputs, outputs, stream)
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        if not torch.is_autocast_enabled(device_type):
+            run_own(inputs, outputs, stream)
+            return
+        with torch.autocast(device_type, enabled=False):
+            run_own(inputs, outputs, stream)
+
+    return run
+
+
+def _then(launch: Callable[..., None], check_peers: Callable[[], None]) -> Callable[..., None]:
+    def launch_and_check(*arguments: Any) -> None:
+        launch(*arguments)
+        check_peers()
+
+    return launch_and_check
+
+
+def _counted(launch: Callable[..., None], counter: Counter) -> Callable[..., None]:
+    def count_and_launch(*arguments: Any) -> None:
+        counter.count += 1
+        launch(*arguments)
+
+    return count_and_launch
 
 
 class LaneOrder:
-    """Of one group.
+    """The order between a group's graphs and its eager calls.
 
     Args:
         begin: a weak reference to what is called when graphs and eager calls begin to take turns; eager plans are to be
@@ -79,3 +200,77 @@ class LaneOrder:
             of_eager.record()
 
         return take_turn
+
+
+def _count(tensor: torch.Tensor) -> int:
+    """Elements that are NaN; waits for the current stream."""
+    if not tensor.is_floating_point():
+        return 0
+    if tensor.element_size() == 1:
+        tensor = tensor.float()  # torch compares no 8-bit floats
+    return int(torch.isnan(tensor).sum())
+
+
+class NanWatch:
+    """The check of one group's inputs.
+
+    Args:
+        device: where the group's tensors live.
+        rank: the caller's rank in the group.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._rank = rank
+        self._ops = sorted(ops())
+        pinned = device.type == "cuda"
+        self._cells = torch.zeros(len(self._ops), NUM_CELLS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        # Made here, for in a capture nothing may be loaded.
+        self._counts = {
+            width: bind_kernel(count_nan_request(width), NUM_CELLS, device).fix((None,) * 5) for width in WIDTHS
+        }
+
+    def guard(self, problem: Problem, launch: Launch) -> Launch:
+        """`launch` after a look at its inputs; those that hold no floating-point numbers are let through."""
+        row = self._ops.index(problem.op)
+
+        def look_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            self.check()
+            found = sum(_count(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor))
+            if found:
+                raise NanInputError(
+                    f"{problem.op}: {found} NaN in the input of rank {self._rank}. This rank did not make the call, so "
+                    "the others will miss it (PeerTimeoutError, or the library's own time-out) and the group is out of "
+                    "step: find where the NaN comes from, or unset TUNEDCOMM_NAN_CHECK to let it through"
+                )
+            launch(inputs, outputs, stream)
+
+        def count_and_launch(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            self.check()
+            for tensor in inputs:
+                if isinstance(tensor, torch.Tensor):  # fused ops have numbers among their inputs
+                    self._capture(tensor, row, stream)
+            launch(inputs, outputs, stream)
+
+        return count_and_launch if problem.mode == "graph" else look_and_launch
+
+    def _capture(self, tensor: torch.Tensor, row: int, stream: int) -> None:
+        name = _NAMES.get(tensor.dtype)
+        if name is not None and tensor.numel():
+            cells = self._cells[row].data_ptr()
+            self._counts[tensor.element_size()](stream, tensor.data_ptr(), tensor.numel(), *NAN_BITS[name], cells)
+
+    def check(self) -> None:
+        """Raise if a replayed graph found NaN, once.
+
+        Raises:
+            NanInputError: names the op, the rank and how many there were in the last replay that found some.
+        """
+        if not self._cells.any():
+            return
+        found = {op: int(cells.sum()) for op, cells in zip(self._ops, self._cells, strict=True) if cells.any()}
+        self._cells.zero_()
+        said = "; ".join(f"{op}: {count} NaN" for op, count in found.items())
+        raise NanInputError(
+            f"{said} in the input of rank {self._rank}, in a captured graph that was replayed before this call. The "
+            "replay sent them on: find where they come from, or unset TUNEDCOMM_NAN_CHECK to let them through"
+        )

@@ -13,10 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from tunedcomm import settings
 from tunedcomm.db import misses as miss_log
@@ -25,14 +22,9 @@ from tunedcomm.db.misses import HardKey, Miss
 from tunedcomm.db.records import utc_now
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import Environment
-from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
 from tunedcomm.spec import Problem
 
-__all__ = ["MAX_PROBLEMS", "counted", "flush"]
-
 logger = logging.getLogger("tunedcomm")
-
-Launch: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 
 # Problems that one process counts: a program that never calls the same size twice must not fill memory or disk.
 MAX_PROBLEMS = 1024
@@ -41,7 +33,7 @@ _PERIOD_S = 30.0
 _PATIENCE_S = 2.0
 
 
-class _Counter:
+class Counter:
     """Calls of one problem, and how many of them the file knows. Threads may lose a count to each other, no more."""
 
     __slots__ = ("count", "hard_key", "path", "problem", "source", "written")
@@ -60,11 +52,11 @@ class _Counters:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.counters: dict[tuple[Path, HardKey, Problem], _Counter] = {}
+        self.counters: dict[tuple[Path, HardKey, Problem], Counter] = {}
         self.thread: threading.Thread | None = None
         self.refused: set[Path] = set()
 
-    def counter(self, path: Path, hard_key: HardKey, problem: Problem, source: str) -> _Counter | None:
+    def counter(self, path: Path, hard_key: HardKey, problem: Problem, source: str) -> Counter | None:
         """The problem's counter, made at its first plan; None if there are too many already."""
         key = (path, hard_key, problem)
         found = self.counters.get(key)
@@ -72,7 +64,7 @@ class _Counters:
             if len(self.counters) >= MAX_PROBLEMS:
                 logger.info("%s is not counted as untuned: %d problems are already", problem, MAX_PROBLEMS)
                 return None
-            found = self.counters[key] = _Counter(path, hard_key, problem, source)
+            found = self.counters[key] = Counter(path, hard_key, problem, source)
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="tunedcomm-misses", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
@@ -94,7 +86,7 @@ class _Counters:
         if not self.lock.acquire(timeout=_PATIENCE_S):
             return
         try:
-            due: dict[Path, list[tuple[_Counter, int]]] = {}
+            due: dict[Path, list[tuple[Counter, int]]] = {}
             for counter in list(self.counters.values()):
                 count = counter.count
                 if count > counter.written and (everything or count >= 2 * counter.written):
@@ -104,7 +96,7 @@ class _Counters:
         finally:
             self.lock.release()
 
-    def _write(self, path: Path, due: list[tuple[_Counter, int]]) -> None:
+    def _write(self, path: Path, due: list[tuple[Counter, int]]) -> None:
         if path in self.refused:
             return
         now = utc_now()
@@ -145,35 +137,22 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def counted(launch: Launch, problem: Problem, environment: Environment, source: str) -> Launch:
-    """`launch`, counted as a call of an untuned problem; `launch` itself where nothing is noted.
+def counter(problem: Problem, environment: Environment, source: str) -> Counter | None:
+    """The counter of an untuned problem's calls, or None where nothing is noted.
 
     Args:
-        launch: what the problem's plan launches.
         problem: what is called.
         environment: of the group.
         source: the rule that chose what is launched.
     """
     if settings.miss_log() is False:
-        return launch
+        return None
     try:
         path = miss_log.log_path()
     except DatabaseAccessError as error:
         warn_once(str(error))
-        return launch
-    counter = _counters.counter(path, environment.hard_key, problem, source)
-    if counter is None:
-        return launch
-
-    inner = launch.by_address if isinstance(launch, (AddressLaunch, ManyLaunch)) else launch
-
-    def count_and_launch(*arguments: Any) -> None:
-        counter.count += 1
-        inner(*arguments)
-
-    if isinstance(launch, ManyLaunch):
-        return replace(launch, by_address=count_and_launch)
-    return AddressLaunch(count_and_launch) if isinstance(launch, AddressLaunch) else count_and_launch
+        return None
+    return _counters.counter(path, environment.hard_key, problem, source)
 
 
 def flush() -> None:

@@ -51,10 +51,11 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import MISSES, Plan
+from tunedcomm.dispatch.dispatcher import MISSES
+from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
+from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
-from tunedcomm.kernels.common.launch import intercepted, own
 from tunedcomm.ops.call import is_capturing, paths
 from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 from tunedcomm.spec import why_no_kernel
@@ -104,7 +105,7 @@ class Routing:
 
     entry: RoutedCall
     count: int = 0
-    miss: Callable[..., None] | None = None
+    miss: misses.Counter | None = None
 
     @property
     def served(self) -> bool:
@@ -179,7 +180,7 @@ class RoutedGroup:
                 self._routings[key] = routing
         routing.count += 1
         if routing.miss is not None:
-            routing.miss()
+            routing.miss.count += 1
         return routing.served
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,23 +238,18 @@ class RoutedGroup:
             return paths[route.op].planned((x,), (None, None, self.max_count), self.group)
         return paths[route.op].planned((x,), route.options, self.group, in_place=route.in_place)
 
-    def _miss(self, plan: Plan) -> Callable[..., None] | None:
+    def _miss(self, plan: Plan) -> misses.Counter | None:
         """The counter of misses for a problem that is worth tuning, as in the dispatcher; else None."""
         communicator, decision = self.communicator, plan.decision
         if communicator.rank != 0 or decision.source not in MISSES:
             return None
         if why_no_kernel(plan.problem, communicator.limits, "any") is not None:
             return None
-        counted = misses.counted(_nothing, plan.problem, communicator.environment, decision.source)
-        return None if counted is _nothing else counted
+        return misses.counter(plan.problem, communicator.environment, decision.source)
 
     def counts(self) -> dict[RoutedCall, int]:
         """Calls of every kind so far."""
         return {entry: routing.count for entry, routing in self.record.items()}
-
-
-def _nothing(*arguments: object) -> None:
-    pass
 
 
 # By identity, which is how groups are compared; one that is not held any more drops out.
@@ -364,14 +360,14 @@ def _routes(call: str, op: str, *, dim: bool = False, in_place: bool = False) ->
 
 def _of_object(group: Any) -> RoutedGroup | None:
     """The intercepted group behind an operator's argument; None while a served call runs."""
-    return None if own.yes else _by_group.get(dist.ProcessGroup.unbox(group))
+    return _by_group.get(dist.ProcessGroup.unbox(group)) if may_intercept() else None
 
 
 def _of_name(group: Any) -> RoutedGroup | None:
     """The same for functional operators, which are given a name or, by newer torch, the group."""
     if not isinstance(group, str):
         return _of_object(group)
-    of = None if own.yes else _by_name.get(group)
+    of = _by_name.get(group) if may_intercept() else None
     return of if of is not None and _is_live(of.group) else None
 
 
@@ -412,11 +408,8 @@ def _splits(splits: Sequence[int], x: torch.Tensor, of: RoutedGroup) -> list[int
 
 def _inside(call: Callable[[], Any]) -> Any:
     """The result of a served call; what it asks of torch.distributed itself is the library's."""
-    own.yes = True
-    try:
+    with no_intercept():
         return call()
-    finally:
-        own.yes = False
 
 
 # A reader takes an operator's arguments, with the schema's names and defaults, for torch leaves out trailing arguments

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
+from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
+from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
 from tunedcomm.ops.checks import (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -346,44 +345,3 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
     scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
     fix = functools.partial(_through_triton, compiled, grid, tail, scratch)
     return BoundKernel(fix, compiled.n_regs, compiled.n_spills)
-
-
-class _Own(threading.local):
-    """True while this thread runs a launch of this library, whose own collectives are not intercepted."""
-
-    yes = False
-
-
-own = _Own()
-# Not empty while any group is intercepted.
-intercepted: list[bool] = []
-
-
-def undisturbed(launch: Callable[..., None], device_type: str) -> Callable[..., None]:
-    """Wrap a launch so that neither interception nor autocast changes what it does.
-
-    Its calls on `torch.distributed` go to the library, and autocast does not round the operands of its products.
-    Launches by address run kernels alone and are returned as they are.
-    """
-    if isinstance(launch, (AddressLaunch, ManyLaunch)):
-        return launch
-    import torch
-
-    def run_own(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        if not intercepted:
-            launch(inputs, outputs, stream)
-            return
-        before, own.yes = own.yes, True
-        try:
-            launch(inputs, outputs, stream)
-        finally:
-            own.yes = before
-
-    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        if not torch.is_autocast_enabled(device_type):
-            run_own(inputs, outputs, stream)
-            return
-        with torch.autocast(device_type, enabled=False):
-            run_own(inputs, outputs, stream)
-
-    return run
