@@ -31,6 +31,7 @@ from tunedcomm.kernels.common.feasibility import MOST_CHUNKS, RING, Launch, cut_
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
+from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
@@ -229,12 +230,11 @@ class CopyEngine(AllGatherVariant):
         """Pulls use the scatter area, pushes the gather area."""
         lane, layout, pulls = workspace.lanes[problem.mode], workspace.layout, config["direction"] == "pull"
         kernel = bind_kernel(self.request(problem, config), 1, workspace.device)
-        flags = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
         area = layout.scatter if pulls else layout.gather
         chunk, num_chunks = self.cut(problem, config, layout.staging_bytes)
         job = CopyJob(
             copies=copies_of(workspace, problem.mode),
-            flags=kernel.fix(flags),
+            flags=kernel.fix(lane_arguments(problem, workspace)),
             num_streams=int(config["num_streams"]),
             rank=workspace.rank,
             nbytes=problem.nbytes,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.packets import ESCAPE
-from tunedcomm.kernels.common.reference import generator_of, powers_of_two
+from tunedcomm.kernels.common.reference import generator_of, outputs_of_ranks, powers_of_two
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.kernels.common.variant import MoveVariant
 from tunedcomm.metrics import busbw_factor
@@ -39,13 +39,6 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
     return (values,)
 
 
-def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
-    import torch
-
-    numel = problem.numel * problem.world_size
-    return (torch.empty(numel, dtype=getattr(torch, problem.dtype), device=device),)
-
-
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
     import torch
 
@@ -70,7 +63,7 @@ ALL_GATHER = register_op(
         shape_help="number of elements of one rank's input, e.g. 98304",
         rank_of_shape=1,
         make_inputs=_make_inputs,
-        make_outputs=_make_outputs,
+        make_outputs=outputs_of_ranks,
         reference=_reference,
         tolerance=dict.fromkeys(DTYPES, 0.0),
         message_bytes=lambda problem: problem.nbytes,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.packets import alignment_of
-from tunedcomm.kernels.common.reference import generator_of, powers_of_two
+from tunedcomm.kernels.common.reference import generator_of, outputs_of_ranks, powers_of_two
 from tunedcomm.kernels.common.variant import MoveVariant
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.spec import DTYPES, ITEMSIZE, OpSpec, Problem, register_op
@@ -45,13 +45,6 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
     return (values.to(dtype),)
 
 
-def _make_outputs(problem: Problem, device: Any) -> tuple[torch.Tensor]:
-    import torch
-
-    numel = problem.numel * problem.world_size
-    return (torch.empty(numel, dtype=getattr(torch, problem.dtype), device=device),)
-
-
 def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
     import torch
 
@@ -71,7 +64,7 @@ ALL_TO_ALL = register_op(
         shape_help="number of elements that one rank sends one peer, e.g. 98304",
         rank_of_shape=1,
         make_inputs=_make_inputs,
-        make_outputs=_make_outputs,
+        make_outputs=outputs_of_ranks,
         reference=_reference,
         tolerance=dict.fromkeys(DTYPES, 0.0),  # what is moved is not rounded
         message_bytes=lambda problem: problem.nbytes,

@@ -59,6 +59,14 @@ def outputs_like(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(problem.shape, dtype=getattr(torch, problem.dtype), device=device),)
 
 
+def outputs_of_ranks(problem: Problem, device: Any) -> tuple[torch.Tensor]:
+    """The one output of an op that returns the problem's number of elements from every rank."""
+    import torch
+
+    numel = problem.numel * problem.world_size
+    return (torch.empty(numel, dtype=getattr(torch, problem.dtype), device=device),)
+
+
 def ordered_sum(parts: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     """The bits that `ordered` kernels give: fp32 in rank order, rounded once."""
     import torch

@@ -48,6 +48,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets, packets_of
+from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.kernels.reduce_scatter.push import sum_piece
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
@@ -202,7 +203,7 @@ class CopyEngine(ReduceScatterVariant):
         sum_request, end_request = self.compile_requests(problem, config)
         span, num_chunks = self.cut(problem, config, workspace.layout.staging_bytes)
         ring = min(num_chunks, RING)
-        known = (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
+        known = lane_arguments(problem, workspace)
         kernel = bind_kernel(sum_request, int(config["num_blocks"]), workspace.device)
         head = (*self.leading(problem), *known, scatter, span, ring)
         job = _Job(
