@@ -1,4 +1,4 @@
-"""Kernels by op: `kernels/<op>/op.py` says what the op is, every other file there is one variant.
+"""Kernels by op: a folder's `op.py` declares an op, or several that share kernels; its other files hold their variants.
 
 `discover()` imports them all, which fills the registries of `tunedcomm.spec`, and then what other packages bring.
 """

@@ -57,8 +57,8 @@ class Copies:
     def await_count(self, stream: int, counter: int, count: int) -> None:
         """Hold back `stream` until the int32 at address `counter` is at least `count`; takes no SM.
 
-        Whoever counts is to be launched before: streams may share a queue of the GPU. On the host kernels have ended
-        when a count is asked for, so it must have been reached.
+        Launch what counts before: streams may share a queue of the GPU. On the host kernels have ended when a count is
+        asked for, so it must have been reached.
         """
         found = ctypes.c_int32.from_address(counter).value
         if found < count:
@@ -111,7 +111,7 @@ def _new_event() -> int:
 
 
 def _destroy(streams: tuple[int, ...], events: tuple[int, ...]) -> None:
-    """What is still queued is done first; the driver sees to that."""
+    """Destroy streams and events; the driver finishes what is still queued first."""
     library = _driver()
     for stream in streams:
         library.cuStreamDestroy_v2(stream)

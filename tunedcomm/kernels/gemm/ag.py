@@ -18,11 +18,10 @@ for by some tile, so all that peers push into this rank's panels is there when t
   that finds all others done raises the flag. The addition releases what the block stored and acquires what the others
   did, and the flag's store releases all of it at system scope.
 
-No rank waits in a circle: who sends waits for nothing but the peers' beginning of the call, copy engines need no SM,
-and the first blocks of a grid that fits on the GPU are there when the others are.
+No rank waits in a circle: senders wait for nothing but the peers' beginning of the call, copy engines need no SM, and
+the first blocks of a grid that fits on the GPU are there when the others are.
 
-Numerics: ordered (nothing is summed over ranks; a tile's products are added in the order of the depth, whoever computes
-it). Graph-safe.
+Numerics: ordered (nothing is summed over ranks; a tile's products are added in the order of the depth). Graph-safe.
 Source: asynchronous tensor parallelism in PyTorch and fused all-gather GEMMs, with call numbers as progress signals;
 those that give some SMs to communication (FLUX, Triton-distributed).
 """
@@ -414,7 +413,7 @@ class Gathered:
 
 
 def send_arguments(problem: Problem, workspace: Workspace, panels: Panels, chunk_rows: int) -> tuple[int, ...]:
-    """What `send_kernel` takes after the addresses of the shard and its scales."""
+    """Arguments of `send_kernel` after the addresses of the shard and its scales."""
     extents = (rows_of(problem), problem.shape[2], chunk_rows, workspace.rank)
     return (panels.local, *panels.peers, _scales_offset(problem), *extents)
 

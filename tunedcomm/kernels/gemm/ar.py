@@ -71,6 +71,7 @@ from tunedcomm.kernels.common.lane import (
 from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, add_extras, load_reduce, narrow, store_all, widen
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, wanted_of
 from tunedcomm.kernels.gemm.tiles import element_type, matrix, operand_b, rounded, scaled, tile_of, tile_product
 from tunedcomm.kernels.gemm.variant import (
@@ -488,7 +489,7 @@ class SlotVariant(GemmVariant):
     gathers = True  # sums lie behind the partial tiles, and are copied to the result
 
     def rounds_of_owners(self, problem: Problem, config: Config) -> int:
-        """How often each rank has a turn to own one of a block's tiles."""
+        """Turns that each rank has to own one of a block's tiles."""
         return -(-self.num_rounds(problem, config) // problem.world_size)
 
     def partial_bytes(self, problem: Problem, config: Config) -> int:
@@ -548,15 +549,11 @@ class SlotVariant(GemmVariant):
         return -(-num_tiles(problem.shape[0], problem, config) // int(config["num_blocks"]))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        lane = workspace.lanes[problem.mode]
         panels = workspace.panels(problem.mode, self.panel_bytes(problem, config))
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
-        arguments = (
-            *problem.shape, lane.local, *lane.peers, workspace.rank, workspace.timeout_ns,
-            workspace.status_argument(problem), panels.data, *(p + PANEL_DATA if p else 0 for p in panels.peers),
-            *self.further(problem, config, panels),
-        )  # fmt: skip
-        return ManyLaunch(kernel.fix((*(None,) * 6, *arguments)), addresses(problem))
+        data = (panels.data, *(peer + PANEL_DATA if peer else 0 for peer in panels.peers))
+        lane, further = lane_arguments(problem, workspace), self.further(problem, config, panels)
+        return ManyLaunch(kernel.fix((*(None,) * 6, *problem.shape, *lane, *data, *further)), addresses(problem))
 
 
 class OneShot(SlotVariant):

@@ -189,7 +189,7 @@ class Chunked(VariantBase):
         if limits.backend == "cuda" and parts[0][1] < _TILE:
             return f"{parts[0][1]} rows a part are less than the library's tiles have"
         for rows in {rows for _, rows in parts}:
-            if reason := refuse_reduction(problem, {**config, "launch_pdl": False}, limits, rows):
+            if reason := refuse_reduction(problem, config, limits, rows):
                 return f"parts of {rows} rows: {reason}"
         return None
 
@@ -203,15 +203,14 @@ class Chunked(VariantBase):
         return int(config["num_blocks"])
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
-        inner: Config = {**config, "launch_pdl": False}
         sizes = {rows for _, rows in _parts_of(problem, config)}
-        asked = [request for rows in sizes for request in reduction_of(problem, inner, rows).compile_requests()]
+        asked = [request for rows in sizes for request in reduction_of(problem, config, rows).compile_requests()]
         return tuple(dict.fromkeys(asked))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        wanted, inner = _parts_of(problem, config), {**config, "launch_pdl": False}
+        wanted = _parts_of(problem, config)
         sizes = sorted({rows for _, rows in wanted})
-        reductions = {rows: bind_reduction(problem, inner, workspace, rows) for rows in sizes}
+        reductions = {rows: bind_reduction(problem, config, workspace, rows) for rows in sizes}
         copies, multiply = copies_of(workspace, problem.mode), bind_product(problem)
         fused, side = adds_bias(problem, str(config["algorithm"])), copies.streams[0]
         here, done = 0, 1  # events
@@ -265,22 +264,6 @@ class _Part:
     ready: Callable[..., None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tail:
-    """The last part.
-
-    Attributes:
-        row, rows: of the result.
-        reduce: `(stream, address of the rows, of the bias)` to its all_reduce.
-        fused: that adds the bias.
-    """
-
-    row: int
-    rows: int
-    reduce: Callable[[int, int, int], None]
-    fused: bool
-
-
 class _Launch:
     """A launch of copy_engine.
 
@@ -296,10 +279,10 @@ class _Launch:
         self.multiply = bind_product(problem)
         self.begin = bind_begin(problem, workspace, self.panels)
         self.parts = tuple(self._bind_parts(variant, config, workspace))
-        row, rows = _parts_of(problem, config)[-1]
+        self.tail = _, rows = _parts_of(problem, config)[-1]
         reducing = usual_reduction(problem, rows, host=workspace.device.type == "cpu")
-        fused = adds_bias(problem, str(reducing["algorithm"]))
-        self.tail = _Tail(row, rows, bind_reduction(problem, reducing, workspace, rows), fused)
+        self.fused = adds_bias(problem, str(reducing["algorithm"]))
+        self.reduce_tail = bind_reduction(problem, reducing, workspace, rows)
         streams = self.copies.streams
         self.pushing, self.gathering, self.aside = streams[:count], streams[count : 2 * count], streams[2 * count]
         self.summing = streams[2 * count + 1] if config["gemm_streams"] == 2 else 0
@@ -338,18 +321,17 @@ class _Launch:
             copies.wait(copies.beside, _HERE)
             copies.wait(self.summing, _BEGUN)
         for number, part in enumerate(self.parts):
-            self._multiply(inputs, out, part, number, stream)
+            self._multiply(inputs, out, (part.row, part.rows), number, stream)
             self._scatter(part, self._made(number), target)
             if number:
                 self._finish(self.parts[number - 1], target, added, stream)
             else:
                 copies.wait(stream, _BEGUN)
-        tail = self.tail
-        rows = self._multiply(inputs, out, tail, len(self.parts), stream)
+        rows = self._multiply(inputs, out, self.tail, len(self.parts), stream)
         self._finish(self.parts[-1], target, added, stream)
         copies.wait(stream, self._made(len(self.parts)))
-        tail.reduce(stream, rows.data_ptr(), added if tail.fused else 0)
-        if bias is not None and not tail.fused:
+        self.reduce_tail(stream, rows.data_ptr(), added if self.fused else 0)
+        if bias is not None and not self.fused:
             rows.add_(bias)
         self._join(stream)
 
@@ -364,10 +346,10 @@ class _Launch:
             self.begin(stream)
 
     def _multiply(
-        self, inputs: tuple[Any, ...], out: torch.Tensor, part: _Part | _Tail, number: int, stream: int
+        self, inputs: tuple[Any, ...], out: torch.Tensor, part: tuple[int, int], number: int, stream: int
     ) -> torch.Tensor:
-        """A part's product, made when `_made` says so."""
-        rows, given = out[part.row : part.row + part.rows], _inputs_of_rows(self.problem, inputs, part.row, part.rows)
+        """The product of a part (first row, number of rows), made when `_made` says so."""
+        rows, given = out[part[0] : sum(part)], _inputs_of_rows(self.problem, inputs, *part)
         away = self._made(number) == _MADE_BESIDE
         with self.copies.current(self.copies.beside) if away else contextlib.nullcontext():
             self.multiply(given, rows)

@@ -2,9 +2,9 @@
 
 A block computes a tile over a part of the depth. Where the depth is cut into `split_k` parts, which lets more blocks
 read B at once, the parts go to memory of this rank, and the block that comes last to the tile adds them in the order of
-the depth. Whoever has the whole tile rounds it and pushes its packets into this rank's slot of every rank's stage, the
-own stage included. Then all blocks share all packets of the result: they poll all slots, put the sentinel back, sum in
-rank order, add the bias and store.
+the depth. The block that has the whole tile rounds it and pushes its packets into this rank's slot of every rank's
+stage, the own stage included. Then all blocks share all packets of the result: they poll all slots, put the sentinel
+back, sum in rank order, add the bias and store.
 
 Stages, their clearing and why two of them are enough: see all_reduce's `lamport`, whose protocol this is; slot r holds
 rank r's product, tightly packed. That the own product takes the way of the peers' makes no difference to that, and
@@ -32,6 +32,7 @@ from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counte
 from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, arm
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
+from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.kernels.gemm.ar import refuse_packets, sum_and_bias
 from tunedcomm.kernels.gemm.op import out_itemsize, wanted_of
 from tunedcomm.kernels.gemm.tiles import (
@@ -234,8 +235,7 @@ class Lamport(GemmVariant):
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
 
-        device, lane, layout = workspace.device, workspace.lanes[problem.mode], workspace.layout
-        on_gpu = device.type == "cuda"
+        device, on_gpu = workspace.device, workspace.device.type == "cuda"
         # One block on the host: interpreted ones run one after another, and here they wait for each other.
         sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
         grid = max(min(self.num_blocks(problem, config), self._per_sm(problem, config) * sms), 1)
@@ -246,11 +246,9 @@ class Lamport(GemmVariant):
         counters = torch.zeros(tiles, dtype=torch.int32, device=device)
         if on_gpu:
             torch.cuda.synchronize(device)  # a launch may be on any stream
-        arguments = (
-            *problem.shape, parts.data_ptr(), counters.data_ptr(), lane.local, *lane.peers, workspace.rank,
-            workspace.timeout_ns, workspace.status_argument(problem), layout.arena, layout.stage_bytes,
-        )  # fmt: skip
-        launch: Any = kernel.fix((*(None,) * 6, *arguments))
+        memory = (parts.data_ptr(), counters.data_ptr())
+        lane, stage = lane_arguments(problem, workspace), (workspace.layout.arena, workspace.layout.stage_bytes)
+        launch: Any = kernel.fix((*(None,) * 6, *problem.shape, *memory, *lane, *stage))
         launch.keep = counters  # live as long as the launch
         return ManyLaunch(launch, addresses(problem))
 

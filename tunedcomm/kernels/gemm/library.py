@@ -126,13 +126,20 @@ class Inner:
     """A collective of this library as a part of a call.
 
     Attributes:
-        variant, config: that run it.
+        variant: runs it.
         problem: the collective's, but for its op, which is the call's: a lost peer is reported with that.
+        outer: the call's config, with axes of the variant.
     """
 
     variant: Variant
     problem: Problem
-    config: Config
+    outer: Config
+
+    @property
+    def config(self) -> dict[str, Value]:
+        """The variant's axes: those of the call's config, and fixed values of others."""
+        known = {**_FIXED, **self.outer}
+        return {name: known[name] for name in self.variant.space.names}
 
     def infeasible(self, limits: Limits) -> str | None:
         return self.variant.infeasible(self.problem, self.config, limits)
@@ -146,6 +153,19 @@ class Inner:
 
     def bind(self, workspace: Workspace) -> Launch:
         return self.variant.bind(self.problem, self.config, workspace)
+
+
+_FIXED: Config = {"items": 1, "launch_pdl": False, "direction": "push", "num_streams": 1}
+
+
+def _refuse_axes(config: Config, *, early: tuple[str, ...], cut: tuple[str, ...]) -> str | None:
+    """Why axes do not suit the config's algorithm, of which some are launched early and some cut messages, or None."""
+    algorithm = str(config["algorithm"])
+    if config.get("launch_pdl") and algorithm not in early:
+        return f"{algorithm} is not launched early: only launch_pdl=False"
+    if int(config["num_chunks"]) > 1 and algorithm not in cut:
+        return f"{algorithm} has no chunks: only num_chunks=1"
+    return None
 
 
 class _LibraryTuned(VariantBase):
@@ -186,7 +206,7 @@ def refuse_scaled(problem: Problem, limits: Limits) -> str | None:
 
 
 class TunedGather(_LibraryTuned):
-    """What is gathered goes where the caller wants it, or to the panels, as memory of this rank alone.
+    """Gathers to where the caller wants it, or to the panels, which serve as memory of this rank alone.
 
     No peer writes there before this rank's next call that begins with an exchange of flags.
     """
@@ -210,30 +230,20 @@ class TunedGather(_LibraryTuned):
 
     def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
         """The gathers of A and, if its rows have scales, of those."""
-        algorithm, blocks = str(config["algorithm"]), {name: config[name] for name in ("num_blocks", "num_warps")}
-        configs: dict[str, dict[str, Value]] = {
-            "lamport": {**blocks, "launch_pdl": config["launch_pdl"]},
-            "push": {**blocks, "items": 1, "num_chunks": config["num_chunks"]},
-            "copy_engine": {"direction": "push", "num_streams": 1, "num_chunks": config["num_chunks"]},
-        }
         shard = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
-        gathers = [Inner(_GATHERS[algorithm], shard, configs[algorithm])]
+        gathers = [Inner(_GATHERS[str(config["algorithm"])], shard, config)]
         if problem.scaling == "rowwise":
             scales = self._gather(problem, rows_of(problem), "float32")
             count = -(-packets_of(scales.nbytes) // (_SCALE_ROUNDS * 32 * _SCALE_WARPS))
-            inner: Config = {"num_blocks": count, "num_warps": _SCALE_WARPS, "launch_pdl": False}
-            gathers.append(Inner(LAMPORT_GATHER, scales, inner))
+            gathers.append(Inner(LAMPORT_GATHER, scales, {"num_blocks": count, "num_warps": _SCALE_WARPS}))
         return tuple(gathers)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := refuse_gather(problem, limits, descriptors=False) or refuse_scaled(problem, limits):
             return reason
-        algorithm = config["algorithm"]
-        if algorithm == "lamport" and config["num_chunks"] != 1:
-            return "lamport has no chunks: only num_chunks=1"
-        if algorithm != "lamport" and config["launch_pdl"]:
-            return f"{algorithm} is launched in the ordinary way: only launch_pdl=False"
-        if algorithm == "copy_engine" and (config["num_blocks"] != 1 or config["num_warps"] != 4):
+        if reason := _refuse_axes(config, early=("lamport",), cut=("push", "copy_engine")):
+            return reason
+        if config["algorithm"] == "copy_engine" and (config["num_blocks"] != 1 or config["num_warps"] != 4):
             return "copy engines take no blocks: only num_blocks=1 and num_warps=4"
         return None
 
@@ -290,16 +300,8 @@ class TunedScatter(_LibraryTuned):
         return replace(problem, shape=shape, dtype=wanted_of(problem).dtype, input_kind="plain", layout="", scaling="")
 
     def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
-        algorithm = str(config["algorithm"])
-        inner: dict[str, Value] = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
-        if algorithm == "lamport":
-            inner["launch_pdl"] = config["launch_pdl"]
-        else:
-            inner["items"] = 1
-        if algorithm == "push":
-            split = int(config["num_chunks"]) > 1 and int(config["num_blocks"]) >= _SPLIT_BLOCKS
-            inner |= {"num_chunks": config["num_chunks"], "split": split}
-        return (Inner(_SCATTERS[algorithm], self._scatter(problem), inner),)
+        split = int(config["num_chunks"]) > 1 and int(config["num_blocks"]) >= _SPLIT_BLOCKS
+        return (Inner(_SCATTERS[str(config["algorithm"])], self._scatter(problem), {**config, "split": split}),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.dtype not in DTYPES:
@@ -308,11 +310,7 @@ class TunedScatter(_LibraryTuned):
             return f"{problem.shape[0]} rows are not the same number for each of {problem.world_size} ranks"
         if problem.shape[2] == 0:
             return "there is nothing to do"
-        if config["algorithm"] != "lamport" and config["launch_pdl"]:
-            return f"{config['algorithm']} is not launched early: only launch_pdl=False"
-        if config["algorithm"] != "push" and int(config["num_chunks"]) > 1:
-            return f"{config['algorithm']} has no chunks: only num_chunks=1"
-        return None
+        return _refuse_axes(config, early=("lamport",), cut=("push",))
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         asked = self._scatter(problem)
@@ -352,27 +350,18 @@ def adds_bias(problem: Problem, algorithm: str) -> bool:
 
 
 def reduction_of(problem: Problem, config: Config, rows: int) -> Inner:
-    """Our all_reduce of so many rows of the result where they lie, bias and all."""
+    """This library's all_reduce of so many rows of the result in place, which adds the bias if it can."""
     algorithm, columns = str(config["algorithm"]), problem.shape[1]
     asked = replace(problem, dtype=wanted_of(problem).dtype, layout="", scaling="")
-    inner: dict[str, Value] = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
-    if algorithm in ("lamport", "two_shot_lamport"):
-        inner["launch_pdl"] = config["launch_pdl"]
-    if algorithm == "two_shot":
-        inner["num_chunks"] = config["num_chunks"]
     if adds_bias(problem, algorithm):
-        return Inner(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), inner)
-    if algorithm in ("two_shot", "one_shot"):
-        inner["items"] = 1
-    return Inner(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), inner)
+        return Inner(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), config)
+    return Inner(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), config)
 
 
 def refuse_reduction(problem: Problem, config: Config, limits: Limits, rows: int) -> str | None:
     """Why that all_reduce cannot run, or None."""
-    if config["launch_pdl"] and config["algorithm"] in ("two_shot", "one_shot"):
-        return f"{config['algorithm']} is not launched early: only launch_pdl=False"
-    if int(config["num_chunks"]) > 1 and config["algorithm"] != "two_shot":
-        return f"{config['algorithm']} has no chunks: only num_chunks=1"
+    if reason := _refuse_axes(config, early=("lamport", "two_shot_lamport"), cut=("two_shot",)):
+        return reason
     if problem.numel == 0:
         return "there is nothing to do"
     return reduction_of(problem, config, rows).infeasible(limits)
@@ -382,8 +371,7 @@ def usual_reduction(problem: Problem, rows: int, *, host: bool = False) -> dict[
     """The config of an all_reduce of so many rows by all SMs, for variants that search other axes."""
     small = rows * problem.shape[1] * out_itemsize(problem) <= _LAMPORT_REDUCE_BYTES
     algorithm = "two_shot_lamport" if small else "two_shot"
-    found: dict[str, Value] = {"algorithm": algorithm, "num_chunks": 1, "launch_pdl": False}
-    return {**found, "num_blocks": 1 if host else 128, "num_warps": 16}
+    return {"algorithm": algorithm, "num_chunks": 1, "num_blocks": 1 if host else 128, "num_warps": 16}
 
 
 def bind_reduction(
@@ -400,7 +388,7 @@ def bind_reduction(
 
 
 class TunedReduce(_LibraryTuned):
-    """The product goes into the result and is reduced in place: one thread reads and writes each of its elements.
+    """The product goes into the result and is reduced in place: the same thread reads and writes each element.
 
     The bias is added by the all_reduce kernel, or by PyTorch where rows are no whole packets.
     """

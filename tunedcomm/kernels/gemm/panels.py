@@ -24,6 +24,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.sync import INTERPRET, fence_descriptors, signal, wait_together
+from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.spec import Problem
 from tunedcomm.symm import layout
 
@@ -114,10 +115,8 @@ def begin_request(world_size: int) -> CompileRequest:
 
 def bind_begin(problem: Problem, workspace: Workspace, panels: Panels) -> Callable[[int], None]:
     """`(stream)` to the begin of a call."""
-    lane = workspace.lanes[problem.mode]
     kernel = bind_kernel(begin_request(problem.world_size), 1, workspace.device)
-    waits = (workspace.timeout_ns, workspace.status_argument(problem))
-    return kernel.fix((lane.local, *lane.peers, workspace.rank, *waits, panels.local))
+    return kernel.fix((*lane_arguments(problem, workspace), panels.local))
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,26 +187,6 @@ class Chunked(VariantBase):
         found = (begin_request(problem.world_size), self._sum_request(problem, config))
         return (*found, _PUSH_REQUEST) if config["transport"] == "sm" else found
 
-    def _pusher(
-        self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, copies: Copies
-    ) -> Callable[[int, int, int, int, int], Callable[[int], None]]:
-        """`(step, chunk, source, offset in a slot, bytes)` to what queues that push on a stream."""
-        rank, own_slot = workspace.rank, PANEL_DATA + workspace.rank * slot_bytes(problem)
-        sender = Sender(copies, rank, panels.local)
-        kernel = None
-        if config["transport"] == "sm":
-            kernel = bind_kernel(_PUSH_REQUEST, int(config["push_blocks"]), workspace.device)
-
-        def push(step: int, chunk: int, source: int, offset: int, nbytes: int) -> Callable[[int], None]:
-            owner = panels.peers[step]
-            if kernel is None:
-                return lambda stream: sender.send(stream, owner, chunk, (own_slot + offset, source, nbytes))
-            counter, target = step * int(config["chunks"]) + chunk, owner + own_slot + offset
-            packets = -(-nbytes // PACKET_BYTES)
-            return kernel.fix((source, target, packets, panels.local, owner, rank, chunk, counter))
-
-        return push
-
     def _parts(
         self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, copies: Copies
     ) -> list[tuple[int, torch.Tensor, int, Callable[[int], None] | None]]:
@@ -215,12 +195,22 @@ class Chunked(VariantBase):
 
         (_, n, _), world_size, slot, rank = problem.shape, problem.world_size, slot_bytes(problem), workspace.rank
         rows, span, row_bytes = rows_of(problem), self._span(problem, config), n * out_itemsize(problem)
-        push, parts = self._pusher(problem, config, workspace, panels, copies), []
-        dtype = getattr(torch, wanted_of(problem).dtype)
+        chunks, dtype = int(config["chunks"]), getattr(torch, wanted_of(problem).dtype)
+        sender, kernel, parts = Sender(copies, rank, panels.local), None, []
+        if config["transport"] == "sm":
+            kernel = bind_kernel(_PUSH_REQUEST, int(config["push_blocks"]), workspace.device)
+
+        def push(step: int, chunk: int, source: int, offset: int, nbytes: int) -> Callable[[int], None]:
+            owner, place = panels.peers[step], PANEL_DATA + rank * slot + offset
+            if kernel is None:
+                return lambda stream: sender.send(stream, owner, chunk, (place, source, nbytes))
+            packets, counter = -(-nbytes // PACKET_BYTES), step * chunks + chunk
+            return kernel.fix((source, owner + place, packets, panels.local, owner, rank, chunk, counter))
+
         for step in range(world_size):
             owner, own = (rank + 1 + step) % world_size, step == world_size - 1
             base = (rank if own else world_size + step) * slot
-            for chunk in range(int(config["chunks"])):
+            for chunk in range(chunks):
                 first, last = chunk * span, min((chunk + 1) * span, rows)
                 at, nbytes = PANEL_DATA + base + first * row_bytes, (last - first) * row_bytes
                 target = panels.buffer.local[at : at + nbytes].view(dtype).view(last - first, n)

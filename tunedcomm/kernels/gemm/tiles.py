@@ -16,8 +16,6 @@ import triton.language as tl
 from tunedcomm.kernels.common.packets import _round_bfloat16, narrow
 from tunedcomm.kernels.common.sync import INTERPRET
 
-__all__: list[str] = []
-
 _TYPES = {
     "bfloat16": tl.bfloat16,
     "float16": tl.float16,

@@ -43,7 +43,18 @@ class GemmVariant(VariantBase):
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Constexpr arguments of the kernel that multiplies."""
-        return tile_constants(problem, config)
+        wanted = wanted_of(problem)
+        return {
+            "BLOCK_M": config["block_m"],
+            "BLOCK_N": config["block_n"],
+            "BLOCK_K": config["block_k"],
+            "GROUP": config["group"],
+            "NK": wanted.nk,
+            "DTYPE": problem.dtype,
+            "OUT": wanted.dtype,
+            "SCALING": problem.scaling,
+            "WORLD_SIZE": problem.world_size,
+        }
 
     def request(self, problem: Problem, config: Config) -> CompileRequest:
         """The binary of the kernel that multiplies."""
@@ -153,22 +164,6 @@ def _bytes_of_sums(problem: Problem, config: Config) -> int:
     m, n, warps = (int(config[name]) for name in ("block_m", "block_n", "num_warps"))
     apart = 64 * (warps // 4) if problem.dtype.startswith("float8") and m % 64 == 0 else 0
     return (m + apart) * n * 4
-
-
-def tile_constants(problem: Problem, config: Config) -> dict[str, Value]:
-    """Constants that every GEMM kernel takes."""
-    wanted = wanted_of(problem)
-    return {
-        "BLOCK_M": config["block_m"],
-        "BLOCK_N": config["block_n"],
-        "BLOCK_K": config["block_k"],
-        "GROUP": config["group"],
-        "NK": wanted.nk,
-        "DTYPE": problem.dtype,
-        "OUT": wanted.dtype,
-        "SCALING": problem.scaling,
-        "WORLD_SIZE": problem.world_size,
-    }
 
 
 def tile_wish(problem: Problem, limits: Limits, *, rows: int) -> dict[str, float]:
