@@ -92,7 +92,7 @@ def arena_is_clean(communicator: Communicator) -> bool:
 
 
 def clean_arena(world_size: int, rank: int) -> None:
-    """Nothing but sentinels is left in the arena once all ranks have ended a call, remarks included."""
+    """Nothing but sentinels is left in the arena once all ranks have ended a call, masks included."""
     communicator = get_communicator()
     for seed, kind in enumerate(PAYLOADS):
         words = payload(kind, 301, seed, rank)

@@ -3,10 +3,10 @@
 The protocol of all_reduce's `lamport`, with its two stages and its proof: a rank pushes its packets into its slot of
 every peer's stage, polls its own stage until no word is the sentinel, and writes the sentinel back at once. No call is
 empty, so every peer is sent at least one packet. Every bit of a payload counts here, so sentinel words travel as
-escapes (see `packets`): behind the slots of packets lies an area with one remark word a packet, which is written,
+escapes (see `packets`): behind the slots of packets lies an area with one mask word a packet, which is written,
 polled and cleared only for packets that hold an escape.
 
-Why any mix of sizes, and of ops, is right: what a call polls is what it clears, remarks too, and it polls all that is
+Why any mix of sizes, and of ops, is right: what a call polls is what it clears, masks too, and it polls all that is
 sent to it. So every stage holds nothing but sentinels when a call ends, wherever the next one puts its slots.
 
 Numerics: ordered (nothing is computed). Graph-safe: the call counter lives in the lane.
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_gather.op import AllGatherVariant
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.packets import escape, has_escape, remark_of, remarked_slots, restore, store_bytes
+from tunedcomm.kernels.common.packets import escape, escaped_slots, has_escape, restore, sentinel_mask_of, store_bytes
 from tunedcomm.kernels.common.sync import (
     INTERPRET,
     SENTINEL,
@@ -46,19 +46,19 @@ def lamport_kernel(
     calls = read_counter(local, STATE_OFFSET)
     stage = arena + (calls & 1) * stage_bytes
     total = (nbytes + 15) // 16
-    remarks = stage + WORLD_SIZE * total * 16
+    masks = stage + WORLD_SIZE * total * 16
     lanes, first, step = block_range(BLOCK)
 
     for start in tl.range(first, total, step):
         packet = start + lanes
         here = packet < total
         w0, w1, w2, w3 = load_packets(x + packet * 16, here)
-        remark = remark_of(w0, w1, w2, w3)
+        sentinels = sentinel_mask_of(w0, w1, w2, w3)
         e0, e1, e2, e3 = escape(w0), escape(w1), escape(w2), escape(w3)
         marked = here & has_escape(e0, e1, e2, e3)
         for i in tl.static_range(WORLD_SIZE - 1):
             store_packets(peers[i] + stage + (rank * total + packet) * 16, e0, e1, e2, e3, here, REMOTE=True)
-            store_word(peers[i] + remarks + (rank * total + packet) * 4, remark, marked)
+            store_word(peers[i] + masks + (rank * total + packet) * 4, sentinels, marked)
         store_bytes(out + rank * nbytes + packet * 16, nbytes - packet * 16, w0, w1, w2, w3, here, ALIGN)
     if PDL and not INTERPRET:
         gdc_launch_dependents()
@@ -68,9 +68,9 @@ def lamport_kernel(
         here = packet < total
         place = local + stage + packet * 16
         words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
-        noted = local + remarks + packet * 4
-        slots = remarked_slots(words, WORLD_SIZE)
-        remark = poll_words(noted, total * 4, slots, timeout_ns, status, WORLD_SIZE)
+        noted = local + masks + packet * 4
+        slots = escaped_slots(words, WORLD_SIZE)
+        sentinels = poll_words(noted, total * 4, slots, timeout_ns, status, WORLD_SIZE)
         empty = tl.full((BLOCK,), SENTINEL, tl.int32)
         for i in tl.static_range(WORLD_SIZE):
             theirs = here & (rank != i)
@@ -78,8 +78,8 @@ def lamport_kernel(
             store_word(noted + i * total * 4, empty, ((slots >> i) & 1) != 0)
             store_bytes(
                 out + i * nbytes + packet * 16, nbytes - packet * 16,
-                restore(words[4 * i], remark[i], 0), restore(words[4 * i + 1], remark[i], 1),
-                restore(words[4 * i + 2], remark[i], 2), restore(words[4 * i + 3], remark[i], 3), theirs, ALIGN,
+                restore(words[4 * i], sentinels[i], 0), restore(words[4 * i + 1], sentinels[i], 1),
+                restore(words[4 * i + 2], sentinels[i], 2), restore(words[4 * i + 3], sentinels[i], 3), theirs, ALIGN,
             )  # fmt: skip
     write_counter(local, calls + 1, STATE_OFFSET)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import READING_SPACE, blocks_and_threads, refuse_one_shot
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -37,7 +37,7 @@ from tunedcomm.kernels.common.packets import (
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import PullVariant
-from tunedcomm.space import Config
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
 
@@ -93,7 +93,13 @@ class OneShot(PullVariant, AllReduceVariant):
     name = "one_shot"
     summary = "every rank reads all inputs and sums them; one exchange of flags"
     kernels = (one_shot_kernel,)
-    space = READING_SPACE
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
+            "num_warps": PowerOfTwo(2, 16),
+            "items": Choice(1, 2),
+        }
+    )
     most_blocks = 64
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:

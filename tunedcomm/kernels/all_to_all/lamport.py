@@ -5,7 +5,7 @@ The protocol of all_reduce's `lamport`, with its two stages and its proof: a ran
 back at once, restores what was escaped and writes the result. Remarks lie behind the slots, a word for each packet. The
 own chunk is copied straight.
 
-Why any mix of sizes and ops is right: a remark is sent exactly where a packet travels with an ESCAPE, and polled and
+Why any mix of sizes and ops is right: a mask is sent exactly where a packet travels with an ESCAPE, and polled and
 cleared exactly where such a packet arrives; so what a call is sent is what it polls and clears, and every stage is
 clean when a call ends. No chunk is empty, so every peer is sent at least one packet and waited for.
 
@@ -23,11 +23,11 @@ from tunedcomm.kernels.all_to_all.op import AllToAllVariant
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     escape,
+    escaped_slots,
     has_escape,
     load_bytes,
-    remark_of,
-    remarked_slots,
     restore,
+    sentinel_mask_of,
     store_bytes,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, poll_words, store_packets, store_word
@@ -47,7 +47,7 @@ def lamport_kernel(
     stage = arena + (calls & 1) * stage_bytes
     nbytes = nbytes.to(tl.int64)
     total = (nbytes + 15) // 16
-    remarks = stage + WORLD_SIZE * total * 16
+    masks = stage + WORLD_SIZE * total * 16
     lanes, first, step = block_range(BLOCK)
 
     for start in tl.range(first, total, step):
@@ -63,8 +63,8 @@ def lamport_kernel(
             e0, e1 = escape(words[4 * i]), escape(words[4 * i + 1])
             e2, e3 = escape(words[4 * i + 2]), escape(words[4 * i + 3])
             store_packets(peers[i] + stage + place * 16, e0, e1, e2, e3, here, REMOTE=True)
-            remark = remark_of(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
-            store_word(peers[i] + remarks + place * 4, remark, here & has_escape(e0, e1, e2, e3))
+            sentinels = sentinel_mask_of(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
+            store_word(peers[i] + masks + place * 4, sentinels, here & has_escape(e0, e1, e2, e3))
     if PDL and not INTERPRET:
         gdc_launch_dependents()
 
@@ -75,9 +75,9 @@ def lamport_kernel(
         w0, w1, w2, w3 = load_bytes(x + rank * nbytes + packet * 16, left, here, ALIGN)
         store_bytes(out + rank * nbytes + packet * 16, left, w0, w1, w2, w3, here, ALIGN)
         place = local + stage + packet * 16
-        beside = local + remarks + packet * 4
+        beside = local + masks + packet * 4
         words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
-        slots = remarked_slots(words, WORLD_SIZE)
+        slots = escaped_slots(words, WORLD_SIZE)
         said = poll_words(beside, total * 4, slots, timeout_ns, status, WORLD_SIZE)
         empty = tl.full((BLOCK,), SENTINEL, tl.int32)
         for i in tl.static_range(WORLD_SIZE):

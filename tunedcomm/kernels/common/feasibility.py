@@ -8,20 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Config, Space, Value
 from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 Launch = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 RING = 4  # chunks of a rank that have a place in the staging at once
 MOST_CHUNKS = 32  # of an axis: stands for as many as the staging asks for
-READING_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
-        "num_warps": PowerOfTwo(2, 16),
-        "items": Choice(1, 2),
-    }
-)
 _MOST_LOOKS = 4096
 _MIN_BLOCKS = 8  # fewer never won where there was work for that many
 

@@ -347,20 +347,20 @@ def escape(w):
 
 @triton.jit
 def has_escape(w0, w1, w2, w3):
-    """True for packets, as they travel, that have a remark."""
+    """True for packets, as they travel, that have a mask."""
     return (w0 == ESCAPE) | (w1 == ESCAPE) | (w2 == ESCAPE) | (w3 == ESCAPE)
 
 
 @triton.jit
-def remark_of(w0, w1, w2, w3):
-    """The remark of a packet, from its words before they were escaped."""
+def sentinel_mask_of(w0, w1, w2, w3):
+    """The mask of sentinel words of a packet, from its words before they were escaped."""
     low = (w0 == SENTINEL).to(tl.int32) | ((w1 == SENTINEL).to(tl.int32) << 1)
     return low | ((w2 == SENTINEL).to(tl.int32) << 2) | ((w3 == SENTINEL).to(tl.int32) << 3)
 
 
 @triton.jit
-def remarked_slots(words, WORLD_SIZE: tl.constexpr):
-    """Bits of the slots, for `poll_words`, whose packets (4 words each) have a remark."""
+def escaped_slots(words, WORLD_SIZE: tl.constexpr):
+    """Bits of the slots, for `poll_words`, whose packets (4 words each) have a mask."""
     bits = has_escape(words[0], words[1], words[2], words[3]).to(tl.int32)
     for i in tl.static_range(1, WORLD_SIZE):
         marked = has_escape(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3])
@@ -369,9 +369,9 @@ def remarked_slots(words, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def restore(w, remark, WORD: tl.constexpr):
+def restore(w, sentinels, WORD: tl.constexpr):
     """Word `WORD` of a packet as it was before it was escaped."""
-    return tl.where((w == ESCAPE) & (((remark >> WORD) & 1) != 0), SENTINEL, w)
+    return tl.where((w == ESCAPE) & (((sentinels >> WORD) & 1) != 0), SENTINEL, w)
 
 
 @triton.constexpr_function

@@ -206,7 +206,7 @@ class LamportVariant(KernelVariant):
     """A push without flags: each thread pushes its packets into every peer's stage and polls its own stage.
 
     Attributes:
-        packet_bytes: bytes of a stage that a packet takes: its own, and 4 for a remark where escapes need one.
+        packet_bytes: bytes of a stage that a packet takes: its own, and 4 for a mask where escapes need one.
     """
 
     space = Space(
