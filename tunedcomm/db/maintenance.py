@@ -528,15 +528,6 @@ class Pruned:
         return sum(group.trials for group in self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    held: int
-    groups: tuple[PrunedGroup, ...]
-    unused: Mapping[type[Base], list[int]]
-    along: int = 0
-    kept: int = 0
-
-
 def prune(
     database: Database,
     selection: Selection,
@@ -563,34 +554,35 @@ def prune(
     before = None if database.path is None else num_bytes(database.path)
     invalid = check_rows(database, source_hash).invalid if selection.invalid else {}
 
-    def plan(connection: Connection) -> _Plan:
+    def carry_out(connection: Connection) -> Pruned:
         with _selected(connection, selection, source_hash, invalid.get("trial", ())):
             along, kept = _reach_out(connection, elsewhere) if selection.failed else (0, 0)
-            found = replace(_plan(connection, database, invalid), along=along, kept=kept)
+            held = int(connection.execute(select(func.count()).select_from(TrialRow)).scalar_one())
+            groups = _groups(connection)
+            unused = {} if database.path is None else _unused(connection, invalid)
             if not dry_run:
                 connection.execute(delete(TrialRow).where(TrialRow.id.in_(select(_SELECTED.c.id))))
-                for model, ids in found.unused.items():
+                for model, ids in unused.items():
                     _remove(connection, model, ids)
-            return found
+        return Pruned(
+            target=str(database.path or database.url),
+            dry_run=dry_run,
+            held=held,
+            groups=groups,
+            unused={model.__tablename__: len(ids) for model, ids in unused.items() if ids},
+            bytes_before=before,
+            along=along,
+            kept=kept,
+        )
 
     if dry_run:
         with database.reading() as connection:
-            found = plan(connection)
-    else:
-        found = database.change(plan)
-    compacted = not dry_run and database.path is not None and _compact(database.path)
-    return Pruned(
-        target=str(database.path or database.url),
-        dry_run=dry_run,
-        held=found.held,
-        groups=found.groups,
-        unused={model.__tablename__: len(ids) for model, ids in found.unused.items() if ids},
-        bytes_before=before,
-        along=found.along,
-        kept=found.kept,
-        bytes_after=None if dry_run or database.path is None else num_bytes(database.path),
-        compacted=compacted,
-    )
+            return carry_out(connection)
+    done = database.change(carry_out)
+    if database.path is None:
+        return done
+    compacted = _compact(database.path)
+    return replace(done, compacted=compacted, bytes_after=num_bytes(database.path))
 
 
 @contextmanager
@@ -640,8 +632,8 @@ def _reach_out(connection: Connection, elsewhere: Sequence[Layer]) -> tuple[int,
     return len(along), len(found.kept)
 
 
-def _plan(connection: Connection, database: Database, invalid: Mapping[str, Collection[int]]) -> _Plan:
-    held = int(connection.execute(select(func.count()).select_from(TrialRow)).scalar_one())
+def _groups(connection: Connection) -> tuple[PrunedGroup, ...]:
+    """The selected trials, counted."""
     what = (EnvironmentRow.digest, EnvironmentRow.gpu, ProblemRow.op, VariantRow.name, TrialRow.status)
     counted = (
         select(*what, func.count(), func.sum(case((TrialRow.final == true(), 1), else_=0)))
@@ -653,23 +645,16 @@ def _plan(connection: Connection, database: Database, invalid: Mapping[str, Coll
         .outerjoin(VariantRow, VariantRow.id == TrialRow.variant_id)
         .group_by(*what)
     )
-    groups = []
-    for *texts, trials, finals in connection.execute(counted):
-        environment, gpu, op, variant, status = (str(text or "") for text in texts)
-        groups.append(
-            PrunedGroup(
-                environment=environment,
-                gpu=gpu,
-                op=op,
-                variant=variant,
-                status=status,
-                trials=int(trials),
-                finals=int(finals or 0),
-            )
+    names = ("environment", "gpu", "op", "variant", "status")
+    groups = [
+        PrunedGroup(
+            **dict(zip(names, (str(text or "") for text in texts), strict=True)),
+            trials=int(trials),
+            finals=int(finals or 0),
         )
-    unused = {} if database.path is None else _unused(connection, invalid)
-    order = sorted(groups, key=lambda g: (g.gpu, g.environment, g.op, g.variant, g.status))
-    return _Plan(held, tuple(order), unused)
+        for *texts, trials, finals in connection.execute(counted)
+    ]
+    return tuple(sorted(groups, key=lambda g: (g.gpu, g.environment, g.op, g.variant, g.status)))
 
 
 def _unused(connection: Connection, invalid: Mapping[str, Collection[int]]) -> dict[type[Base], list[int]]:

@@ -1,7 +1,7 @@
 """Reading: set-based SQL into plain rows, without ORM objects, so that 100,000 trials take milliseconds.
 
 Typed columns are read as they lie (no result processors that would raise in the middle of a fetch) and parsed by
-`rows`, so that one damaged row costs that row only.
+`records`, so that one damaged row costs that row only.
 """
 
 from __future__ import annotations
@@ -35,24 +35,8 @@ def raw(column: Any) -> ColumnElement[Any]:
     return type_coerce(column, String()).label(column.key)
 
 
-_NUMBERS = ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us")
-_TRIAL_COLUMNS = (
-    TrialRow.id,
-    TrialRow.problem_id,
-    TrialRow.environment_id,
-    TrialRow.variant_id,
-    TrialRow.config,
-    TrialRow.config_digest,
-    TrialRow.status,
-    TrialRow.reason,
-    TrialRow.samples,
-    TrialRow.error,
-    TrialRow.final,
-    TrialRow.run_id,
-    *(getattr(TrialRow, name) for name in _NUMBERS),
-    TrialRow.created_at,
-)
-_RAW_TRIAL = tuple(raw(column) for column in _TRIAL_COLUMNS)
+_LATENCIES = ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us")
+_RAW_TRIAL = tuple(raw(column) for column in table(TrialRow).columns)
 
 
 def _load(
@@ -170,10 +154,7 @@ def _record(
         run_id=None if row["run_id"] is None else parse.id_of(row["run_id"]),
         created_at=parse.time_of(row["created_at"]),
         id=parse.id_of(row["id"]),
-        latency_p10_us=parse.latency_of(row["latency_p10_us"], "latency_p10_us"),
-        latency_p50_us=parse.latency_of(row["latency_p50_us"], "latency_p50_us"),
-        latency_p90_us=parse.latency_of(row["latency_p90_us"], "latency_p90_us"),
-        baseline_p50_us=parse.latency_of(row["baseline_p50_us"], "baseline_p50_us"),
+        **{name: parse.latency_of(row[name], name) for name in _LATENCIES},
     )
 
 
