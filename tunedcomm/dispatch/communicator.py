@@ -231,7 +231,7 @@ class Communicator:
         looks = self.device.type == "cpu" and not variant.is_library
         return wrap_launch(launch, problem, check_peers=self.check_peers if looks else None)
 
-    def wrapped(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
+    def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
         """A bound launch as dispatch may call it; see `wrap_launch`."""
         return wrap_launch(self.in_turn(problem, launch, counter=counter), problem, nan_watch=self.nan_watch)
 

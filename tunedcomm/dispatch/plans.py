@@ -81,7 +81,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
     if source in MISSES and communicator.rank == 0 and why_no_kernel(problem, communicator.limits, "any") is None:
         counter = misses.counter(problem, communicator.environment, source)
-    launch = communicator.wrapped(problem, launch, counter=counter)
+    launch = communicator.guarded(problem, launch, counter=counter)
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
 
 
@@ -96,7 +96,7 @@ def library_plan(communicator: Communicator, problem: Problem) -> Plan:
     """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
     library = Candidate.of(problem.op, "library", {})
     decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
-    launch = communicator.wrapped(problem, communicator.bind(problem, library))
+    launch = communicator.guarded(problem, communicator.bind(problem, library))
     return Plan(problem, decision, launch, False, "any")
 
 

@@ -115,7 +115,7 @@ class GatherProgress:
     num_chunks: int
     kernel_arguments: tuple[int, int, int]
     _gathers: _Gathers = field(repr=False)
-    _problem: Problem = field(repr=False)
+    _mode: Mode = field(repr=False)
     _aside: bool = field(repr=False)
     _num_blocks: int = field(repr=False)
     _stream: int = field(repr=False)
@@ -162,26 +162,31 @@ class _Gathers:
         communicator = self.communicator
         return raw_stream(communicator.device_index) if communicator.device.type == "cuda" else 0
 
+    def _problem(self, gather: GatherProgress) -> Problem:
+        world_size = self.communicator.world_size
+        shape = (gather.out.nbytes // world_size,)
+        return Problem("all_gather", shape, "uint8", world_size, reduction="", mode=gather._mode)
+
     def begin(self, gather: GatherProgress, nbytes: int, peers: tuple[int, ...]) -> None:
         """Launch; the gather before is ended first."""
-        before = self._under_way.pop(gather._problem.mode, None)
+        before = self._under_way.pop(gather._mode, None)
         if before is not None:
             before.finish()
         assert gather._x is not None
         row = nbytes // gather.num_rows
         extents = (nbytes, gather.chunk_rows * row, gather.num_chunks)
         x, out = gather._x.data_ptr(), gather.out.data_ptr()
-        mode, num_blocks, aside = gather._problem.mode, gather._num_blocks, gather._aside
+        mode, num_blocks, aside = gather._mode, gather._num_blocks, gather._aside
 
         def launch(inputs: object, outputs: object, stream: int) -> None:
             self.sender.send(mode, stream, extents, x, out, peers, num_blocks=num_blocks, aside=aside)
 
         communicator = self.communicator
-        communicator.wrapped(gather._problem, launch)((gather._x,), (gather.out,), gather._stream)
-        self._under_way[gather._problem.mode] = gather
+        communicator.guarded(self._problem(gather), launch)((gather._x,), (gather.out,), gather._stream)
+        self._under_way[gather._mode] = gather
 
     def end(self, gather: GatherProgress) -> None:
-        mode, stream, communicator = gather._problem.mode, self.stream(), self.communicator
+        mode, stream, communicator = gather._mode, self.stream(), self.communicator
         if is_capturing() is not (mode == "graph"):
             raise UnsupportedInputError(f"a gather of {_OP} must end in the capture that it began in, if in any")
         communicator.order_streams(mode == "graph", stream)
@@ -192,9 +197,9 @@ class _Gathers:
                 mode, stream, gather.num_chunks, num_blocks=gather._num_blocks, aside=gather._aside, begun_on=begun_on
             )
 
-        communicator.in_turn(gather._problem, launch)((), (), stream)
-        if self._under_way.get(gather._problem.mode) is gather:
-            del self._under_way[gather._problem.mode]
+        communicator.in_turn(self._problem(gather), launch)((), (), stream)
+        if self._under_way.get(gather._mode) is gather:
+            del self._under_way[gather._mode]
 
 
 _gathers: weakref.WeakKeyDictionary[Communicator, _Gathers] = weakref.WeakKeyDictionary()
@@ -306,7 +311,7 @@ def all_gather_with_progress(
             gathers.sender.status(mode),
         ),
         _gathers=gathers,
-        _problem=Problem("all_gather", (x.nbytes,), "uint8", communicator.world_size, reduction="", mode=mode),
+        _mode=mode,
         _aside=aside,
         _num_blocks=num_blocks,
         _stream=gathers.stream(),
