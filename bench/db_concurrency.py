@@ -12,13 +12,10 @@ bench/results/db/db_concurrency.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import logging
 import multiprocessing
-import os
 import random
-import shlex
 import sqlite3
 import sys
 import tempfile
@@ -27,11 +24,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from made_up import environments
+from rows import RESULTS, append, of_host
 from sqlalchemy import text
 
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -40,44 +37,10 @@ from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
 
-RESULTS = Path(__file__).parent / "results" / "db" / "db_concurrency.csv"
-COLUMNS = {
-    "database": "kind",
-    "writers": "processes that only write",
-    "readers": "processes that only read",
-    "seconds": "from the start of the first to the end of the last",
-    "batches": "transactions that added trials",
-    "rows_written": "trials added",
-    "rows_written_per_s": "",
-    "longest_write_ms": "one transaction, the waiting for other writers included",
-    "reads": "snapshots, lists of trials, counts",
-    "rows_read": "trials and snapshot rows that came of them",
-    "rows_read_per_s": "",
-    "longest_read_ms": "",
-    "errors": "exceptions in any process",
-    "lost": "rows that were recorded and are not there",
-    "doubled": "rows that are there more than once",
-    "torn": "batches of which a reader saw a part",
-    "shrunk": "times a reader saw fewer trials than before",
-    "integrity": "what SQLite's integrity_check says at the end",
-    "file_mib": "of the SQLite file at the end",
-    "cpus": "of the machine",
-    "python": "version, as the next two",
-    "sqlite": "",
-    "sqlalchemy": "",
-    "command": "",
-    "date": "UTC",
-}
 WORLD_SIZE = 4
 NUM_PROBLEMS = 200
 BATCHES_A_PROBLEM = 20
-SOFTWARE = {"driver": "580.159.04", "cuda": "13.0", "triton": "3.6.0", "nccl": "2.28.9", "tunedcomm": "0.1.0"}
-FABRIC = {"fabric": "nvswitch-18", "num_links": 18, "multicast": True, "nodes": 1}
-HERE = [
-    Environment(gpu=gpu, num_sms=132, compute_capability=90, memory_gib=80, torch=torch, **FABRIC, **SOFTWARE)
-    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20")
-    for torch in ("2.11.0", "2.10.0")
-]
+MACHINES = environments(4, 2)
 
 
 @dataclass
@@ -105,7 +68,7 @@ def problem_of(batch: int) -> Problem:
 
 
 def environment_of(writer: int) -> Environment:
-    return HERE[writer % len(HERE)]
+    return MACHINES[writer % len(MACHINES)]
 
 
 def write(url: str, writer: int, until: float, tally: Tally) -> None:
@@ -161,7 +124,7 @@ def read(url: str, reader: int, until: float, tally: Tally) -> None:
     seen: Counter[Problem] = Counter()
     counted = 0
     while time.time() < until:
-        tally.timed(lambda: load(url, environment_of(rng.randrange(len(HERE)))))
+        tally.timed(lambda: load(url, environment_of(rng.randrange(len(MACHINES)))))
         with Database.open(url, readonly=True) as database:
             for _ in range(5):
                 tally.timed(lambda: look(tally, database, problem_of(rng.randrange(4000)), seen))
@@ -223,8 +186,7 @@ def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
     wrote = [tally for tally in found if tally.name.startswith("write")]
     reads = [tally for tally in found if tally.name.startswith("read")]
     rows_written, rows_read = (sum(tally.rows for tally in group) for group in (wrote, reads))
-    path = Path(url)
-    values = {
+    return {
         "database": "sqlite" if "://" not in url else url.partition(":")[0],
         "writers": args.writers,
         "readers": args.readers,
@@ -232,24 +194,18 @@ def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
         "batches": sum(tally.batches for tally in wrote),
         "rows_written": rows_written,
         "rows_written_per_s": f"{rows_written / seconds:.0f}",
-        "longest_write_ms": f"{1000 * max(tally.longest_s for tally in wrote):.0f}",
-        "reads": sum(tally.batches for tally in reads),
+        "longest_write_ms": f"{1000 * max(tally.longest_s for tally in wrote):.0f}",  # with the wait for other writers
+        "reads": sum(tally.batches for tally in reads),  # snapshots, lists of trials, counts
         "rows_read": rows_read,
         "rows_read_per_s": f"{rows_read / seconds:.0f}",
         "longest_read_ms": f"{1000 * max(tally.longest_s for tally in reads):.0f}",
         "errors": len(errors) + sum(process.exitcode != 0 for process in processes),
-        "torn": sum(tally.torn for tally in found),
-        "shrunk": sum(tally.shrunk for tally in found),
         **check(url, tallies),
-        "file_mib": f"{path.stat().st_size / 2**20:.1f}" if "://" not in url else "-",
-        "cpus": os.cpu_count(),
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "sqlite": sqlite3.sqlite_version,
-        "sqlalchemy": version("sqlalchemy"),
-        "command": shlex.join(["python", "bench/db_concurrency.py", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "torn": sum(tally.torn for tally in found),  # batches of which a reader saw a part
+        "shrunk": sum(tally.shrunk for tally in found),  # times a reader saw fewer trials than before
+        "file_mib": f"{Path(url).stat().st_size / 2**20:.1f}" if "://" not in url else "-",
+        **of_host("sqlalchemy", sqlite=sqlite3.sqlite_version),
     }
-    return {name: values[name] for name in COLUMNS}
 
 
 def main() -> None:
@@ -258,19 +214,13 @@ def main() -> None:
     parser.add_argument("--readers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--db", help="URL of a server's empty database; by default a new SQLite file")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
+    parser.add_argument("--out", type=Path, default=RESULTS / "db" / "db_concurrency.csv", help="file to append to")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         row = measure(args, args.db or str(Path(folder) / "tuned.db"))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not args.out.exists()
-    with args.out.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
+    append(args.out, [row])
     sys.stdout.write("".join(f"{name:18} {value}\n" for name, value in row.items()))
-    if row["errors"] or row["lost"] or row["doubled"] or row["torn"] or row["shrunk"]:
+    if any(row[name] for name in ("errors", "lost", "doubled", "torn", "shrunk")):
         sys.exit("something failed, was lost, doubled, or seen in part")
 
 

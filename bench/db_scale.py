@@ -4,15 +4,16 @@ python bench/db_scale.py                                   # 1,000,000 trials, t
 python bench/db_scale.py --world-sizes 8                   # all trials of a kind in one snapshot: the worst case
 python bench/db_scale.py --hardware 5 --software 2         # a snapshot reads the trials of two software versions
 
-What is in the file is said in bench/made_up.py. One line a run is appended to bench/results/db/db_scale.csv. Run it on
-an idle machine; the file goes into the folder for temporary files.
+bench/made_up.py makes the trials. Times are medians over --repeats processes of each kind: `uncached` after the file
+left the page cache, `cold` in a new process, `warm` again in the same one, `start_up` the imports alone. One line
+a run is appended to bench/results/db/db_scale.csv. Run it on an idle machine; the file goes into the folder for
+temporary files.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import shlex
@@ -22,46 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
-from importlib.metadata import version
+from collections.abc import Sequence
 from pathlib import Path
 
 from made_up import environments, make_database
+from rows import RESULTS, ROOT, append, of_host
 
 from tunedcomm.hardware import HARD_FIELDS, Environment
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "db" / "db_scale.csv"
-COLUMNS = {
-    "trials": "rows of the trial table",
-    "hardware": "kinds of machines, with as many trials each",
-    "software": "environments of each kind, which differ in versions only",
-    "world_sizes": "of the problems; a snapshot holds one of them",
-    "problems": "rows of the problem table",
-    "seed": "of the made-up trials",
-    "file_mib": "size of the SQLite file, with its indexes",
-    "write_per_s": "trials a second, recorded in batches of 2,000",
-    "snapshot_trials": "trials of the snapshot's kind of machine and world size",
-    "snapshot_rows": "what the snapshot keeps of them",
-    "snapshot_uncached_ms": "load_snapshot in a new process after the file left the page cache, median",
-    "snapshot_cold_ms": "load_snapshot in a new process, imports not counted, median",
-    "snapshot_warm_ms": "load_snapshot again in the same process, median",
-    "to_json_ms": "the snapshot as the text that a communicator broadcasts, median",
-    "lookup_ms": "`tunedcomm lookup` as a process, the file as user database beside the shipped ones; median",
-    "lookup_best_ms": "the fastest of them",
-    "explain_ms": "`tunedcomm explain` as a process, median",
-    "start_up_ms": "a process that reads its arguments with Typer, imports SQLAlchemy and Triton, and ends; median",
-    "repeats": "processes of each kind",
-    "cpus": "of the machine",
-    "python": "version, as the next four",
-    "sqlite": "",
-    "sqlalchemy": "",
-    "triton": "",
-    "typer": "",
-    "command": "",
-    "date": "UTC",
-}
 
 SNAPSHOT = """
 import json, sys, time
@@ -161,17 +129,6 @@ def time_commands(path: Path, environment: Environment, world_size: int, repeats
     }
 
 
-def append(values: Mapping[str, object], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not out.exists()
-    with out.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(values)
-    sys.stdout.write("".join(f"{name:20} {value}\n" for name, value in values.items()))
-
-
 def count(path: Path, query: str, *values: object) -> int:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         return int(connection.execute(query, values).fetchone()[0])
@@ -187,7 +144,7 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, object]:
         "SELECT count(*) FROM trial JOIN problem ON problem.id = problem_id WHERE world_size = ? AND environment_id IN "
         f"(SELECT id FROM environment WHERE {' AND '.join(like)})"
     )
-    values: dict[str, object] = {
+    return {
         "trials": count(path, "SELECT count(*) FROM trial"),
         "hardware": args.hardware,
         "software": args.software,
@@ -200,15 +157,8 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, object]:
         **time_snapshots(path, environment, world_size, args.repeats),
         **time_commands(path, environment, world_size, args.repeats),
         "repeats": args.repeats,
-        "cpus": os.cpu_count(),
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "sqlite": sqlite3.sqlite_version,
-        **{package: version(package) for package in ("sqlalchemy", "triton", "typer")},
-        "command": shlex.join(["python", "bench/db_scale.py", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        **of_host("sqlalchemy", "triton", "typer", sqlite=sqlite3.sqlite_version),
     }
-    assert tuple(values) == tuple(COLUMNS)
-    return values
 
 
 def main() -> None:
@@ -219,10 +169,12 @@ def main() -> None:
     parser.add_argument("--world-sizes", default="2,4,8", help="of the problems; the last one is asked for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=9, help="processes of each kind")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
+    parser.add_argument("--out", type=Path, default=RESULTS / "db" / "db_scale.csv", help="file to append to")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        append(measure(args, Path(folder) / "tuned.db"), args.out)
+        row = measure(args, Path(folder) / "tuned.db")
+    append(args.out, [row])
+    sys.stdout.write("".join(f"{name:20} {value}\n" for name, value in row.items()))
 
 
 if __name__ == "__main__":

@@ -10,33 +10,20 @@ here is host time.
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from rows import Line, append
+from ranks import bf16_sum, block_us, finish, row_of
 
 import tunedcomm
+from tunedcomm.bench.runner import start_group
 from tunedcomm.ops import call as call_module
-from tunedcomm.spec import Problem
+from tunedcomm.tuner.measure.timing import summarise
 
 WARM_UP = 5  # blocks
-
-
-def host_us(call: Callable[[], object], calls: int) -> float:
-    """µs a call on the host, over one block of calls."""
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - begin) * 1e6 / calls
 
 
 def main() -> None:
@@ -46,10 +33,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=300, help="in a block")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = start_group()
     numel = args.bytes // 2
     x = torch.randn(numel, device=device).to(torch.bfloat16)
     out = torch.empty_like(x)
@@ -60,7 +44,7 @@ def main() -> None:
     communicator = tunedcomm.get_communicator()
     tunedcomm.all_reduce(x)
     tunedcomm.all_reduce(x, out=out)
-    problem = Problem("all_reduce", (numel,), "bfloat16", dist.get_world_size(), mode="eager")
+    problem = bf16_sum(numel, "eager")
     plan = communicator.plans[problem, "default", None, False]
     stream = torch.cuda.current_stream().cuda_stream
     addresses = x.data_ptr(), out.data_ptr()
@@ -76,7 +60,7 @@ def main() -> None:
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
     for block in range(args.blocks + WARM_UP):
         for contender, (_, call) in contenders.items():  # in turn: the host's clock and its neighbours change with time
-            spent = host_us(call, args.calls)
+            spent = block_us(call, args.calls, device, to_end=False)
             if block >= WARM_UP:
                 times[contender].append(spent)
     configs = {contender: config for contender, (config, _) in contenders.items()}
@@ -84,22 +68,13 @@ def main() -> None:
     configs["above_launch"] = "tuned_out less launch"
     pairs = zip(times["tuned_out"], times["launch"], strict=True)
     times["above_launch"] = [max(whole - launch, 0.001) for whole, launch in pairs]
+    everyone: list[dict[str, list[float]]] = [times] * dist.get_world_size()
+    dist.all_gather_object(everyone, times)
     rows = []
     for contender, config in configs.items():
-        found = sorted(times[contender])
-        values = [found[len(found) // 10], statistics.median(found), found[9 * len(found) // 10]]
-        slowest = torch.tensor(values, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        rows.append((contender, config, [round(value, 3) for value in slowest.tolist()]))
-    if rank == 0:
-        environment = communicator.environment
-        for contender, config, (low, middle, high) in rows:
-            print(f"{contender:16} {middle:7.2f} us a call on the host (p10 {low:.2f}, p90 {high:.2f})  {config}")
-        if args.csv:
-            lines = [Line(numel, f"host_cost:{contender}", config, *times) for contender, config, times in rows]
-            append(args.csv, lines, environment, world_size=dist.get_world_size(), mode="eager")
-    dist.barrier()
-    dist.destroy_process_group()
+        slowest = max((summarise([by_rank[contender]]) for by_rank in everyone), key=lambda found: found.p50_us)
+        rows.append(row_of(problem, f"host_cost:{contender}", config, slowest))
+    finish(communicator, rows, args.csv)
 
 
 if __name__ == "__main__":

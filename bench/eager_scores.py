@@ -24,7 +24,6 @@ import argparse
 import math
 import operator
 import platform
-import shlex
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +31,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from regret import show
-from regret_rules import row_of
+from regret import row_of, show
+from rows import ROOT, command
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
@@ -43,9 +42,8 @@ from tunedcomm.selection.score import comparable, noise
 from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem, get_op
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from replay import read_recording  # noqa: E402
+from replay import read_recording
 
 SHIPPED = {ranks: ROOT / "tuning_db" / f"h200-nvswitch18-x{ranks}.db" for ranks in (4, 2)}
 TWICE = tuple(ROOT / "tests" / "data" / f"verify_h200_x2_{name}.jsonl.gz" for name in ("then", "now"))
@@ -176,7 +174,7 @@ def measured_with(where: Environment) -> dict[str, str]:
         "nccl": where.nccl,
         "driver": where.driver,
         "python": platform.python_version(),
-        "command": shlex.join(["python", "bench/eager_scores.py", *sys.argv[1:]]),
+        "command": f"python {command()}",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
 

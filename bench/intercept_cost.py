@@ -1,4 +1,4 @@
-"""What interception adds to a call on the host, µs: calls that are served, passed on, of other groups, and not routed.
+"""The time that interception adds to a call on the host, µs: to calls that are served, passed on, or not routed.
 
     torchrun --nproc-per-node 2 bench/intercept_cost.py --csv intercept_cost.csv --check
 
@@ -12,15 +12,13 @@ collectives' times are gloo's; what is added is Python's either way.
 from __future__ import annotations
 
 import argparse
-import csv
+import contextlib
 import os
-import secrets
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 # Nothing may make multicast objects; torch reads these when it is imported.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -28,24 +26,14 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 import torch
 import torch.distributed as dist
+from ranks import block_us
+from rows import Row, append, of_run
 
 import tunedcomm
+from tunedcomm.bench.runner import start_group
 
-ENVIRONMENT = ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")
 COLUMNS = ("call", "outside_us", "inside_us", "added_us", "added_percent", "blocks", "calls", "world_size")
 MOST_PERCENT = 1.0  # of a step that is not served
-
-
-def block_us(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) * 1e6 / calls
 
 
 def compare(call: Callable[[], object], calls: int, blocks: int, device: torch.device) -> tuple[float, float, float]:
@@ -53,13 +41,9 @@ def compare(call: Callable[[], object], calls: int, blocks: int, device: torch.d
     times: dict[bool, list[float]] = {False: [], True: []}
     for number in range(blocks + 2):
         for within in (False, True) if number % 2 else (True, False):
-            if within:
-                with tunedcomm.intercept():
-                    call()  # the choice is made at the first call
-                    times[within].append(block_us(call, calls, device))
-            else:
-                call()
-                times[within].append(block_us(call, calls, device))
+            with tunedcomm.intercept() if within else contextlib.nullcontext():
+                call()  # the choice is made at the first call
+                times[within].append(block_us(call, calls, device, to_end=True))
     slowest = torch.tensor([times[False][2:], times[True][2:]], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     outside, inside = slowest.tolist()
@@ -89,26 +73,9 @@ def calls_of(device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
-def is_cheap(rows: Iterable[dict[str, object]]) -> bool:
+def is_cheap(rows: Iterable[Row]) -> bool:
     """True if a step that is not served costs no more than it may."""
-    return all(float(str(row["added_percent"])) <= MOST_PERCENT for row in rows if row["call"] == "step")
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> None:
-    environment = tunedcomm.get_communicator().environment
-    of_the_run = {
-        **{name: getattr(environment, name) for name in ENVIRONMENT},
-        "command": " ".join(["bench/intercept_cost.py", *(Path(each).name for each in sys.argv[1:])]),
-        "run_id": secrets.token_hex(6),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *of_the_run))
-        if fresh:
-            writer.writeheader()
-        writer.writerows({**row, **of_the_run} for row in rows)
+    return all(float(row["added_percent"]) <= MOST_PERCENT for row in rows if row["call"] == "step")
 
 
 def main() -> int:
@@ -118,14 +85,8 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=31)
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if step costs over {MOST_PERCENT:g} %% more")
     arguments = parser.parse_args()
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    rows: list[dict[str, object]] = []
+    device = start_group()
+    rows: list[dict[str, Any]] = []
     for name, call in calls_of(device).items():
         outside, inside, added = compare(call, arguments.calls, arguments.blocks, device)
         figures = (name, *(round(each, 3) for each in (outside, inside, added, 100 * added / outside)))
@@ -136,7 +97,8 @@ def main() -> int:
             times = f"{row['outside_us']:>11} -> {row['inside_us']:>11} us"
             print(f"{row['call']:28} {times}, {row['added_us']:>9} us added, {row['added_percent']:>8} %")
         if arguments.csv:
-            write(arguments.csv, rows)
+            run = of_run(tunedcomm.get_communicator().environment)
+            append(arguments.csv, [{**row, **run} for row in rows])
     tunedcomm.release_communicators()
     dist.destroy_process_group()
     return int(arguments.check and not is_cheap(rows))

@@ -29,33 +29,37 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import os
 import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from regret_rules import RULES, Known, candidate_of, is_asked
-from rows import Line, append
+from rows import RESULTS, ROOT, write
+from rows import Row as CsvRow
 
 from tunedcomm import kernels
+from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.selection.snapshot import Row
-from tunedcomm.spec import Candidate, Problem, check_candidate, get_op
+from tunedcomm.hardware import Environment
+from tunedcomm.selection.select import Registered, choose
+from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.spec import Candidate, Limits, Problem, check_candidate, get_op
+from tunedcomm.symm.layout import limits_for
+from tunedcomm.tuner.search.coordinator import BEST_OF_SHAPE
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from replay import read_recording, write_recording  # noqa: E402
+from replay import read_recording, write_recording
 
 RECORDS = tuple(ROOT / "tests" / "data" / f"regret_h200_x{ranks}.jsonl.gz" for ranks in (4, 2))
-MEASURED = ROOT / "bench" / "results" / "regret_h200.csv"
+MEASURED = RESULTS / "regret_h200.csv"
 # Timed besides the rules' choices: the best of the search at that very size.
 _BEST = 5
+# Of 4 GPUs: the finals of that sweep did not hold each size's best few yet, so they are taken from its search.
+BEST_FROM_SEARCH = frozenset({4})
 
 
 def sizes(count: int = 40, seed: int = 2026) -> list[int]:
@@ -71,146 +75,263 @@ def sizes(count: int = 40, seed: int = 2026) -> list[int]:
     return sorted(found)
 
 
-# Measuring
+@dataclass(frozen=True)
+class Asked(Registered):
+    """The registered variants, as far as a rule knows them: what can run `runs`, with or without rounds."""
+
+    runs: Problem | None
+    rounds: bool
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        return check_candidate(self.runs or problem, candidate, self.limits)
+
+    def num_rounds(self, problem: Problem, candidate: Candidate) -> int:
+        return super().num_rounds(problem, candidate) if self.rounds else 0
 
 
-def contenders(known: Known, trials: list[TrialRecord], problem: Problem) -> list[Candidate]:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was measured at powers of two, all trials, and by odd size and contender the latency that was timed."""
+
+    snapshot: Snapshot
+    limits: Limits
+    records: list[TrialRecord]
+    timed: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def stored(cls, database: str, environment: Environment, world_size: int, records: list[TrialRecord]) -> Known:
+        """What dispatch itself reads of a database."""
+        snapshot = load_snapshot(environment, world_size, layers=[Layer("user", database)], strict=True)
+        rows = tuple(row for row in snapshot.rows if is_asked(row.problem))
+        return cls(replace(snapshot, rows=rows), limits_for(environment, world_size), records)
+
+    @classmethod
+    def read(cls, recording: Path, measured: Path) -> Known:
+        """Trials at powers of two as the finals of a sweep hold them: every winner on every shape, each shape's best.
+
+        Where the recorded sweep's finals did not hold the latter, they are taken from its search.
+        """
+        records = read_recording(recording)
+        latest: dict[tuple[Problem, Candidate], TrialRecord] = {}
+        for record in records:
+            if record.status == "ok" and not record.problem.numel & (record.problem.numel - 1):
+                old = latest.setdefault((record.problem, record.candidate), record)
+                if (record.final, record.created_at) >= (old.final, old.created_at):
+                    latest[record.problem, record.candidate] = record
+        kept = [record for record in latest.values() if record.final]
+        for problem in {problem for problem, _ in latest if problem.world_size in BEST_FROM_SEARCH}:
+            ran = [r for r in latest.values() if r.problem == problem and r.variant != "library"]
+            kept += sorted(ran, key=lambda record: record.latency_p50_us or math.inf)[:BEST_OF_SHAPE]
+        environment, world_size = kept[0].environment, kept[0].problem.world_size
+        rows = tuple({(row.problem, row.candidate): row for row in map(row_of, kept)}.values())
+        snapshot = Snapshot(environment=environment, world_size=world_size, rows=rows)
+        timed: dict[int, dict[str, float]] = defaultdict(dict)
+        with measured.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file):
+                if int(line["world_size"]) == world_size:
+                    timed[int(line["shape"])][line["config"]] = float(line["latency_p50_us"])
+        return cls(snapshot, limits_for(environment, world_size), records, dict(sorted(timed.items())))
+
+    def winner(self, problem: Problem, *, runs: Problem | None = None, rounds: bool = True) -> Candidate:
+        """What is chosen for `problem`, of what can run `runs`."""
+        hashes = {(row.problem.op, row.candidate.variant): row.source_hash for row in self.snapshot.rows}
+        catalog = Asked(self.limits, lambda op, variant: hashes.get((op, variant)), runs, rounds)
+        return choose(self.snapshot, problem, catalog).candidate
+
+    def latencies(self, numel: int, problem: Problem, *, finals: bool) -> dict[Candidate, float]:
+        """Latencies at a measured size, by their ratio to the library, of what can run `problem`."""
+        rows = [row for row in self.snapshot.rows if row.problem.shape == (numel,) and (row.final or not finals)]
+        baseline = statistics.median(row.baseline_p50_us for row in rows if row.baseline_p50_us)
+        return {
+            row.candidate: row.latency_p50_us / (row.baseline_p50_us or baseline) * baseline
+            for row in rows
+            if check_candidate(problem, row.candidate, self.limits) is None
+        }
+
+    def measured_sizes(self) -> list[Problem]:
+        return sorted({row.problem for row in self.snapshot.rows}, key=lambda problem: problem.shape)
+
+
+def row_of(record: TrialRecord) -> Row:
+    return Row(
+        problem=record.problem,
+        candidate=record.candidate,
+        source_hash=record.source_hash,
+        environment=record.environment,
+        latency_p50_us=record.latency_p50_us or math.inf,
+        latency_p10_us=record.latency_p10_us,
+        latency_p90_us=record.latency_p90_us,
+        samples=record.samples,
+        baseline_p50_us=record.baseline_p50_us,
+        final=record.final,
+        created_at=record.created_at.isoformat(),
+    )
+
+
+Rule = Callable[[Known, Problem], Candidate]
+
+
+def _line(*, finals: bool) -> Rule:
+    """Straight lines in log-log between the two nearest sizes, of candidates measured at both."""
+
+    def rule(known: Known, problem: Problem) -> Candidate:
+        here, sizes = problem.shape[0], [measured.shape[0] for measured in known.measured_sizes()]
+        below, above = [s for s in sizes if s < here], [s for s in sizes if s > here]
+        if not below or not above:
+            return known.winner(problem)
+        weight = math.log(here / below[-1]) / math.log(above[0] / below[-1])
+        low, high = (known.latencies(size, problem, finals=finals) for size in (below[-1], above[0]))
+        lines = {c: low[c] ** (1 - weight) * high[c] ** weight for c in low if c in high}
+        return min(lines, key=lambda c: (lines[c], str(c)), default=Candidate.of(problem.op, "library", {}))
+
+    return rule
+
+
+def _of_size(order: Callable[[int, int], float]) -> Rule:
+    def rule(known: Known, problem: Problem) -> Candidate:
+        here = problem.shape[0]
+        near = min(known.measured_sizes(), key=lambda measured: order(measured.shape[0], here))
+        return known.winner(near, runs=problem)
+
+    return rule
+
+
+RULES: Mapping[str, Rule] = {
+    "dispatch": lambda known, problem: known.winner(problem),
+    "rounds unknown": lambda known, problem: known.winner(problem, rounds=False),
+    "line, finals": _line(finals=True),
+    "line, every trial": _line(finals=False),
+    "nearest": _of_size(lambda there, here: abs(math.log(there / here))),
+    "larger": _of_size(lambda there, here: there / here if there >= here else here / there + 1e9),
+    "smaller": _of_size(lambda there, here: here / there if there <= here else there / here + 1e9),
+}
+
+
+def is_asked(problem: Problem) -> bool:
+    """True of bf16 sums of plain tensors out of place, in graphs."""
+    return problem == Problem("all_reduce", problem.shape, "bfloat16", problem.world_size, reduction="sum")
+
+
+def contenders(known: Known, problem: Problem) -> list[Candidate]:
     """The library, what the rules choose, the best of the search."""
-    found = [Candidate.of(problem.op, "library", {})]
-    found += [rule(known, problem) for rule in RULES.values()]
-    good = [t for t in trials if t.problem == problem and t.status == "ok" and t.latency_p50_us is not None]
-    good = [t for t in good if check_candidate(problem, candidate_of(t), known.limits) is None]
+    found = [Candidate.of(problem.op, "library", {}), *(rule(known, problem) for rule in RULES.values())]
+    good = [t for t in known.records if t.problem == problem and t.status == "ok" and t.latency_p50_us is not None]
+    good = [t for t in good if check_candidate(problem, t.candidate, known.limits) is None]
     for final in (True, False):
         ranked = sorted((t for t in good if t.final == final), key=lambda t: t.latency_p50_us or math.inf)
-        found += [candidate_of(t) for t in ranked[:_BEST]]
+        found += [t.candidate for t in ranked[:_BEST]]
     return list(dict.fromkeys(found))
 
 
 def measure(args: argparse.Namespace) -> None:
     """Time the contenders of every size on all ranks; rank 0 writes."""
+    import ranks
     import torch
-    import torch.distributed as dist
-    from bound_cost import Fence
 
+    from tunedcomm.bench.runner import start_group
     from tunedcomm.dispatch.communicator import get_communicator
     from tunedcomm.tuner.measure import timing
 
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    start_group()
     communicator, stream = get_communicator(), torch.cuda.Stream()
-    known = Known.stored(args.base, communicator.environment, communicator.world_size)
-    with Database.open(args.tuned, readonly=True) as tuned:
-        trials = trials_of(tuned)
-    op, fence, lines = get_op("all_reduce"), Fence(), []
+    known = Known.stored(args.base, communicator.environment, communicator.world_size, trials_of(args.tuned))
+    op, lines = get_op("all_reduce"), []
     for numel in sizes():
-        problem = Problem("all_reduce", (numel,), "bfloat16", communicator.world_size)
-        inputs, outputs = op.make_inputs(problem, rank, 1, "random", "cuda"), op.make_outputs(problem, "cuda")
-        made, candidates = [], contenders(known, trials, problem)
+        problem = ranks.bf16_sum(numel)
+        inputs = op.make_inputs(problem, communicator.rank, 1, "random", "cuda")
+        outputs = op.make_outputs(problem, "cuda")
+        made, candidates = [], contenders(known, problem)
         calls = timing.calls_for(op.message_bytes(problem) / 200e3)
         for candidate in candidates:
             launch = communicator.bind(problem, candidate)
             with torch.cuda.stream(stream):
                 launch(inputs, outputs, stream.cuda_stream)
                 made.append(timing.contend(launch, inputs, outputs, calls=calls, graph=True, stream=stream))
-        times = timing.take_rounds(fence, made, args.rounds, stream)
-        communicator.check_peers()
-        everyone: list[Any] = [None] * communicator.world_size
-        dist.all_gather_object(everyone, times)
-        for index, candidate in enumerate(candidates):
-            latency = timing.summarise([ranks[index] for ranks in everyone])
+        found = ranks.latencies(communicator, made, args.rounds, stream)
+        for candidate, latency in zip(candidates, found, strict=True):
             kind = "library" if candidate.variant == "library" else "candidate"
-            lines.append(Line(numel, kind, str(candidate), latency.p10_us, latency.p50_us, latency.p90_us))
+            lines.append(ranks.row_of(problem, kind, str(candidate), latency))
         del made, inputs, outputs
-        if rank == 0:
-            print(f"{op.message_bytes(problem):>10} bytes: {len(candidates)} contenders", file=sys.stderr, flush=True)
-    if rank == 0:
-        append(args.csv, lines, communicator.environment, world_size=communicator.world_size, mode="graph")
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.finish(communicator, lines, args.csv)
 
 
-def trials_of(database: Database) -> list[TrialRecord]:
-    """All bf16 sums of plain tensors out of place, in graphs, in the environment that was measured last."""
-    found = [t for t in database.trials(op="all_reduce") if is_asked(t.problem)]
+def trials_of(database: str) -> list[TrialRecord]:
+    """All trials that are asked for, in the environment that was measured last."""
+    with Database.open(database, readonly=True) as opened:
+        found = [t for t in opened.trials(op="all_reduce") if is_asked(t.problem)]
     return [t for t in found if t.environment == found[-1].environment]
 
 
-# Reporting
+class Unmeasured(SystemExit):
+    """A choice whose time is known neither at its size nor at a larger one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What was recorded and measured with one number of ranks: the trials, and by size and contender the latency."""
+class Regret:
+    """A rule's choice at one size against the fastest that was timed there, and against the library."""
 
-    records: list[TrialRecord]
-    known: Known
-    timed: Mapping[int, Mapping[str, float]]
-
-    @classmethod
-    def read(cls, recording: Path, measured: Path) -> Measured:
-        records = read_recording(recording)
-        known, timed = Known.of(records), defaultdict[int, dict[str, float]](dict)
-        with measured.open(encoding="utf-8", newline="") as file:
-            for line in csv.DictReader(file):
-                if int(line["world_size"]) == known.snapshot.world_size:
-                    timed[int(line["shape"])][line["config"]] = float(line["latency_p50_us"])
-        return cls(records, known, timed)
-
-    def regrets(self, rule: Callable[[Known, Problem], Candidate]) -> list[Regret]:
-        return [regret(self.known, self.records, rule, numel, self.timed) for numel in sorted(self.timed)]
+    numel: int
+    regret: float
+    speedup: float
+    is_interleaved: bool
 
 
-def report(args: argparse.Namespace) -> None:
-    """Print and write, by ranks and rule: mean and worst regret, and the least speed-up over the library."""
+def regret(known: Known, rule: Rule, numel: int) -> Regret:
+    problem, times = replace(known.measured_sizes()[0], shape=(numel,)), known.timed[numel]
+    choice, library_us = rule(known, problem), times["library()"]
+    latency = times.get(str(choice)) or recorded(known.records, problem, choice, library_us)
+    if latency is None:
+        # More work takes longer: a bound from above.
+        larger = [size for size in known.timed if size > numel and str(choice) in known.timed[size]]
+        if not larger:
+            raise Unmeasured(f"{choice} was measured neither at {numel} elements nor above; tune that size longer")
+        latency = known.timed[larger[0]][str(choice)]
+    return Regret(numel, max(1.0, latency / min(times.values())), library_us / latency, str(choice) in times)
+
+
+def recorded(records: Iterable[TrialRecord], problem: Problem, choice: Candidate, library_us: float) -> float | None:
+    """The choice's time when its size was tuned, by its ratio to the library there; None if it was not tried."""
+    mine = [t for t in records if t.problem == problem and t.candidate == choice and t.status == "ok"]
+    ratios = [t.latency_p50_us / t.baseline_p50_us for t in mine if t.latency_p50_us and t.baseline_p50_us]
+    return statistics.median(ratios) * library_us if ratios else None
+
+
+def report(args: argparse.Namespace) -> list[CsvRow]:
+    """By ranks and rule: mean and worst regret, and the least speed-up over the library."""
     table = []
     for path in args.records:
-        measured = Measured.read(path, args.measured)
+        known = Known.read(path, args.measured)
         for name, rule in RULES.items():
-            found = measured.regrets(rule)
-            table.append({"world_size": measured.known.snapshot.world_size, "rule": name, **summary(found)})
-            if args.verbose and name in args.verbose:
-                for f in found:
-                    print(f"{f.numel:>10} {f.regret:.3f} {f.speedup:.2f}x {f.choice} ({f.source})  best {f.best}")
-    show(table, args.csv)
+            found = [regret(known, rule, numel) for numel in known.timed]
+            worst = max(found, key=lambda f: f.regret)
+            table.append(
+                {
+                    "world_size": known.snapshot.world_size,
+                    "rule": name,
+                    "sizes": len(found),
+                    "regret_mean": round(statistics.mean(f.regret for f in found), 4),
+                    "regret_worst": round(worst.regret, 4),
+                    "worst_at_elements": worst.numel,
+                    "library_over_choice_least": round(min(f.speedup for f in found), 4),
+                    "not_interleaved": sum(not f.is_interleaved for f in found),
+                }
+            )
+    return table
 
 
-def summary(found: list[Regret]) -> dict[str, object]:
-    worst = max(found, key=lambda f: f.regret)
-    return {
-        "sizes": len(found),
-        "regret_mean": round(statistics.mean(f.regret for f in found), 4),
-        "regret_worst": round(worst.regret, 4),
-        "worst_at_elements": worst.numel,
-        "library_over_choice_least": round(min(f.speedup for f in found), 4),
-        "not_interleaved": sum(f.source != "interleaved" for f in found),
-    }
-
-
-def show(table: list[dict[str, object]], path: Path | None) -> None:
-    for entry in table:
-        print("  ".join(f"{key} {value}" for key, value in entry.items()))
-    if path is not None:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, table[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
-
-
-def thin(args: argparse.Namespace) -> None:
-    """Print and write how often what variants say of their rounds changes a choice, and what that is worth."""
+def thin(args: argparse.Namespace) -> list[CsvRow]:
+    """How often what variants say of their rounds changes a choice, and what that is worth."""
     table = []
     for path in args.records:
-        measured = Measured.read(path, args.measured)
+        known = Known.read(path, args.measured)
         for kept in (0.8, 0.6, 0.4):
-            several = (replace(measured, known=thinned(measured.known, kept, seed)) for seed in range(args.seeds))
-            found = [pair for few in several for pair in changed_by_rounds(few)]
+            found = [pair for seed in range(args.seeds) for pair in changed_by_rounds(thinned(known, kept, seed))]
             pairs = [pair for pair in found if pair is not None]
             table.append(
                 {
-                    "world_size": measured.known.snapshot.world_size,
+                    "world_size": known.snapshot.world_size,
                     "kept": kept,
-                    "choices": args.seeds * len(measured.timed),
+                    "choices": args.seeds * len(known.timed),
                     "changed": len(found),
                     "better": sum(ours < theirs for ours, theirs in pairs),
                     "worse": sum(ours > theirs for ours, theirs in pairs),
@@ -219,23 +340,20 @@ def thin(args: argparse.Namespace) -> None:
                     "regret_mean_rounds_unknown": round(statistics.mean(theirs for _, theirs in pairs), 4),
                 }
             )
-    show(table, args.csv)
+    return table
 
 
-def changed_by_rounds(few: Measured) -> list[tuple[float, float] | None]:
+def changed_by_rounds(few: Known) -> list[tuple[float, float] | None]:
     """Regrets with and without rounds where that makes two choices; None where one of them was not measured."""
     found: list[tuple[float, float] | None] = []
-    for numel in sorted(few.timed):
-        problem = replace(few.known.measured_sizes()[0], shape=(numel,))
+    for numel in few.timed:
+        problem = replace(few.measured_sizes()[0], shape=(numel,))
         rules = RULES["dispatch"], RULES["rounds unknown"]
-        if rules[0](few.known, problem) == rules[1](few.known, problem):
-            continue
-        try:
-            ours, theirs = (regret(few.known, few.records, rule, numel, few.timed).regret for rule in rules)
-        except Unmeasured:
-            found.append(None)
-        else:
-            found.append((ours, theirs))
+        if rules[0](few, problem) != rules[1](few, problem):
+            try:
+                found.append((regret(few, rules[0], numel).regret, regret(few, rules[1], numel).regret))
+            except Unmeasured:
+                found.append(None)
     return found
 
 
@@ -251,56 +369,11 @@ def thinned(known: Known, kept: float, seed: int) -> Known:
     return replace(known, snapshot=replace(known.snapshot, rows=tuple(rows)))
 
 
-class Unmeasured(SystemExit):
-    """A choice whose time is known neither at its size nor at a larger one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Regret:
-    """What a rule made of one size; `source` says where the choice's time is from."""
-
-    numel: int
-    choice: str
-    best: str
-    regret: float
-    speedup: float
-    source: str
-
-
-def regret(
-    known: Known,
-    records: list[TrialRecord],
-    rule: Callable[[Known, Problem], Candidate],
-    numel: int,
-    timed: Mapping[int, Mapping[str, float]],
-) -> Regret:
-    """A rule's choice at one size against the fastest that was timed there."""
-    problem, times = replace(known.measured_sizes()[0], shape=(numel,)), timed[numel]
-    choice, library_us = rule(known, problem), times["library()"]
-    latency, source = times.get(str(choice)), "interleaved"
-    if latency is None:
-        latency, source = recorded(records, problem, choice, library_us), "recorded"
-    if latency is None:
-        # More work takes longer: a bound from above.
-        larger = [size for size in sorted(timed) if size > numel and str(choice) in timed[size]]
-        if not larger:
-            raise Unmeasured(f"{choice} was measured neither at {numel} elements nor above; tune that size longer")
-        latency, source = timed[larger[0]][str(choice)], f"at most, from {larger[0]}"
-    best = min(times, key=lambda name: times[name])
-    return Regret(numel, str(choice), best, max(1.0, latency / times[best]), library_us / latency, source)
-
-
-def recorded(records: list[TrialRecord], problem: Problem, choice: Candidate, library_us: float) -> float | None:
-    """What the choice took when its size was tuned, by its ratio to the library there; None if it was not tried."""
-    mine = [t for t in records if t.problem == problem and candidate_of(t) == choice and t.status == "ok"]
-    ratios = [t.latency_p50_us / t.baseline_p50_us for t in mine if t.latency_p50_us and t.baseline_p50_us]
-    return statistics.median(ratios) * library_us if ratios else None
-
-
-def record(args: argparse.Namespace) -> None:
-    """Write the trials that a report needs."""
-    with Database.open(args.tuned, readonly=True) as database:
-        write_recording(args.out, trials_of(database))
+def show(table: list[CsvRow], path: Path | None) -> None:
+    for entry in table:
+        print("  ".join(f"{key} {value}" for key, value in entry.items()))
+    if path is not None:
+        write(path, table)
 
 
 def main() -> None:
@@ -321,13 +394,16 @@ def main() -> None:
         verb.add_argument("--measured", type=Path, default=MEASURED)
         verb.add_argument("--csv", type=Path)
     verb.add_argument("--seeds", type=int, default=30)
-    verbs.choices["report"].add_argument("--verbose", nargs="*", metavar="RULE")
     args = parser.parse_args()
     kernels.discover()
     if args.verb == "sizes":
         print(",".join(map(str, sizes())))
+    elif args.verb == "measure":
+        measure(args)
+    elif args.verb == "record":
+        write_recording(args.out, trials_of(args.tuned))
     else:
-        {"measure": measure, "record": record, "report": report, "thin": thin}[args.verb](args)
+        show(report(args) if args.verb == "report" else thin(args), args.csv)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,63 @@
-"""How the scripts that measure all_reduce of bf16 by themselves write rows of bench/results."""
+"""Rows of bench/results: where, when and by which command they were measured, and files to append them to."""
 
 from __future__ import annotations
 
 import csv
+import os
+import platform
 import secrets
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from tunedcomm.bench.csv import COLUMNS
 from tunedcomm.hardware import Environment
 
-__all__ = ["Line", "append"]
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One contender at one size; latencies in µs."""
-
-    numel: int
-    contender: str
-    config: str
-    p10_us: float
-    p50_us: float
-    p90_us: float
+def command() -> str:
+    """The command that runs, without the folders of its arguments."""
+    return " ".join([f"bench/{Path(sys.argv[0]).name}", *(Path(each).name for each in sys.argv[1:])])
 
 
-def append(
-    path: Path, lines: Iterable[Line], environment: Environment, *, world_size: int, mode: Literal["graph", "eager"]
-) -> None:
-    """Append rows of one run to a CSV, which is made if it is not there."""
-    run_id, date = secrets.token_hex(6), datetime.now(timezone.utc).isoformat(timespec="seconds")
+def of_run(environment: Environment) -> dict[str, Any]:
+    """Columns of a run on GPUs."""
+    names = ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    known = {name: getattr(environment, name) for name in names}
+    return {**known, "command": command(), "run_id": secrets.token_hex(6), "date": date}
+
+
+def of_host(*packages: str, **servers: str) -> dict[str, Any]:
+    """Columns of a run that needs no GPU, with the versions of packages and of what is not a package."""
+    return {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **servers,
+        **{package: version(package) for package in packages},
+        "command": f"python {command()}",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def append(path: Path, rows: Sequence[Row], columns: Iterable[str] = ()) -> None:
+    """Append rows to a CSV; a new one gets `columns`, by default the first row's."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if fresh:
+    with path.open("a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        there = next(csv.reader(file), [])
+        writer = csv.DictWriter(file, there or tuple(columns) or tuple(rows[0]), lineterminator="\n")
+        if not there:
             writer.writeheader()
-        for line in lines:
-            writer.writerow(
-                {
-                    "op": "all_reduce", "shape": line.numel, "message_bytes": 2 * line.numel, "dtype": "bfloat16",
-                    "world_size": world_size, "mode": mode, "contender": line.contender, "config": line.config,
-                    "latency_p10_us": round(line.p10_us, 4), "latency_p50_us": round(line.p50_us, 4),
-                    "latency_p90_us": round(line.p90_us, 4), "gpu": environment.gpu, "fabric": environment.fabric,
-                    "torch": environment.torch, "triton": environment.triton, "nccl": environment.nccl,
-                    "driver": environment.driver, "tunedcomm": environment.tunedcomm, "command": " ".join(sys.argv),
-                    "run_id": run_id, "date": date, "input_kind": "plain", "in_place": False, "reduction": "sum",
-                }
-            )  # fmt: skip
+        writer.writerows(rows)
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Make a CSV of these rows alone."""
+    path.unlink(missing_ok=True)
+    append(path, rows)

@@ -13,13 +13,11 @@ bench/results/replay/scale_replay.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import multiprocessing
 import os
 import random
-import shlex
 import signal
 import sys
 import tempfile
@@ -28,9 +26,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
+
+from rows import RESULTS, ROOT, append, of_host
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord, utc_now
@@ -38,46 +36,12 @@ from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.search.claims import Claims, owner_id
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from replay import Replay, read_recording  # noqa: E402
+from replay import Replay, read_recording
 
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
-RESULTS = ROOT / "bench" / "results" / "replay" / "scale_replay.csv"
 
 STEPS = ("claim", "look", "record", "release")
-COLUMNS = {
-    "workers": "processes, each passing for a host with one gang",
-    "trials": "candidates to run, each once",
-    "problems": "over which they are spread evenly",
-    "replay_trial_s": "how long a trial pretends to take",
-    "killed": "workers that were killed on the way",
-    "seconds": "from the first claim to the last row",
-    "trials_per_s": "trials / seconds",
-    "ideal_per_s": "workers / replay_trial_s: what they would do if sharing cost nothing",
-    "claim_ms_p50": "to claim a candidate, median over all",
-    "claim_ms_p90": "the same, 90th percentile",
-    "look_ms_p50": "to look for rows that others have stored",
-    "record_ms_p50": "to store a row",
-    "record_ms_p90": "the same, 90th percentile",
-    "tell_ms_p50": "to end the claim",
-    "refused": "claims that another worker held",
-    "lost": "candidates without a row at the end",
-    "doubled": "rows beyond one a candidate",
-    "database_mib": "the tuned tables at the end",
-    "studies_mib": "Optuna's tables at the end, in rows of versions that kept claims there",
-    "worker_cpu_ms": "processor time of the workers a trial",
-    "server_cpu_ms": "processor time of the server a trial",
-    "max_connections": "most sessions at once, as seen every second",
-    "cpus": "of the machine, for server and workers together",
-    "python": "version, as the next four",
-    "postgresql": "",
-    "sqlalchemy": "",
-    "optuna": "",
-    "psycopg": "",
-    "command": "",
-    "date": "UTC",
-}
 
 
 @dataclass(frozen=True)
@@ -259,8 +223,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             grace_s=args.grace_s,
             folder=Path(folder),
         )
-        with Database.open(plan.url, create=True):
-            pass
+        Database.open(plan.url, create=True).close()
 
         def count() -> tuple[int, int]:
             sessions = f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
@@ -283,37 +246,33 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             stored = Counter((row.problem, row.candidate) for row in database.trials())
     wanted = {(record.problem, record.candidate) for record in records}
     times = {key: [t for result in results for t in result["times"][key]] for key in STEPS}
-    values = (
-        args.workers,
-        args.trials,
-        len(problems),
-        args.replay_trial_s,
-        args.kill,
-        f"{seconds:.1f}",
-        f"{args.trials / seconds:.1f}",
-        f"{args.workers / args.replay_trial_s:.0f}" if args.replay_trial_s else "",
-        quantile(times["claim"], 0.5),
-        quantile(times["claim"], 0.9),
-        quantile(times["look"], 0.5),
-        quantile(times["record"], 0.5),
-        quantile(times["record"], 0.9),
-        quantile(times["release"], 0.5),
-        sum(result["refused"] for result in results),
-        len(wanted - set(stored)),
-        sum(stored.values()) - len(stored),
-        f"{mib:.1f}",
-        "",
-        f"{1000 * sum(result['cpu'] for result in results) / args.trials:.2f}",
-        f"{1000 * server_cpu / args.trials:.2f}",
-        most,
-        os.cpu_count(),
-        ".".join(map(str, sys.version_info[:3])),
-        server_version,
-        *(version(package) for package in ("sqlalchemy", "optuna", "psycopg")),
-        shlex.join(["python", "bench/scale_replay.py", *sys.argv[1:]]),
-        datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+    return {
+        "workers": args.workers,
+        "trials": args.trials,
+        "problems": len(problems),
+        "replay_trial_s": args.replay_trial_s,
+        "killed": args.kill,
+        "seconds": f"{seconds:.1f}",
+        "trials_per_s": f"{args.trials / seconds:.1f}",
+        "ideal_per_s": f"{args.workers / args.replay_trial_s:.0f}"
+        if args.replay_trial_s
+        else "",  # if sharing cost nothing
+        "claim_ms_p50": quantile(times["claim"], 0.5),
+        "claim_ms_p90": quantile(times["claim"], 0.9),
+        "look_ms_p50": quantile(times["look"], 0.5),  # for rows that others have stored
+        "record_ms_p50": quantile(times["record"], 0.5),
+        "record_ms_p90": quantile(times["record"], 0.9),
+        "tell_ms_p50": quantile(times["release"], 0.5),
+        "refused": sum(result["refused"] for result in results),  # claims that another worker held
+        "lost": len(wanted - set(stored)),
+        "doubled": sum(stored.values()) - len(stored),
+        "database_mib": f"{mib:.1f}",
+        "studies_mib": "",  # Optuna's tables, of versions that kept claims there
+        "worker_cpu_ms": f"{1000 * sum(result['cpu'] for result in results) / args.trials:.2f}",  # a trial
+        "server_cpu_ms": f"{1000 * server_cpu / args.trials:.2f}",
+        "max_connections": most,  # seen every second
+        **of_host("sqlalchemy", "optuna", "psycopg", postgresql=server_version),
+    }
 
 
 def main() -> None:
@@ -324,16 +283,10 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=0, help="kill so many workers on the way")
     parser.add_argument("--heartbeat-s", type=int, default=20)
     parser.add_argument("--grace-s", type=int, default=90)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append to")
+    parser.add_argument("--out", type=Path, default=RESULTS / "replay" / "scale_replay.csv", help="file to append to")
     args = parser.parse_args()
     row = measure(args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not args.out.exists()
-    with args.out.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
+    append(args.out, [row])
     sys.stdout.write("".join(f"{name:16} {value}\n" for name, value in row.items()))
     if row["lost"] or row["doubled"]:
         sys.exit("candidates were lost or doubled")

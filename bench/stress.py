@@ -18,45 +18,71 @@ processes that interpret the kernels (TRITON_INTERPRET=1), on few elements and w
 from __future__ import annotations
 
 import argparse
-import csv
 import faulthandler
 import math
 import os
 import random
-import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from datetime import datetime, timezone
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 os.environ.setdefault("TUNEDCOMM_PEER_TIMEOUT_S", "20")
 
 import torch
 import torch.distributed as dist
-from stress_rounds import Entry, Tensors, Trial, run
+from rows import append, of_run
 
 from tunedcomm import kernels
+from tunedcomm.bench.runner import start_group
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.hardware import gpu_of
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.measure.compile_pool import CompilePool
 
-COLUMNS = (
-    "op", "variant", "numerics", "world_size", "gpus", "launches", "wrong", "configs", "problems", "not_run", "seconds",
-    "gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm", "command", "run_id", "date",
-)  # fmt: skip
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What packets mark and disguise, zeros of both signs, NaNs with a payload, all ones.
 WORDS = (SENTINEL.value, ESCAPE.value, 0, -1, 0x7FC01234, -0x003FEDCC, 0x7F800000)
+ROUNDS = 20  # between two looks at the results
 CONFIGS = 4  # of a variant at one problem, the default among them
 NUMELS = (1, 333, 2048, 30_001, 262_144, 1_000_003, 4_194_312)
 MATRICES = ((1, 8192), (3, 4096), (33, 128), (64, 8192), (129, 5120), (300, 8192))
 PRODUCTS = ((8, 512, 256), (48, 264, 520), (512, 1024, 1024), (2048, 1024, 768))
+
+
+@dataclass(eq=False, slots=True)
+class Trial:
+    """One candidate at one problem, bound.
+
+    Attributes:
+        outputs: two sets in turn, so that what a launch writes late falls upon the next but one.
+        wrong: set on the device where a result was not right.
+    """
+
+    candidate: Candidate
+    problem: Problem
+    launch: Callable[[Tensors, Tensors, int], None]
+    inputs: Tensors
+    is_right: Callable[[Tensors], torch.Tensor]
+    outputs: tuple[Tensors, Tensors]
+    wrong: torch.Tensor
+    count: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A variant with what it is launched on, or the reason why it is not."""
+
+    variant: Variant
+    trials: list[Trial] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,18 +217,108 @@ def bind_all(communicator: Communicator, planned: Sequence[tuple[Entry, Problem,
     return list(entries.values())
 
 
+def poison(outputs: Tensors) -> None:
+    for output in outputs:
+        output.view(-1).view(torch.uint8).fill_(0xFF)
+
+
+def wait_for_a_while(noise: random.Random) -> None:
+    """Or not; on the device, and on the host."""
+    if torch.cuda.is_available() and noise.random() < 0.3:
+        torch.cuda._sleep(noise.randrange(200_000))
+    if noise.random() < 0.005:
+        time.sleep(noise.random() * 0.002)
+
+
+def current_stream() -> int:
+    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+
+
+def launch_once(trial: Trial, noise: random.Random) -> None:
+    """Poison, wait for a while or not, launch, judge; nothing here waits for the device."""
+    outputs = trial.outputs[trial.count % 2]
+    poison(outputs)
+    wait_for_a_while(noise)
+    trial.launch(trial.inputs, outputs, current_stream())
+    trial.wrong += ~trial.is_right(outputs)
+    trial.count += 1
+
+
+@dataclass(eq=False, slots=True)
+class Graph:
+    """One launch of every variant, captured in the order given; on the host they are launched anew each time."""
+
+    trials: Sequence[Trial]
+    which: int
+    captured: torch.cuda.CUDAGraph | None = None
+
+    def launch_all(self) -> None:
+        """Poison all, launch all without anything between, judge all."""
+        for trial in self.trials:
+            poison(trial.outputs[self.which])
+        for trial in self.trials:
+            trial.launch(trial.inputs, trial.outputs[self.which], current_stream())
+        for trial in self.trials:
+            trial.wrong += ~trial.is_right(trial.outputs[self.which])
+
+    def capture(self) -> None:
+        self.captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.captured):
+            self.launch_all()
+
+    def replay(self, noise: random.Random) -> None:
+        wait_for_a_while(noise)
+        (self.launch_all if self.captured is None else self.captured.replay)()
+        for trial in self.trials:
+            trial.count += 1
+
+
+def graphs_of(order: Sequence[Entry], shuffle: random.Random, noise: random.Random) -> list[Graph]:
+    """As many as have every trial; all of them are launched once before, for a capture may not be the first launch."""
+    for entry in order:
+        for trial in entry.trials:
+            launch_once(trial, noise)
+    found = []
+    for number in range(max((len(entry.trials) for entry in order), default=0)):
+        trials = [entry.trials[number % len(entry.trials)] for entry in order]
+        found.append(Graph(shuffle.sample(trials, len(trials)), number % 2))
+        if torch.cuda.is_available():
+            found[-1].capture()
+    return found
+
+
+def run(communicator: Communicator, entries: Sequence[Entry], launches: int, seconds: float, *, graph: bool) -> float:
+    """Until each variant had so many launches, or the time is over; returns the seconds it took."""
+    shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
+    begin, order, done = time.monotonic(), [entry for entry in entries if entry.trials], 0
+    if not order:
+        raise SystemExit("no variant can run here: " + "; ".join(reason for e in entries for reason in e.reasons))
+    graphs = graphs_of(order, shuffle, noise) if graph else []
+    while done < launches:
+        for _ in range(min(ROUNDS, launches - done)):
+            shuffle.shuffle(order)
+            if graphs:
+                shuffle.choice(graphs).replay(noise)
+            for entry in order if not graphs else ():
+                launch_once(shuffle.choice(entry.trials), noise)
+            done += 1
+        if communicator.device.type == "cuda":
+            torch.cuda.synchronize()
+        communicator.check_peers()
+        wrong = torch.stack([trial.wrong for entry in order for trial in entry.trials]).sum()
+        over = torch.tensor([time.monotonic() - begin > seconds or bool(wrong)], device=communicator.device).int()
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        if over.item():
+            break
+    return time.monotonic() - begin
+
+
 def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float) -> list[dict[str, Any]]:
     """One a variant, with what any rank saw."""
-    environment, devices = communicator.environment, [""] * communicator.world_size
+    devices: list[str] = [""] * communicator.world_size
     mine = str(torch.cuda.get_device_properties(communicator.device).uuid) if communicator.device.type == "cuda" else ""
     dist.all_gather_object(devices, mine)
-    same = {
-        "world_size": communicator.world_size, "gpus": len(set(filter(None, devices))), "seconds": round(seconds, 1),
-        "gpu": environment.gpu, "fabric": environment.fabric, "torch": environment.torch, "triton": environment.triton,
-        "nccl": environment.nccl, "driver": environment.driver, "tunedcomm": environment.tunedcomm,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), "run_id": secrets.token_hex(6),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    gpus, run_columns = len(set(filter(None, devices))), of_run(communicator.environment)
     rows = []
     for entry in entries:
         wrong = torch.tensor([sum(int(trial.wrong) for trial in entry.trials)], device=communicator.device)
@@ -210,35 +326,21 @@ def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float
         reason = entry.reasons.most_common(1)[0][0] if entry.reasons and not entry.trials else ""
         rows.append(
             {
-                "op": entry.variant.op, "variant": entry.variant.name, "numerics": entry.variant.numerics,
-                "launches": sum(trial.count for trial in entry.trials), "wrong": int(wrong),
+                "op": entry.variant.op,
+                "variant": entry.variant.name,
+                "numerics": entry.variant.numerics,
+                "world_size": communicator.world_size,
+                "gpus": gpus,
+                "launches": sum(trial.count for trial in entry.trials),
+                "wrong": int(wrong),
                 "configs": len({trial.candidate for trial in entry.trials}),
-                "problems": len({trial.problem for trial in entry.trials}), "not_run": reason, **same,
+                "problems": len({trial.problem for trial in entry.trials}),
+                "not_run": reason,
+                "seconds": round(seconds, 1),
+                **run_columns,
             }
-        )  # fmt: skip
+        )
     return rows
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Append to a CSV, which is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-def start() -> None:
-    """Join the ranks that torchrun started; on the host where there is no GPU."""
-    if torch.cuda.is_available():
-        device = gpu_of(int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    kernels.discover()
 
 
 def say(text: str) -> None:
@@ -281,14 +383,15 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
-    start()
+    start_group()
+    kernels.discover()
     names = args.op or [name for name in ops() if get_op(name).rank_of_shape < 3]
     rows = stress(names, args.launches, args.seconds, args.variant or (), graph=args.graph)
     if dist.get_rank() == 0:
         for row in rows:
             sys.stdout.write("{op:20} {variant:18} {launches:>7} launches, {wrong} wrong {not_run}\n".format(**row))
         if args.csv:
-            write(args.csv, rows)
+            append(args.csv, rows)
     wrong = sum(row["wrong"] for row in rows)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What `tunedcomm db verify` makes of winners that were timed twice, minutes apart: the figures of docs/maintenance.md.
+"""Verdicts of `tunedcomm db verify` on winners that were timed twice, minutes apart, for docs/maintenance.md.
 
 python bench/verify_again.py --csv bench/results/replay/verify_again_h200.csv
 
@@ -8,13 +8,14 @@ Needs no GPU: tests/data holds what was measured then and now, on 2 H200 GPUs wh
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rows import ROOT, write
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -24,9 +25,8 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.tuner.verify import Winner, judge, stored_winners
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from replay import read_recording  # noqa: E402
+from replay import read_recording
 
 TOLERANCE = 0.1
 # How much slower all kernels but the library's are made, to see whether that is noticed.
@@ -95,11 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     kernels.discover()
     then, now = recorded("then"), recorded("now")
-    rows = [row_of(mode, then, now) for mode in SLOWER]
-    with args.csv.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(args.csv, [row_of(mode, then, now) for mode in SLOWER])
 
 
 if __name__ == "__main__":

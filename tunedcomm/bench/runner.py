@@ -78,8 +78,8 @@ def run_job(job: Mapping[str, Any], world_size: int, borrow: Sequence[str] = ())
         return found
 
 
-class _Ranks:
-    """The part of a gang that `take_rounds` needs."""
+class Ranks:
+    """The ranks of a benchmark as `take_rounds` needs them."""
 
     def __init__(self, device: torch.device) -> None:
         self._token = torch.zeros(1, device=device)
@@ -111,7 +111,7 @@ class Bencher:
         self._job = job
         self.left_out: list[dict[str, str]] = []
         self._adapters = [load_adapter(Path(path)) for path in job["peers"]]
-        self._ranks = _Ranks(communicator.device)
+        self._ranks = Ranks(communicator.device)
         on_gpu = communicator.device.type == "cuda"
         self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None  # type: ignore[no-untyped-call]
 

@@ -1,0 +1,74 @@
+"""Times and rows of the scripts that `torchrun` starts on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rows import append, of_run
+
+from tunedcomm.bench.csv import COLUMNS
+from tunedcomm.bench.runner import Ranks
+from tunedcomm.dispatch.communicator import Communicator
+from tunedcomm.spec import Problem
+from tunedcomm.tuner.gang.protocol import Latency
+from tunedcomm.tuner.measure import timing
+
+
+def bf16_sum(numel: int, mode: str = "graph") -> Problem:
+    """The all_reduce that the scripts about all_reduce measure."""
+    return Problem("all_reduce", (numel,), "bfloat16", dist.get_world_size(), mode=mode)  # type: ignore[arg-type]
+
+
+def latencies(
+    communicator: Communicator, contenders: Sequence[timing.Contender], rounds: int, stream: torch.cuda.Stream
+) -> list[Latency]:
+    """Percentiles over rounds of the slowest rank; the contenders take turns."""
+    with torch.cuda.stream(stream):
+        times = timing.take_rounds(Ranks(communicator.device), contenders, rounds, stream)
+    communicator.check_peers()
+    everyone: list[Any] = [None] * communicator.world_size
+    dist.all_gather_object(everyone, times)
+    return [timing.summarise([by_rank[index] for by_rank in everyone]) for index in range(len(contenders))]
+
+
+def block_us(call: Callable[[], object], calls: int, device: torch.device, *, to_end: bool) -> float:
+    """µs a call over one block of calls, until the host has made them or, `to_end`, until the device has run them."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    dist.barrier()
+    wait()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if to_end:
+        wait()
+    return (time.perf_counter() - begin) * 1e6 / calls
+
+
+def row_of(problem: Problem, contender: str, config: str, latency: Latency) -> dict[str, Any]:
+    """A row with the columns of `tunedcomm bench`."""
+    return {
+        "op": problem.op, "shape": problem.numel, "message_bytes": problem.nbytes, "dtype": problem.dtype,
+        "world_size": problem.world_size, "mode": problem.mode, "contender": contender, "config": config,
+        "latency_p10_us": round(latency.p10_us, 4), "latency_p50_us": round(latency.p50_us, 4),
+        "latency_p90_us": round(latency.p90_us, 4), "input_kind": problem.input_kind, "in_place": problem.in_place,
+        "reduction": problem.reduction,
+    }  # fmt: skip
+
+
+def finish(communicator: Communicator, found: Sequence[dict[str, Any]], path: Path | None) -> None:
+    """Print the rows on rank 0, append them to a CSV if one is named, and leave the group."""
+    if communicator.rank == 0:
+        for row in found:
+            spread = f"(p10 {row['latency_p10_us']:.3f}, p90 {row['latency_p90_us']:.3f})"
+            print(f"{row['message_bytes']:>10} bytes {row['contender']:28} {row['latency_p50_us']:9.3f} us {spread}")
+        if path is not None:
+            run = of_run(communicator.environment)
+            append(path, [{**row, **run} for row in found], COLUMNS)
+    dist.barrier()
+    dist.destroy_process_group()
