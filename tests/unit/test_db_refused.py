@@ -141,7 +141,7 @@ def test_lines_of_a_later_version_are_refused(exported: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("statement", "complaint"),
     [
-        ("UPDATE trial SET latency_p50_us = 'fast' WHERE id = 1", "trial 1: error is not a number: 'fast'"),
+        ("UPDATE trial SET latency_p50_us = 'fast' WHERE id = 1", "trial 1: latency_p50_us is not a number: 'fast'"),
         ("UPDATE trial SET status = '''; DROP TABLE trial; --' WHERE id = 2", "trial 2: unknown status"),
         ("UPDATE trial SET config = '{\"num_blocks\":8}' WHERE id = 1", "trial 1: its config_digest is"),
         ("UPDATE trial SET created_at = 'soon' WHERE id = 1", "trial 1: "),
