@@ -45,7 +45,7 @@ MACHINES = environments(4, 2)
 
 @dataclass
 class Tally:
-    """What one process has done and seen."""
+    """Counts of one process: its reads or writes, and the faults that it saw."""
 
     name: str
     rows: int = 0
@@ -67,10 +67,6 @@ def problem_of(batch: int) -> Problem:
     return Problem("all_reduce", (512 * (1 + index),), "bfloat16", WORLD_SIZE)
 
 
-def environment_of(writer: int) -> Environment:
-    return MACHINES[writer % len(MACHINES)]
-
-
 def write(url: str, writer: int, until: float, tally: Tally) -> None:
     """Batches of 1 to 20 trials, now and then another run and a pin."""
     rng = random.Random(writer)
@@ -78,7 +74,7 @@ def write(url: str, writer: int, until: float, tally: Tally) -> None:
         run = database.start_run(command="write", seed=writer, budget="", host=tally.name)
         while time.time() < until:
             batch = tally.batches
-            problem, environment, size = problem_of(batch), environment_of(writer), rng.randint(1, 20)
+            problem, environment, size = problem_of(batch), MACHINES[writer % len(MACHINES)], rng.randint(1, 20)
             records = [
                 TrialRecord(
                     problem=problem,
@@ -119,12 +115,12 @@ def load(url: str, environment: Environment) -> int:
 
 
 def read(url: str, reader: int, until: float, tally: Tally) -> None:
-    """What dispatch and the command line read, in turn."""
+    """Read in turn what dispatch and the command line read."""
     rng = random.Random(-reader - 1)
     seen: Counter[Problem] = Counter()
     counted = 0
     while time.time() < until:
-        tally.timed(lambda: load(url, environment_of(rng.randrange(len(MACHINES)))))
+        tally.timed(lambda: load(url, rng.choice(MACHINES)))
         with Database.open(url, readonly=True) as database:
             for _ in range(5):
                 tally.timed(lambda: look(tally, database, problem_of(rng.randrange(4000)), seen))
@@ -165,8 +161,7 @@ def check(url: str, tallies: Mapping[str, Tally]) -> dict[str, object]:
 
 
 def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
-    with Database.open(url, create=True):
-        pass
+    Database.open(url, create=True).close()
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     roles = [(write, i) for i in range(args.writers)] + [(read, i) for i in range(args.readers)]

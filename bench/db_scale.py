@@ -92,14 +92,19 @@ def ms(seconds: Sequence[float]) -> str:
 
 
 def time_snapshots(path: Path, environment: Environment, world_size: int, repeats: int) -> dict[str, str]:
-    """How long a snapshot takes in new processes and again in the same one."""
-    task = json.dumps([str(path), environment.to_dict(), world_size, 1])
+    """Times of a snapshot in new processes and again in the same one."""
+
+    def loads(times: int) -> dict[str, list[float]]:
+        task = json.dumps([str(path), environment.to_dict(), world_size, times])
+        found: dict[str, list[float]] = json.loads(run(["-c", SNAPSHOT, task])[1])
+        return found
+
     uncached, cold = [], []
     for _ in range(repeats):
         forget(path)
-        uncached += json.loads(run(["-c", SNAPSHOT, task])[1])["times"]
-        cold += json.loads(run(["-c", SNAPSHOT, task])[1])["times"]
-    warm = json.loads(run(["-c", SNAPSHOT, json.dumps([*json.loads(task)[:3], 1 + repeats])])[1])
+        uncached += loads(1)["times"]
+        cold += loads(1)["times"]
+    warm = loads(1 + repeats)
     return {
         "snapshot_rows": str(warm["rows"]),
         "snapshot_uncached_ms": ms(uncached),
@@ -110,23 +115,16 @@ def time_snapshots(path: Path, environment: Environment, world_size: int, repeat
 
 
 def time_commands(path: Path, environment: Environment, world_size: int, repeats: int) -> dict[str, str]:
-    """How long `lookup` and `explain` take as processes; turn about, so that other load meets all alike."""
+    """Times of `lookup` and `explain` as processes; they take turns, so that other load meets all alike."""
     arguments = (*LOOKUP, "--world-size", str(world_size), "--hardware", environment.digest[:12])
-    codes = {
-        "lookup": ["-m", "tunedcomm.cli.main", "lookup", *arguments],
-        "explain": ["-m", "tunedcomm.cli.main", "explain", *arguments],
-        "start_up": ["-c", START_UP],
-    }
+    codes = {name: ["-m", "tunedcomm.cli.main", name, *arguments] for name in ("lookup", "explain")}
+    codes["start_up"] = ["-c", START_UP]
     seconds: dict[str, list[float]] = {name: [] for name in codes}
     for _ in range(repeats):
         for name, code in codes.items():
             seconds[name].append(run(code, TUNEDCOMM_DB=str(path), TRITON_INTERPRET="0")[0])
-    return {
-        "lookup_ms": ms(seconds["lookup"]),
-        "lookup_best_ms": f"{1000 * min(seconds['lookup']):.1f}",
-        "explain_ms": ms(seconds["explain"]),
-        "start_up_ms": ms(seconds["start_up"]),
-    }
+    best = {"lookup_best_ms": f"{1000 * min(seconds['lookup']):.1f}"}
+    return {**{f"{name}_ms": ms(times) for name, times in seconds.items()}, **best}
 
 
 def count(path: Path, query: str, *values: object) -> int:

@@ -1,4 +1,4 @@
-"""How much of the library's time an eager score should follow: exponents compared on what was measured.
+"""Exponents of the library's time in eager scores, compared on measured rows.
 
     python bench/eager_scores.py                                             # without GPUs, from what is committed
     python bench/eager_scores.py --csv bench/results/db/eager_scores.csv
@@ -62,7 +62,7 @@ class Window:
         return comparable(self.rows[candidate], self.baseline_us, exponent)
 
     def past_library(self, exponent: float) -> int:
-        """How many rows a score takes for faster than the library that were not, beside it."""
+        """Number of rows that score faster than the library and were slower beside it."""
         lost = [c for c, row in self.rows.items() if row.baseline_p50_us and row.latency_p50_us >= row.baseline_p50_us]
         return sum(self.score(c, exponent) < self.baseline_us * (1 - noise(self.rows[c])) for c in lost)
 
@@ -108,7 +108,7 @@ class Pair:
         return _centred([math.log(self.eager.score(c, exponent) / self.true_us(c, exponent)) for c in self.both])
 
     def movements(self) -> tuple[list[float], list[float]]:
-        """How far the library's time and the candidate's are off, in logarithms, without their means."""
+        """Distances of the library's time and the candidate's, in logarithms, without their means."""
         library = [math.log(self.eager.rows[c].baseline_p50_us or math.nan) for c in self.both]
         if self.is_again:
             there = [math.log(self.truth.rows[c].baseline_p50_us or math.nan) for c in self.both]

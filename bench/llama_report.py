@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BARS", "COLUMNS", "Row", "Verdict", "append", "draw", "last_runs", "line", "verdicts"]
-
 Row = dict[str, Any]
 
 COLUMNS = (
@@ -47,17 +45,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"{'cleared' if self.passed else 'MISSED '}  {self.text}"
-
-
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a CSV, which is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
-        if fresh:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def line(row: Row) -> str:

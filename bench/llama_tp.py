@@ -27,7 +27,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +46,8 @@ set_environment(tiny="--tiny" in sys.argv)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from llama_model import LLAMA_70B, TINY, Plan, build, seeded  # noqa: E402
-from llama_report import COLUMNS, Row, append, draw, line, verdicts  # noqa: E402
+from llama_report import COLUMNS, Row, draw, line, verdicts  # noqa: E402
+from rows import append, of_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
@@ -64,7 +64,6 @@ _FUSION = "tunedcomm.integrations.fusion"
 _NAMESPACES = ("_c10d_functional", "symm_mem", "tunedcomm")
 # A laptop's databases hold nothing, and dispatch would run the library.
 _FORCED_WHEN_TINY = {"all_reduce": "lamport", "all_gather": "lamport", "reduce_scatter": "lamport"}
-_ENVIRONMENT = ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")  # columns of the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,13 +482,11 @@ class Runner:
 
     def _row(self, workload: Workload, name: str, *, status: str, reason: str, **figures: Any) -> Row:
         row: Row = dict.fromkeys(COLUMNS, "")
-        row |= {each: getattr(self.environment, each) for each in _ENVIRONMENT}
+        row |= of_run(self.environment)
         row |= {each: getattr(workload, each) for each in ("batch", "tokens", "context")}
         row |= {"workload": workload.name, "configuration": name, "status": status, "layers": self.asked.layers}
         row |= {"reason": reason, "dtype": str(self.dtype).removeprefix("torch.")}
         row |= {"world_size": self.world_size, "run_id": self._run_id}
-        row["command"] = " ".join(["bench/llama_tp.py", *(Path(each).name for each in sys.argv[1:])])
-        row["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return row | figures
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,8 +24,6 @@ from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
 from tunedcomm.spec import InputKind, Mode, Problem, variants
 from tunedcomm.symm.layout import limits_for
-
-__all__ = ["environments", "make_database", "problems", "trials_of"]
 
 BATCH = 2000
 TRIALS_A_PROBLEM = 48
@@ -59,32 +56,24 @@ REASONS = {
 
 def environments(hardware: int, software: int) -> list[Environment]:
     """So many kinds of machines with so many versions of the software each, newest first."""
-    found = []
-    for index, minor in itertools.product(range(hardware), range(software)):
-        gpu, num_sms, capability, memory_gib, fabric, num_links, multicast = MACHINES[index % len(MACHINES)]
-        found.append(
-            Environment(
-                gpu=gpu,
-                num_sms=num_sms,
-                compute_capability=capability,
-                memory_gib=memory_gib,
-                fabric=fabric,
-                num_links=num_links,
-                multicast=multicast,
-                nodes=1 + index // len(MACHINES),
-                driver=f"580.{159 - minor}.04",
-                cuda="13.0",
-                torch=f"2.{11 - minor}.0+cu130",
-                triton="3.6.0",
-                nccl="2.28.9",
-                tunedcomm="0.1.0",
-            )
+    versions = {"cuda": "13.0", "triton": "3.6.0", "nccl": "2.28.9", "tunedcomm": "0.1.0"}
+    names = ("gpu", "num_sms", "compute_capability", "memory_gib", "fabric", "num_links", "multicast")
+    return [
+        Environment.from_dict(
+            {
+                **dict(zip(names, MACHINES[index % len(MACHINES)], strict=True)),
+                "nodes": 1 + index // len(MACHINES),
+                "driver": f"580.{159 - minor}.04",
+                "torch": f"2.{11 - minor}.0+cu130",
+                **versions,
+            }
         )
-    return found
+        for index, minor in itertools.product(range(hardware), range(software))
+    ]
 
 
 def problems(world_sizes: Sequence[int], rng: random.Random) -> Iterator[Problem]:
-    """What a cluster tunes: the sizes of whole sweeps, and in between the shapes of models, without end."""
+    """Problems that a cluster tunes: the sizes of whole sweeps, and in between the shapes of models, without end."""
     modes: tuple[Mode, ...] = ("graph", "eager")
     kinds: tuple[InputKind, ...] = ("plain", "symmetric")
     ops = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -178,14 +167,6 @@ def sweep(
     return found
 
 
-def trials_of(environment: Environment, trials: int, world_sizes: Sequence[int], seed: int) -> Iterator[TrialRecord]:
-    """So many trials in one environment."""
-    rng = random.Random(f"{seed} {environment.digest}")
-    clock = (START + timedelta(seconds=0.15 * step) for step in itertools.count())
-    swept = (record for p in problems(world_sizes, rng) for record in sweep(p, environment, rng, clock))
-    return itertools.islice(swept, trials)
-
-
 def make_database(
     path: Path, *, trials: int, hardware: int, software: int, world_sizes: Sequence[int], seed: int
 ) -> float:
@@ -196,11 +177,11 @@ def make_database(
     with Database.open(path, create=True) as database:
         for environment in where:
             run = database.start_run(command="bench/db_scale.py", seed=seed, budget="", host="made-up")
-            records = trials_of(environment, trials // len(where), world_sizes, seed)
+            rng = random.Random(f"{seed} {environment.digest}")
+            clock = (START + timedelta(seconds=0.15 * step) for step in itertools.count())
+            swept = (record for p in problems(world_sizes, rng) for record in sweep(p, environment, rng, clock))
+            records = itertools.islice(swept, trials // len(where))
             while batch := [replace(record, run_id=run) for record in itertools.islice(records, BATCH)]:
                 database.record(batch)
             database.finish_run(run)
-            sys.stderr.write(".")
-            sys.stderr.flush()
-    sys.stderr.write("\n")
     return time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""How much dispatch loses between and outside the tuned sizes, on GPUs and from what was recorded there.
+"""Regret of dispatch between and outside the tuned sizes, on GPUs and from what was recorded there.
 
     python bench/regret.py sizes                                         # 40 shapes, for tunedcomm tune --shape
     tunedcomm tune --op all_reduce --db base.db                          # powers of two only
@@ -91,7 +91,7 @@ class Asked(Registered):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was measured at powers of two, all trials, and by odd size and contender the latency that was timed."""
+    """Rows at powers of two, all trials, and by odd size and contender the latency that was timed."""
 
     snapshot: Snapshot
     limits: Limits
@@ -100,7 +100,7 @@ class Known:
 
     @classmethod
     def stored(cls, database: str, environment: Environment, world_size: int, records: list[TrialRecord]) -> Known:
-        """What dispatch itself reads of a database."""
+        """The rows that dispatch itself reads of a database."""
         snapshot = load_snapshot(environment, world_size, layers=[Layer("user", database)], strict=True)
         rows = tuple(row for row in snapshot.rows if is_asked(row.problem))
         return cls(replace(snapshot, rows=rows), limits_for(environment, world_size), records)
@@ -133,7 +133,7 @@ class Known:
         return cls(snapshot, limits_for(environment, world_size), records, dict(sorted(timed.items())))
 
     def winner(self, problem: Problem, *, runs: Problem | None = None, rounds: bool = True) -> Candidate:
-        """What is chosen for `problem`, of what can run `runs`."""
+        """The choice for `problem`, of candidates that can run `runs`."""
         hashes = {(row.problem.op, row.candidate.variant): row.source_hash for row in self.snapshot.rows}
         catalog = Asked(self.limits, lambda op, variant: hashes.get((op, variant)), runs, rounds)
         return choose(self.snapshot, problem, catalog).candidate
@@ -320,7 +320,7 @@ def report(args: argparse.Namespace) -> list[CsvRow]:
 
 
 def thin(args: argparse.Namespace) -> list[CsvRow]:
-    """How often what variants say of their rounds changes a choice, and what that is worth."""
+    """Choices that the variants' number of rounds changes, and the regret with it and without."""
     table = []
     for path in args.records:
         known = Known.read(path, args.measured)

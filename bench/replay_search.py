@@ -1,4 +1,4 @@
-"""How few trials would have done: searches replayed from recorded trials, no GPU needed.
+"""Regret of searches with fewer trials, replayed from recorded trials without a GPU.
 
 python bench/replay_search.py                              # the recording beside the tests
 python bench/replay_search.py --records tuned.db --seeds 10

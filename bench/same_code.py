@@ -53,7 +53,7 @@ _FIRST = 1 << 44
 _RANK = 1
 _TIMEOUT_NS = 987_654_321_987
 _STREAM = 7_777_777
-_PROPERTIES = SimpleNamespace(
+_PROPERTIES = SimpleNamespace(  # of an NVIDIA H200
     name="NVIDIA H200",
     major=9,
     minor=0,
@@ -112,7 +112,7 @@ class Addresses:
 
 
 class Recorder(TorchFunctionMode):
-    """What a variant does in `bind` and in a launch; tensors have no memory, and everything is written down."""
+    """Records what a variant does in `bind` and in a launch; tensors have no memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,8 @@ def import_everything() -> None:
             importlib.import_module(module.name)
 
 
-def named(function: str) -> list[tuple[dict[str, Any], str, Any]]:
+@functools.cache
+def places(function: str) -> list[tuple[dict[str, Any], str, Any]]:
     """Every place of tunedcomm where a function that is defined in it under that name is known."""
     found = []
     for name, module in list(sys.modules.items()):
@@ -188,11 +189,6 @@ def named(function: str) -> list[tuple[dict[str, Any], str, Any]]:
                 if ours and getattr(value, "__name__", None) == function:
                     found.append((vars(module), key, value))
     return found
-
-
-@functools.cache
-def places(function: str) -> list[tuple[dict[str, Any], str, Any]]:
-    return named(function)
 
 
 @contextlib.contextmanager
@@ -213,7 +209,7 @@ def replaced(namespaces: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[
 
 
 def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
-    """What is replaced while a variant is bound and launched."""
+    """Replacements while a variant is bound and launched: (namespace, name, value)."""
     addresses = recorder.addresses
     (_, _, original), *_ = places("bind_kernel")
     bound_kernel = original.__globals__["BoundKernel"]
@@ -221,9 +217,8 @@ def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
     def bind_kernel(request: Any, grid: int, device: Any) -> Any:
         number = len(recorder.requests)
         recorder.requests.append(request)
-        options = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-        options = {name: value for name, value in options.items() if name not in ("module", "function")}
-        recorder.note("bind", number, options | {"constants": dict(request.constants)}, grid, str(device))
+        options = {**options_of(request), "constants": dict(request.constants)}
+        recorder.note("bind", number, options, grid, str(device))
 
         def fix(arguments: Sequence[int | None]) -> Callable[..., None]:
             names = [name for name in request.resolve().arg_names if name not in dict(request.constants)]
@@ -421,18 +416,13 @@ def normalised(ptx: str) -> str:
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
-_codes: dict[Any, str] = {}
-
-
+@functools.cache
 def code_of(request: Any, capability: int) -> str:
-    """What a request compiles to, as 16 hex digits."""
+    """Digest of the PTX that a request compiles to."""
     from triton.backends.compiler import GPUTarget
 
-    if (request, capability) not in _codes:
-        compiler = places("compile_request")[0][2]
-        compiled = compiler(request, GPUTarget("cuda", capability, 32))
-        _codes[request, capability] = short(normalised(compiled.asm["ptx"]))
-    return _codes[request, capability]
+    compiler = places("compile_request")[0][2]
+    return short(normalised(compiler(request, GPUTarget("cuda", capability, 32)).asm["ptx"]))
 
 
 def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
@@ -467,7 +457,6 @@ def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - such a variant is named in the report
         found["unbound"] = f"{type(error).__name__}: {str(error)[:200]}"
     found["kernels"] = [kernel_hash(hash_of, variant, request) for request in requests]
-    found["all_kernels"] = sorted(hash_of(dataclasses.replace(variant, kernels=(k,))) for k in variant.kernels)
     if asked.get("ptx"):
         try:
             found["ptx"] = [code_of(request, asked["capability"]) for request in requests]
@@ -476,9 +465,10 @@ def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
     return found
 
 
-def options_of(request: Any) -> list[Any]:
-    fields = [f.name for f in dataclasses.fields(request) if f.name not in ("module", "function")]
-    return [[name, getattr(request, name)] for name in fields]
+def options_of(request: Any) -> dict[str, Any]:
+    """The options of a request, without the kernel's name."""
+    names = (f.name for f in dataclasses.fields(request))
+    return {name: getattr(request, name) for name in names if name not in ("module", "function")}
 
 
 def told_default(variant: Any, problem: Any, limits: Any) -> Any:
@@ -499,7 +489,7 @@ def kernel_hash(hash_of: Any, variant: Any, request: Any) -> str:
 
 
 def answer(root: str) -> None:
-    """What a process of one tree does: a line of JSON on stdout for each on stdin."""
+    """Answer for one tree: a line of JSON on stdout for each on stdin."""
     from tunedcomm import kernels
 
     here = Path(kernels.__file__).parents[2]
@@ -517,12 +507,10 @@ def ask(tree: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     paths = [str(tree), *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)]
     unseen = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     begin = f"import sys; sys.path.append({str(HERE.parent)!r}); import same_code"
-    code = f"{begin}; same_code.answer({str(HERE.parents[1])!r})"
+    command = [sys.executable, "-c", f"{begin}; same_code.answer({str(HERE.parents[1])!r})"]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, **unseen}
     done = subprocess.run(
-        command, input=lines, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True
+        command, input=lines, env={**os.environ, **unseen}, cwd=tree, stdout=subprocess.PIPE, text=True, check=True
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -548,25 +536,22 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     return None
 
 
-def same_sources(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """True if the kernels that a row runs have the same sources in both trees."""
-    return bool(before.get("kernels") == after.get("kernels"))
-
-
 def compared(before: Path, rows: Sequence[dict[str, Any]], *, full: bool) -> list[tuple[str | None, Any, Any]]:
     """(difference or None, before, after) of each row."""
     trees = before.resolve(), HERE.parents[1]
     answers = [ask(tree, [{**row, "ptx": full} for row in rows]) for tree in trees]
     both = list(zip(*answers, strict=True))
-    again = [i for i, pair in enumerate(both) if not full and difference(*pair) is None and not same_sources(*pair)]
-    for tree, place in zip(trees, (0, 1), strict=True):
-        for i, found in zip(again, ask(tree, [{**rows[i], "ptx": True} for i in again]), strict=True):
-            both[i] = (found, both[i][1]) if place == 0 else (both[i][0], found)
+    # Where the kernels of an equal row have other sources, their PTX decides.
+    again = [i for i, (old, new) in enumerate(both) if not difference(old, new) and old["kernels"] != new["kernels"]]
+    if not full:
+        answers = [ask(tree, [{**rows[i], "ptx": True} for i in again]) for tree in trees]
+        for i, pair in zip(again, zip(*answers, strict=True), strict=True):
+            both[i] = pair
     return [(difference(*pair), *pair) for pair in both]
 
 
 def asked_of(trial: Any) -> dict[str, Any]:
-    """What a tree is asked about a row."""
+    """The question about a row to a tree."""
     return {
         "op": trial.problem.op,
         "variant": trial.variant,

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rows import RESULTS, ROOT, append, of_host
@@ -44,46 +44,31 @@ RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 STEPS = ("claim", "look", "record", "release")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What all workers do."""
-
-    url: str
-    records: tuple[TrialRecord, ...]
-    problems: tuple[Problem, ...]
-    workers: int
-    replay_trial_s: float
-    heartbeat_s: int
-    grace_s: int
-    folder: Path
-
-
 def plan_records(trials: int) -> list[TrialRecord]:
     """So many distinct trials: the recorded ones, and copies of them at sizes that nobody recorded."""
     replay = Replay(read_recording(RECORDS))
     recorded = {(r.problem, r.candidate): r for p in replay.problems() for r in replay.records(p) if not r.final}
-    found: list[TrialRecord] = []
-    for copy in itertools.count():
-        for record in recorded.values():
-            if len(found) == trials:
-                return found
-            shape = (record.problem.shape[0] + 8 * copy, *record.problem.shape[1:])
-            found.append(replace(record, problem=replace(record.problem, shape=shape), run_id=None, id=None))
-    raise AssertionError
+
+    def copy_of(record: TrialRecord, number: int) -> TrialRecord:
+        shape = (record.problem.shape[0] + 8 * number, *record.problem.shape[1:])
+        return replace(record, problem=replace(record.problem, shape=shape), run_id=None, id=None)
+
+    copies = (copy_of(record, number) for number in itertools.count() for record in recorded.values())
+    return list(itertools.islice(copies, trials))
 
 
 class Worker:
     """One supervisor with one gang."""
 
-    def __init__(self, plan: Plan, index: int) -> None:
-        self.plan, self.index = plan, index
+    def __init__(self, args: argparse.Namespace, url: str, records: Sequence[TrialRecord], index: int) -> None:
+        self.args, self.url, self.index, self.environment = args, url, index, records[0].environment.digest
         self.times: dict[str, list[float]] = {name: [] for name in STEPS}
         self.refused = self.claimed = 0
         self.by_problem: dict[Problem, dict[Candidate, TrialRecord]] = {}
-        for record in plan.records:
+        for record in records:
             self.by_problem.setdefault(record.problem, {})[record.candidate] = record
-        self.known: dict[Problem, set[Candidate]] = {problem: set() for problem in plan.problems}
-        self.seen: dict[Problem, int] = dict.fromkeys(plan.problems, 0)
+        self.known: dict[Problem, set[Candidate]] = {problem: set() for problem in self.by_problem}
+        self.seen: dict[Problem, int] = dict.fromkeys(self.by_problem, 0)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -91,21 +76,22 @@ class Worker:
         yield
         self.times[name].append(time.perf_counter() - begin)
 
-    def run(self) -> None:
+    def run(self, folder: Path) -> None:
+        """Search until every candidate has its row, and leave the times in a folder."""
         host = f"host{self.index}"
-        environment = self.plan.records[0].environment.digest
-        with Database.open(self.plan.url, patience_s=600) as database:
+        with Database.open(self.url, patience_s=600) as database:
             claims = Claims(
                 database,
-                environment,
+                self.environment,
                 lambda op: "replayed",
                 owner=owner_id(host=host, kernel=host),
-                heartbeat_s=self.plan.heartbeat_s,
-                grace_s=self.plan.grace_s,
+                heartbeat_s=self.args.heartbeat_s,
+                grace_s=self.args.grace_s,
             )
             run_id = database.start_run(command="scale_replay", seed=self.index, budget="", host=host)
-            offset = self.index * len(self.plan.problems) // self.plan.workers
-            left = [*self.plan.problems[offset:], *self.plan.problems[:offset]]
+            problems = list(self.by_problem)
+            offset = self.index * len(problems) // self.args.workers
+            left = [*problems[offset:], *problems[:offset]]
             while left:
                 # A round over the problems; the candidates that others hold are looked at again in the next one.
                 before = self.claimed
@@ -115,12 +101,12 @@ class Worker:
             database.finish_run(run_id)
             claims.close()
         result = {"times": self.times, "refused": self.refused, "cpu": time.process_time()}
-        (self.plan.folder / f"{self.index}.json").write_text(json.dumps(result))
+        (folder / f"{self.index}.json").write_text(json.dumps(result))
 
     def look(self, problem: Problem, database: Database) -> set[Candidate]:
         with self.timed("look"):
             # Rows become visible in another order than that of their ids.
-            for record in database.trials(problem=problem, after_id=self.seen[problem] - 4 * self.plan.workers):
+            for record in database.trials(problem=problem, after_id=self.seen[problem] - 4 * self.args.workers):
                 self.known[problem].add(record.candidate)
                 self.seen[problem] = max(self.seen[problem], record.id or 0)
         return self.known[problem]
@@ -145,7 +131,7 @@ class Worker:
                 claims.release([claim])
             else:
                 self.claimed += 1
-                time.sleep(self.plan.replay_trial_s)
+                time.sleep(self.args.replay_trial_s)
                 row = replace(records[candidate], run_id=run_id, created_at=utc_now())
                 if claims.holds(claim):
                     with self.timed("record"):
@@ -155,28 +141,22 @@ class Worker:
         return len(self.look(problem, database)) == len(records)
 
 
-def work(plan: Plan, index: int) -> None:
-    Worker(plan, index).run()
-
-
-def run_workers(plan: Plan, kill: int, count: Callable[[], tuple[int, int]]) -> int:
+def run_workers(workers: Sequence[Worker], folder: Path, kill: int, count: Callable[[], tuple[int, int]]) -> int:
     """Run them all; returns the most sessions at once."""
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=work, args=(plan, index)) for index in range(plan.workers)]
-    begin = time.monotonic()
+    processes = [fork.Process(target=worker.run, args=(folder,)) for worker in workers]
     for process in processes:
         process.start()
-    victims = processes[:kill]
-    most = 0
-    last = 0
+    victims, trials = processes[:kill], workers[0].args.trials
+    most = last = 0
     while any(process.is_alive() for process in processes):
         time.sleep(1.0)
         sessions, stored = count()
         most = max(most, sessions)
-        if victims and stored > len(plan.records) * (kill - len(victims) + 1) // (kill + 2):
+        if victims and stored > trials * (kill - len(victims) + 1) // (kill + 2):
             os.kill(victims.pop().pid or 0, signal.SIGKILL)
         if stored >= last + 500:
-            sys.stderr.write(f"\r{stored} of {len(plan.records)} after {time.monotonic() - begin:.0f} s")
+            sys.stderr.write(f"\r{stored} of {trials}")
             last = stored
     sys.stderr.write("\n")
     failed = [process.exitcode for process in processes[kill:] if process.exitcode]
@@ -210,20 +190,11 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
     kernels.discover()
     records = plan_records(args.trials)
-    problems = tuple(dict.fromkeys(record.problem for record in records))
     with PostgresServer({"max_connections": "500"}) as server, tempfile.TemporaryDirectory() as folder:
         name = server.new_database()
-        plan = Plan(
-            url=server.url(name),
-            records=tuple(records),
-            problems=problems,
-            workers=args.workers,
-            replay_trial_s=args.replay_trial_s,
-            heartbeat_s=args.heartbeat_s,
-            grace_s=args.grace_s,
-            folder=Path(folder),
-        )
-        Database.open(plan.url, create=True).close()
+        url = server.url(name)
+        Database.open(url, create=True).close()
+        workers = [Worker(args, url, records, index) for index in range(args.workers)]
 
         def count() -> tuple[int, int]:
             sessions = f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
@@ -231,7 +202,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
             return int(found), int(stored)
 
         before = cpu_of_tree(server.pid)
-        most = run_workers(plan, args.kill, count)
+        most = run_workers(workers, Path(folder), args.kill, count)
         server_cpu = cpu_of_tree(server.pid) - before
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
         span = "SELECT extract(epoch FROM max(created_at) - min(created_at))::float + %s FROM trial"
@@ -242,14 +213,14 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         )
         ((mib,),) = server.execute(sizes, database=name)
         ((server_version,),) = server.execute("SHOW server_version")
-        with Database.open(plan.url, readonly=True) as database:
+        with Database.open(url, readonly=True) as database:
             stored = Counter((row.problem, row.candidate) for row in database.trials())
     wanted = {(record.problem, record.candidate) for record in records}
     times = {key: [t for result in results for t in result["times"][key]] for key in STEPS}
     return {
         "workers": args.workers,
         "trials": args.trials,
-        "problems": len(problems),
+        "problems": len(workers[0].by_problem),
         "replay_trial_s": args.replay_trial_s,
         "killed": args.kill,
         "seconds": f"{seconds:.1f}",

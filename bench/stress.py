@@ -81,6 +81,7 @@ class Entry:
     """A variant with what it is launched on, or the reason why it is not."""
 
     variant: Variant
+    planned: list[tuple[Problem, Candidate]] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -166,43 +167,40 @@ def candidates_of(
 
 def plan(
     communicator: Communicator, names: Sequence[str], shuffle: random.Random, only: Collection[str]
-) -> list[tuple[Entry, Problem, list[Candidate]]]:
-    """Every variant at every problem of its op."""
+) -> list[Entry]:
+    """Every variant with the problems of its op and its candidates there."""
     found = []
     num_configs, most = (CONFIGS, 1 << 23) if communicator.device.type == "cuda" else (1, 1 << 14)
     for name in names:
-        entries = {
-            variant.name: Entry(variant) for variant in variants(name).values() if not only or variant.name in only
-        }
+        entries = [Entry(variant) for variant in variants(name).values() if not only or variant.name in only]
         for problem in some_problems(name, communicator.world_size, shuffle, most):
-            for entry in entries.values():
+            for entry in entries:
                 chosen, reason = candidates_of(communicator, entry.variant, problem, shuffle, num_configs)
                 entry.reasons.update([reason] if reason else [])
-                found.append((entry, problem, chosen))
+                entry.planned += [(problem, candidate) for candidate in chosen]
+        found += entries
     return found
 
 
-def compile_all(planned: Sequence[tuple[Entry, Problem, list[Candidate]]]) -> None:
+def compile_all(entries: Sequence[Entry]) -> None:
     """All binaries on all CPUs, on rank 0 of the host; the others find them in Triton's cache."""
     if torch.cuda.is_available() and int(os.environ.get("LOCAL_RANK", "0")) == 0:
         major, minor = torch.cuda.get_device_capability()
         with CompilePool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-            for entry, problem, chosen in planned:
-                for candidate in chosen:
+            for entry in entries:
+                for problem, candidate in entry.planned:
                     pool.submit(entry.variant.compile_requests(problem, candidate.config_dict), 10 * major + minor)
             pool.drain()
     dist.barrier()
 
 
-def bind_all(communicator: Communicator, planned: Sequence[tuple[Entry, Problem, list[Candidate]]]) -> list[Entry]:
+def bind_all(communicator: Communicator, entries: Sequence[Entry]) -> None:
     """Bind what was planned; in the same order on every rank."""
     device = communicator.device
     made: dict[tuple[Problem, str], tuple[Tensors, Callable[[Tensors], torch.Tensor]]] = {}
-    entries: dict[int, Entry] = {}
-    for entry, problem, chosen in planned:
-        entries[id(entry)] = entry
+    for entry in entries:
         kind = "random" if entry.variant.numerics == "ordered" else "integers"
-        for candidate in chosen:
+        for problem, candidate in entry.planned:
             if (problem, kind) not in made:
                 made[problem, kind] = inputs_and_judge(problem, kind, len(made), device)
             try:
@@ -214,7 +212,6 @@ def bind_all(communicator: Communicator, planned: Sequence[tuple[Entry, Problem,
             outputs = op.make_outputs(problem, device), op.make_outputs(problem, device)
             wrong = torch.zeros((), dtype=torch.int64, device=device)
             entry.trials.append(Trial(candidate, problem, launch, *made[problem, kind], outputs, wrong))
-    return list(entries.values())
 
 
 def poison(outputs: Tensors) -> None:
@@ -223,7 +220,7 @@ def poison(outputs: Tensors) -> None:
 
 
 def wait_for_a_while(noise: random.Random) -> None:
-    """Or not; on the device, and on the host."""
+    """Wait at random on the device and on the host, often not at all."""
     if torch.cuda.is_available() and noise.random() < 0.3:
         torch.cuda._sleep(noise.randrange(200_000))
     if noise.random() < 0.005:
@@ -261,11 +258,6 @@ class Graph:
         for trial in self.trials:
             trial.wrong += ~trial.is_right(trial.outputs[self.which])
 
-    def capture(self) -> None:
-        self.captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.captured):
-            self.launch_all()
-
     def replay(self, noise: random.Random) -> None:
         wait_for_a_while(noise)
         (self.launch_all if self.captured is None else self.captured.replay)()
@@ -283,7 +275,9 @@ def graphs_of(order: Sequence[Entry], shuffle: random.Random, noise: random.Rand
         trials = [entry.trials[number % len(entry.trials)] for entry in order]
         found.append(Graph(shuffle.sample(trials, len(trials)), number % 2))
         if torch.cuda.is_available():
-            found[-1].capture()
+            found[-1].captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(found[-1].captured):
+                found[-1].launch_all()
     return found
 
 
@@ -344,7 +338,7 @@ def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float
 
 
 def say(text: str) -> None:
-    """So that a run that ends before its time tells where it stood."""
+    """Report progress, so that a run that ends early tells where it stood."""
     if dist.get_rank() == 0:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
@@ -355,11 +349,11 @@ def stress(
 ) -> list[dict[str, Any]]:
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
-    planned, begin = plan(communicator, names, random.Random(7), only), time.monotonic()
-    say(f"compiling {sum(len(chosen) for _, _, chosen in planned)} candidates")
-    compile_all(planned)
+    entries, begin = plan(communicator, names, random.Random(7), only), time.monotonic()
+    say(f"compiling {sum(len(entry.planned) for entry in entries)} candidates")
+    compile_all(entries)
     say(f"binding them, {time.monotonic() - begin:.0f} s after the beginning")
-    entries = bind_all(communicator, planned)
+    bind_all(communicator, entries)
     say(f"launching, {time.monotonic() - begin:.0f} s after the beginning")
     took = run(communicator, entries, launches, seconds, graph=graph)
     for entry in entries:

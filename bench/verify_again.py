@@ -43,7 +43,7 @@ def recorded(name: str) -> list[TrialRecord]:
 
 
 def winners_of(records: Sequence[TrialRecord]) -> list[Winner]:
-    """What verify looks at in a database of these."""
+    """The winners that verify finds in a database of these."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "then.db"
         with Database.open(path, create=True) as database:

@@ -94,13 +94,15 @@ def test_what_was_not_measured_is_missed(report: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_is_checked_by_its_last_runs(report: ModuleType, tmp_path: Path) -> None:
+def test_a_file_is_checked_by_its_last_runs(
+    report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, image = tmp_path / "new" / "rows.csv", tmp_path / "new" / "plot.png"
     slow = GOOD | {"fusion_compiled": 500.0, "intercept_compiled": 500.0}
     command = [sys.executable, str(BENCH / "llama_report.py"), str(path), "--check", "--plot", str(image)]
     exits = []
     for times, workloads, run_id in ((slow, None, "a"), (GOOD, None, "b"), (slow, ["decode_64"], "c")):
-        report.append(path, rows_of(report, times, workloads=workloads, run_id=run_id))
+        bench("rows", monkeypatch).append(path, rows_of(report, times, workloads=workloads, run_id=run_id))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.stderr == ""
         exits.append(done.returncode)

@@ -104,7 +104,6 @@ ANSWER: Mapping[str, Any] = {
     "asked": ["a"],
     "events": [["bind", 0, {"num_warps": 4}, 8], ["launch", 0, "stream", ["in0", "out0"]]],
     "kernels": ["k"],
-    "all_kernels": ["k"],
 }
 
 
