@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,8 +143,8 @@ def work(
     results.put(tally)
 
 
-def check(url: str, tallies: Mapping[str, Tally]) -> dict[str, object]:
-    """Every row that was recorded, once."""
+def check(url: str, wanted: int) -> dict[str, object]:
+    """Rows of so many recorded ones that are lost or there more than once."""
     with Database.open(url, readonly=True) as database, database.reading() as connection:
         rows = connection.execute(text("SELECT config FROM trial")).scalars()
         stored = Counter((c["writer"], c["batch"], c["place"], c["size"]) for c in map(json.loads, rows))
@@ -152,7 +152,6 @@ def check(url: str, tallies: Mapping[str, Tally]) -> dict[str, object]:
         if database.path is not None:
             integrity = str(connection.execute(text("PRAGMA integrity_check")).scalar())
     whole = Counter((writer, batch, size) for writer, batch, _, size in stored)
-    wanted = sum(tally.rows for tally in tallies.values() if tally.name.startswith("write"))
     return {
         "lost": wanted - len(stored) + sum(number != size for (_, _, size), number in whole.items()),
         "doubled": sum(stored.values()) - len(stored),
@@ -175,7 +174,6 @@ def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
     for process in processes:
         process.join()
     seconds = time.time() - begin
-    tallies = {tally.name: tally for tally in found}
     errors = [error for tally in found for error in tally.errors]
     sys.stderr.write("".join(errors))
     wrote = [tally for tally in found if tally.name.startswith("write")]
@@ -195,7 +193,7 @@ def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
         "rows_read_per_s": f"{rows_read / seconds:.0f}",
         "longest_read_ms": f"{1000 * max(tally.longest_s for tally in reads):.0f}",
         "errors": len(errors) + sum(process.exitcode != 0 for process in processes),
-        **check(url, tallies),
+        **check(url, rows_written),
         "torn": sum(tally.torn for tally in found),  # batches of which a reader saw a part
         "shrunk": sum(tally.shrunk for tally in found),  # times a reader saw fewer trials than before
         "file_mib": f"{Path(url).stat().st_size / 2**20:.1f}" if "://" not in url else "-",

@@ -23,16 +23,16 @@ from __future__ import annotations
 import argparse
 import math
 import operator
-import platform
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from regret import row_of, show
-from rows import ROOT, command
+from rows import ROOT, of_host
+from rows import Row as CsvRow
 
 from tunedcomm import kernels
 from tunedcomm.db.records import TrialRecord
@@ -40,7 +40,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import comparable, noise
 from tunedcomm.selection.snapshot import Row
-from tunedcomm.spec import Candidate, Problem, get_op
+from tunedcomm.spec import Candidate, Problem, format_shape, get_op
 
 sys.path.insert(0, str(ROOT / "tests"))
 from replay import read_recording
@@ -132,9 +132,9 @@ def pairs_of(eager: Mapping[Problem, Window], truth: Mapping[Problem, Window], *
     return found
 
 
-def lines(pairs: Sequence[Pair], truth: str, world_size: int, ran: Mapping[str, str]) -> list[dict[str, object]]:
+def lines(pairs: Sequence[Pair], truth: str, world_size: int, ran: CsvRow) -> list[CsvRow]:
     """By size class, op and exponent."""
-    found: list[dict[str, object]] = []
+    found: list[CsvRow] = []
     for is_large in (True, False):
         sized = [pair for pair in pairs if pair.is_large == is_large]
         named = sorted({pair.problem.op for pair in sized})
@@ -158,7 +158,7 @@ def numbers(pairs: Sequence[Pair], exponent: float) -> dict[str, object]:
         "candidates": len(library),
         "regret_mean": "" if worst.is_again else f"{statistics.mean(pair.regret(exponent) for pair in pairs):.4f}",
         "regret_worst": "" if worst.is_again else f"{worst.regret(exponent):.4f}",
-        "worst_at": "" if worst.is_again else f"{worst.problem.dtype} {'x'.join(map(str, worst.problem.shape))}",
+        "worst_at": "" if worst.is_again else f"{worst.problem.dtype} {format_shape(worst.problem.shape)}",
         "spread": f"{math.sqrt(sum(error**2 for error in errors) / freedom):.4f}",
         "library_spread": f"{math.sqrt(sum(value**2 for value in library) / freedom):.4f}",
         "fitted": f"{sum(map(operator.mul, library, own)) / sum(value**2 for value in library):.2f}",
@@ -166,17 +166,10 @@ def numbers(pairs: Sequence[Pair], exponent: float) -> dict[str, object]:
     }
 
 
-def measured_with(where: Environment) -> dict[str, str]:
-    return {
-        "gpu": where.gpu,
-        "torch": where.torch,
-        "triton": where.triton,
-        "nccl": where.nccl,
-        "driver": where.driver,
-        "python": platform.python_version(),
-        "command": f"python {command()}",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
-    }
+def measured_with(where: Environment) -> dict[str, Any]:
+    """Columns of the machine that was measured and of the run that computes the table."""
+    gpu = {name: getattr(where, name) for name in ("gpu", "torch", "triton", "nccl", "driver")}
+    return {**gpu, **{name: value for name, value in of_host().items() if name != "cpus"}}
 
 
 def main() -> None:
@@ -184,14 +177,14 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     kernels.discover()
-    table: list[dict[str, object]] = []
+    table: list[CsvRow] = []
     for world_size, path in SHIPPED.items():
         with Database.open(path, readonly=True, immutable=True) as database:
-            records = list(database.trials())
+            records = database.trials()
         here = windows(records)
         ran = measured_with(records[0].environment)
         table += lines(pairs_of(here, here, is_again=False), "graph", world_size, ran)
-    then, now = (list(read_recording(path)) for path in TWICE)
+    then, now = (read_recording(path) for path in TWICE)
     pairs = pairs_of(windows(then), windows(now), is_again=True)
     table += lines(pairs, "again", 2, measured_with(now[0].environment))
     show(table, args.csv)

@@ -33,7 +33,7 @@ import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -296,7 +296,7 @@ def recorded(records: Iterable[TrialRecord], problem: Problem, choice: Candidate
     return statistics.median(ratios) * library_us if ratios else None
 
 
-def report(args: argparse.Namespace) -> list[CsvRow]:
+def report(args: argparse.Namespace) -> Sequence[CsvRow]:
     """By ranks and rule: mean and worst regret, and the least speed-up over the library."""
     table = []
     for path in args.records:
@@ -319,7 +319,7 @@ def report(args: argparse.Namespace) -> list[CsvRow]:
     return table
 
 
-def thin(args: argparse.Namespace) -> list[CsvRow]:
+def thin(args: argparse.Namespace) -> Sequence[CsvRow]:
     """Choices that the variants' number of rounds changes, and the regret with it and without."""
     table = []
     for path in args.records:
@@ -369,7 +369,7 @@ def thinned(known: Known, kept: float, seed: int) -> Known:
     return replace(known, snapshot=replace(known.snapshot, rows=tuple(rows)))
 
 
-def show(table: list[CsvRow], path: Path | None) -> None:
+def show(table: Sequence[CsvRow], path: Path | None) -> None:
     for entry in table:
         print("  ".join(f"{key} {value}" for key, value in entry.items()))
     if path is not None:

@@ -114,8 +114,9 @@ class Addresses:
 class Recorder(TorchFunctionMode):
     """Records what a variant does in `bind` and in a launch; tensors have no memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         super().__init__()
+        self.world_size = world_size
         self.addresses = Addresses()
         self.events: list[Any] = []
         self.requests: list[Any] = []
@@ -235,7 +236,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
         return bound_kernel(fix, 32, 0)
 
     def allocate(group: Any, device: Any, nbytes: int) -> Any:
-        return made_buffer(recorder, f"buffer{len(addresses.names)}[{nbytes}]", nbytes, recorder.world_size)
+        return made_buffer(recorder, f"buffer{len(addresses.names)}[{nbytes}]", nbytes)
 
     made: dict[tuple[int, str], Noting] = {}
 
@@ -276,12 +277,12 @@ def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
     return found
 
 
-def made_buffer(recorder: Recorder, name: str, nbytes: int, world_size: int) -> Any:
+def made_buffer(recorder: Recorder, name: str, nbytes: int) -> Any:
     """A symmetric buffer with an address on each rank, and no memory."""
     from tunedcomm.symm.buffer import SymmetricBuffer
 
     local = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-    places_ = tuple(recorder.addresses.make(f"{name}.rank{rank}") for rank in range(world_size))
+    places_ = tuple(recorder.addresses.make(f"{name}.rank{rank}") for rank in range(recorder.world_size))
     recorder.addresses.put(local, places_[_RANK])
     return SymmetricBuffer(local, places_, _RANK, recorder.addresses.make(f"{name}.multicast"), None)
 
@@ -308,7 +309,7 @@ def made_workspace(recorder: Recorder, problem: Any, layout: Any) -> Any:
     inputs = addresses.make("in0")
     peers = rotate(tuple(addresses.make(f"in0.rank{rank}") for rank in range(problem.world_size)), _RANK)
     made: Any = StandIn.__new__(StandIn)
-    buffers = {m: made_buffer(recorder, f"lane.{m}", layout.total_bytes, problem.world_size) for m in LANES}
+    buffers = {m: made_buffer(recorder, f"lane.{m}", layout.total_bytes) for m in LANES}
     lanes = {m: Lane(b.addresses[_RANK], rotate(b.addresses, _RANK), b.multicast_address) for m, b in buffers.items()}
     made.__dict__.update(
         group=Noting(recorder, "group", group_name="group"),
@@ -350,8 +351,7 @@ def limits_of(asked: Mapping[str, Any], layout: Any) -> Any:
 
 def launch_record(variant: Any, spec: Any, problem: Any, config: Any, layout: Any) -> tuple[list[Any], list[Any]]:
     """Events of a bind and two launches, and the requests of the kernels that were bound."""
-    recorder = Recorder()
-    recorder.world_size = problem.world_size
+    recorder = Recorder(problem.world_size)
     with recorder, replaced(stand_ins(recorder)):
         workspace = made_workspace(recorder, problem, layout)
         inputs = spec.make_inputs(problem, _RANK, 0, "random", torch.device("cuda", 0))

@@ -21,8 +21,8 @@ from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import TrialRecord
 from tunedcomm.db.store import Database
-from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
+from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.verify import Winner, judge, stored_winners
 
 sys.path.insert(0, str(ROOT / "tests"))
