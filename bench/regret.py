@@ -153,19 +153,11 @@ class Known:
 
 
 def row_of(record: TrialRecord) -> Row:
-    return Row(
-        problem=record.problem,
-        candidate=record.candidate,
-        source_hash=record.source_hash,
-        environment=record.environment,
-        latency_p50_us=record.latency_p50_us or math.inf,
-        latency_p10_us=record.latency_p10_us,
-        latency_p90_us=record.latency_p90_us,
-        samples=record.samples,
-        baseline_p50_us=record.baseline_p50_us,
-        final=record.final,
-        created_at=record.created_at.isoformat(),
-    )
+    """The row that a snapshot holds of a trial."""
+    names = "problem candidate source_hash environment latency_p10_us latency_p90_us samples baseline_p50_us final"
+    same = {name: getattr(record, name) for name in names.split()}
+    latency_us = record.latency_p50_us or math.inf
+    return Row(**same, latency_p50_us=latency_us, created_at=record.created_at.isoformat())
 
 
 Rule = Callable[[Known, Problem], Candidate]
