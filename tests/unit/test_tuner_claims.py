@@ -239,7 +239,8 @@ def test_what_the_killed_have_left_is_run_by_others(tmp_path: Path, far: bool, d
 @pytest.mark.slow
 def test_a_restart_of_the_server_gives_no_claim_back(postgres_server: PostgresServer, postgres_url: str) -> None:
     with Database.open(postgres_url, create=True, patience_s=60) as database:
-        one, two = (claims_of(database, host, **QUICK) for host in ("a", "b"))
+        # A heartbeat is tried again after up to 2 s: the suspicion must last longer.
+        one, two = (claims_of(database, host, heartbeat_s=2, grace_s=3) for host in ("a", "b"))
         mine = acquire(one)
         assert mine is not None
         postgres_server.stop()
