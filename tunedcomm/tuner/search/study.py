@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import json
 import logging
 import math
 import queue
@@ -16,7 +18,7 @@ from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import BaseJournalBackend
 from sqlalchemy import make_url
 
 from tunedcomm.db.engine import data_directory
@@ -285,10 +287,7 @@ def journal_path(database: Database) -> Path:
 
 
 class StudyMirror:
-    """Copies stored trials to an Optuna journal, where optuna-dashboard shows them; nothing reads them back.
-
-    A thread writes them: the journal waits for the disk at every trial.
-    """
+    """Copies stored trials to an Optuna journal, from a thread; optuna-dashboard shows them, no sweep reads them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -328,10 +327,37 @@ class StudyMirror:
                 return
 
 
+class _JournalFile(BaseJournalBackend):
+    """Lines as Optuna's `JournalFileBackend` has them, which waits for the disk at each one: a copy need not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number, self._offset = 0, 0  # of lines read, and where the next one begins
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        if log_number_from != self._number:
+            self._number, self._offset = 0, 0
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._number, self._offset = self._number + 1, self._offset + len(line)
+                if self._number > log_number_from:
+                    yield json.loads(line)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        lines = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
+        with self._path.open("ab", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            file.write(lines)
+
+
 def _open_journal(path: Path) -> JournalStorage:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(str(path)))
+    path.touch()
+    return JournalStorage(_JournalFile(path))
 
 
 # Compiling ahead
