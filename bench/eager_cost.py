@@ -46,6 +46,8 @@ def main() -> None:
     tunedcomm.all_reduce(x, out=out)
     problem = bf16_sum(numel, "eager")
     plan = communicator.plans[problem, "default", None, False]
+    if not hasattr(plan.launch, "by_address"):
+        raise SystemExit(f"{plan.decision.candidate} is no kernel: run tunedcomm tune --mode eager first")
     stream = torch.cuda.current_stream().cuda_stream
     addresses = x.data_ptr(), out.data_ptr()
     contenders: dict[str, tuple[str, Callable[[], object]]] = {
