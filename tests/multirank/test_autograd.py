@@ -217,6 +217,12 @@ def inside_no_grad(rank: int) -> None:
     with torch.inference_mode():
         assert tunedcomm.all_reduce(x).is_inference()
     assert not tunedcomm.all_reduce(x.detach()).requires_grad
+    for variant in ("lamport", "library"):  # a repeated call must not be taken for one that records nothing
+        with tunedcomm.force("all_reduce", variant):
+            with torch.no_grad():
+                for _ in range(3):
+                    tunedcomm.all_reduce(x)
+            assert tunedcomm.all_reduce(x).requires_grad
 
 
 def refused_operators(rank: int) -> None:

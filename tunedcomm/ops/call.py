@@ -627,6 +627,8 @@ def make_fast_call(
     alias = {out: form.inputs[i] for out, i in zip(form.outputs, asked.aliases, strict=True) if i >= 0}
     new = [name for name in form.outputs if of[name] is None]
     there = [name for name in names if of[name] is not None and name not in alias]  # a guard takes no tensor twice
+    if any(of[name].requires_grad for name in there):  # a guard tells that, but not whether gradients are recorded now
+        return None
     looks_alike = make_guard(*(of[name] for name in there))
     if looks_alike is None:
         return None
