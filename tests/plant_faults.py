@@ -77,6 +77,7 @@ FAULTS = [
     fault(
         "selection",
         "stale_rows_count",
+        ("return None if current == source_hash else changed", "return None if current else changed"),
         ("if current is None or current == source_hash:", "if current is None or current:"),
         ("if current is None or current == held:", "if current is None or current:"),
     ),
@@ -90,11 +91,20 @@ FAULTS = [
         "selection",
         "interpolation_swapped",
         (
+            "return math.exp((1 - weight) * math.log(low) + weight * math.log(high))",
+            "return math.exp(weight * math.log(low) + (1 - weight) * math.log(high))",
+        ),
+        (
             "(1 - weight) * math.log(self.low) + weight * math.log(self.high)",
             "weight * math.log(self.low) + (1 - weight) * math.log(self.high)",
         ),
     ),
-    fault("selection", "bound_from_below_lost", ("self.low * 2**place.doublings", "self.low")),
+    fault(
+        "selection",
+        "bound_from_below_lost",
+        ("[t_low * 2**doublings]", "[t_low]"),
+        ("self.low * 2**place.doublings", "self.low"),
+    ),
     fault(
         "selection", "numerics_policy_ignored", ("elif not admits(self.policy, numerics):", "elif numerics is None:")
     ),
@@ -140,6 +150,10 @@ FAULTS = [
     fault(
         "dispatch",
         "plans_survive_force",
+        (
+            "dispatcher.forced_ops[op] = (variant, clean)\n    _forget_plans()",
+            "dispatcher.forced_ops[op] = (variant, clean)",
+        ),
         ("_forced[op] = (variant, clean)\n    _forget_plans()", "_forced[op] = (variant, clean)"),
     ),
     fault(
@@ -153,6 +167,7 @@ FAULTS = [
     fault(
         "db",
         "pins_of_other_world_sizes",
+        ("if pin.problem.world_size != self._world_size or pin", "if pin.problem.world_size < 0 or pin"),
         ("if p.problem.world_size == world_size and", "if world_size and"),
         ("if pin.problem.world_size == world_size and", "if world_size and"),
     ),
@@ -178,7 +193,12 @@ FAULTS = [
         ("not LEAST_US <= value <= MOST_US", "not -1e30 <= value <= 1e30"),
     ),
     fault("db", "status_filter_ignored", ("where.append(TrialRow.status == status)", "pass")),
-    fault("db", "pins_pile_up", ('self._remove_pins(connection, keys["problem_id"], environment)\n', "\n")),
+    fault(
+        "db",
+        "pins_pile_up",
+        ('            _remove_pins(connection, keys["problem_id"], environment)\n', "\n"),
+        ('self._remove_pins(connection, keys["problem_id"], environment)\n', "\n"),
+    ),
     fault(
         "db",
         "config_not_flat",
@@ -247,6 +267,7 @@ FAULTS = [
     fault(
         "ops",
         "strides_ignored",
+        ("return tensor.is_contiguous() and not tensor.is_neg()", "return not tensor.is_neg()"),
         (
             "plain = tensor.is_contiguous() and not tensor.data_ptr() & MISALIGNED",
             "plain = not tensor.data_ptr() & MISALIGNED",
