@@ -136,7 +136,7 @@ def _on_current_stream(launch: Any, outputs: Tensors) -> Callable[[Tensors], Non
 
 
 def _tuned(communicator: Communicator, problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
-    """What a user's call runs, through the public function."""
+    """The contender `tuned`: a user's call, through the public function."""
     candidate = decide(problem, communicator.snapshot, communicator.limits).candidate
     outputs = _outputs(problem, turns[0])
 

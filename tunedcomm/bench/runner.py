@@ -175,7 +175,7 @@ class Bencher:
         return errors
 
     def _ways(self, problem: Problem) -> tuple[bool, ...]:
-        """How calls are checked, by whether they are replayed: what a graph holds may be another kernel than a call."""
+        """Ways to check calls, by whether they are replayed: what a graph holds may be another kernel than a call."""
         return (False, True) if problem.mode == "graph" and self._stream is not None else (False,)
 
     def _worst_error(self, problem: Problem, contender: Contender, values: Tensors, due: Tensors) -> float:

@@ -209,7 +209,7 @@ def _hint(asked: set[Problem], stored: Sequence[tuple[str, Problem]]) -> str:
 
 
 def _change_to(other: Problem, asked: set[Problem]) -> str:
-    """What to change in the command that asked, to have it ask for the other problem."""
+    """The options to change in a command so that it asks for the other problem."""
     problem = next((one for one in asked if one.mode == other.mode), min(asked))
     names = ("dtype", "world_size", "mode", "reduction", "input_kind", "layout", "scaling")
     values = {f"--{name.replace('_', '-')}": (getattr(problem, name), getattr(other, name)) for name in names}

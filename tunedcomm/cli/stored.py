@@ -54,7 +54,7 @@ def open_layer(layer: Layer) -> Database:
 def read_each(
     layers: Iterable[Layer], read: Callable[[Database], T], *, is_strict: bool = False, is_quiet: bool = False
 ) -> Iterator[tuple[Layer, T]]:
-    """What `read` returns for each layer; a layer that cannot be read is noted on stderr and skipped.
+    """The result of `read` for each layer; a layer that cannot be read is noted on stderr and skipped.
 
     Args:
         layers: databases to open.

@@ -284,7 +284,7 @@ def db_diff(
 
 
 def counts(comparison: Comparison) -> dict[str, int]:
-    """How many problems are answered otherwise, by kind."""
+    """Count the problems with another answer, by kind."""
     return {kind: sum(change.kind == kind for change in comparison.changes) for kind in _KINDS}
 
 

@@ -519,7 +519,7 @@ def _missed_problems(
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is stored for the sweep's environment and world size."""
+    """Stored trials of the sweep's environment and world size."""
 
     snapshot: Snapshot
 

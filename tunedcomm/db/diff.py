@@ -1,4 +1,4 @@
-"""What databases answer for the problems that they hold, and what two of them answer differently.
+"""The answers of databases for the problems that they hold, and the differences between two of them.
 
 A database is asked by itself, by selection without the kernels of this tunedcomm: every candidate counts as feasible,
 and of each variant the newest source that the database holds counts as current. So two databases can be compared on any
@@ -36,7 +36,7 @@ _NEIGHBOURS = 16
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a database answers on one kind of machine for one number of ranks.
+    """Answers of a database on one kind of machine for one number of ranks.
 
     Attributes:
         snapshot: what it was decided from.
@@ -145,7 +145,7 @@ def measured(file: str | Path) -> dict[Environment, frozenset[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What runs for a problem.
+    """The candidate that runs for a problem.
 
     Attributes:
         candidate: what runs.
@@ -185,7 +185,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as before; None where a latency is not known."""
+        """Speed-up over before; None where a latency is not known."""
         one = None if self.before is None else self.before.latency_us
         other = None if self.after is None else self.after.latency_us
         return None if one is None or other is None else one / other
@@ -193,7 +193,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What two databases answer on one kind of machine for one number of ranks.
+    """Answers of two databases on one kind of machine for one number of ranks.
 
     Attributes:
         before, after: the environments that were asked for; they differ in software at most.
@@ -243,7 +243,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What lies between two databases.
+    """The difference between two databases.
 
     Attributes:
         before, after: their names.
@@ -304,7 +304,7 @@ def diff_databases(before: str | Path, after: str | Path) -> Difference:
 
 
 def compare(before: Answers, after: Answers) -> Comparison:
-    """What has changed between the answers of two databases for one number of ranks."""
+    """Compare the answers of two databases for one number of ranks."""
     problems = sorted({*before.decisions, *after.decisions}, key=lambda p: (p.family, p.shape))
     return Comparison(
         before=before.snapshot.environment,
@@ -377,7 +377,7 @@ def _differ(before: Answer, after: Answer) -> bool:
 
 
 def _count_trials(one: Source, other: Source, scratch: Path) -> tuple[tuple[int, int], int]:
-    """How many trials each of them holds, and how many of the second one's the first one holds too."""
+    """Count the trials of each, and those of the second that the first holds too."""
     with connected(create_file(scratch)) as connection:
         first, second = absorb(connection, one), absorb(connection, other)
     return (first.trials, second.trials), second.known

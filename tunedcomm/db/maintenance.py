@@ -494,7 +494,7 @@ class PrunedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be.
+    """Rows that were removed, or would be.
 
     Attributes:
         target: the file, or the server's URL without its password.
@@ -524,7 +524,7 @@ class Pruned:
 
     @property
     def trials(self) -> int:
-        """How many trials are removed."""
+        """Number of trials that are removed."""
         return sum(group.trials for group in self.groups)
 
 
@@ -722,7 +722,7 @@ _Reach: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What removing failures would bring back.
+    """Winners that removing failures would bring back.
 
     Attributes:
         good: ids of trials in the same database that would be used again, or count as measured.
@@ -734,7 +734,7 @@ class Hidden:
 
 
 class _Mark(NamedTuple):
-    """How one trial ended; `reach` is the hardware, the family of its problem, and the candidate with its source."""
+    """The end of one trial; `reach` is the hardware, the family of its problem, and the candidate with its source."""
 
     id: int
     reach: _Reach
@@ -1002,7 +1002,7 @@ def _add_winners(
 
 
 def _winner(problem: Problem, rows: list[Row], source_hash: SourceHash) -> tuple[str, float | None]:
-    """What dispatch answers at a problem that was measured, near ties aside, and how much faster than the library."""
+    """Dispatch's answer at a measured problem, near ties aside, and its speed-up over the library."""
     known = variants(problem.op)
     usable: dict[Candidate, str | None] = {}
     fresh = []

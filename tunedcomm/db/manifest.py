@@ -27,7 +27,7 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What is said of an exported file.
+    """The description of an exported file.
 
     Attributes:
         file: its name, without a folder.
@@ -73,7 +73,7 @@ class Manifest:
 
 
 def holdings(database: Database) -> dict[str, Any]:
-    """What a database holds, in plain values: environments, what its problems are of, and how many rows."""
+    """The contents of a database, in plain values: environments, what its problems are of, and how many rows."""
     problems = database.problems()
     return {
         "environments": [{"digest": e.digest, **e.to_dict()} for e in database.environments()],

@@ -182,7 +182,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON can name and UTF-8 canno
 
 @dataclass(slots=True)
 class Skipped:
-    """How many rows made no sense, and the first reason."""
+    """Number of rows that made no sense, and the first reason."""
 
     count: int = 0
     first: str = ""

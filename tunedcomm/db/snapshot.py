@@ -254,7 +254,7 @@ class _Rows:
 
 
 class Fetched(NamedTuple):
-    """What a snapshot needs of one database; `lent_failures` are of hardware that may stand in."""
+    """The rows of one database that a snapshot needs; `lent_failures` are of hardware that may stand in."""
 
     layer: str
     layer_rank: int

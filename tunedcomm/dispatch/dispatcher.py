@@ -34,7 +34,7 @@ def forced_here() -> dict[str, str]:
 
 
 def forced_candidate(problem: Problem, limits: Limits, *, agreed: Mapping[str, str] | None = None) -> Candidate | None:
-    """What `force()`, else TUNEDCOMM_FORCE_<OP>, names for this problem; None if neither does.
+    """The candidate that `force()`, else TUNEDCOMM_FORCE_<OP>, names for this problem; None if neither does.
 
     Args:
         problem, limits: what is asked, and where.
@@ -70,7 +70,7 @@ def decide(
     forced: Candidate | None = None,
     max_sms: int | None = None,
 ) -> Decision:
-    """What a group with this snapshot runs for `problem`, and why. Pure: no clock, no files, no communication."""
+    """The candidate that a group with this snapshot runs, and why. Pure: no clock, no files, no communication."""
     kernels.discover()
     catalog = Registered(limits, source_hash_of)
     return choose(snapshot, problem, catalog, policy=policy, forced=forced, max_sms=max_sms)

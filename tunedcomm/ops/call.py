@@ -90,7 +90,7 @@ if torch.cuda.is_available():
 
 
 class Form(ABC):
-    """What is special about one op.
+    """The part of a call that is special to one op.
 
     Methods get a call's inputs as a tuple in the order of `inputs`, None for those that are not there, and its options
     as a tuple in the order of `options`.
@@ -153,7 +153,7 @@ class Form(ABC):
         return ""
 
     def key(self, tensors: Tensors) -> Hashable:
-        """What tells calls apart, besides the first input's dtype and the options; the first input is a tensor."""
+        """The key that tells calls apart, besides the first input's dtype and the options."""
         return tuple(tensors[0].shape)
 
     def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
@@ -186,12 +186,12 @@ class Form(ABC):
         return inputs
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
-        """What launches of tensors take after the inputs."""
+        """Arguments that launches of tensors take after the inputs."""
         del inputs, options
         return ()
 
     def scalar_args(self, options: Any) -> tuple[int, ...]:
-        """What launches by address take after the outputs."""
+        """Arguments that launches by address take after the outputs."""
         del options
         return ()
 
@@ -209,7 +209,7 @@ class Form(ABC):
 
 
 class Asked(NamedTuple):
-    """What a fast call is made for, besides tensors of one kind.
+    """The arguments that a fast call is made for, besides tensors of one kind.
 
     Attributes:
         options: the op's own.

@@ -142,7 +142,7 @@ class GatherProgress:
 
 
 class _Gathers:
-    """What the gathers of one group share."""
+    """State that the gathers of one group share."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = weakref.ref(communicator)

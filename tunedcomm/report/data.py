@@ -1,4 +1,4 @@
-"""What a report draws: measurements from CSV files and databases, and which of them make one figure."""
+"""The data of a report: measurements from CSV files and databases, and which of them make one figure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Winner:
-    """What dispatch answers at a measured problem under at least one numerics policy.
+    """Dispatch's answer at a measured problem under at least one numerics policy.
 
     Attributes:
         problem, candidate: what it answers, and to what.
@@ -70,7 +70,7 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What is known about one problem.
+    """Stored rows of one problem.
 
     Attributes:
         winners: the default policy's first.
@@ -175,7 +175,7 @@ def _winner(problem: Problem, decision: Decision, row: Row, policies: Iterable[N
 
 
 def candidates_to_measure(stored: Mapping[Problem, Stored]) -> dict[Problem, tuple[Candidate, ...]]:
-    """What to measure of each problem besides the library, in the order of the problems.
+    """The candidates of each problem to measure besides the library, in the order of the problems.
 
     That is its winners, its runner-up, and the winners of the next problem of its family on either side: between two
     sizes dispatch compares what was measured at both, and of measurements under other software or in farther layers it
@@ -339,7 +339,7 @@ def _row(record: TrialRecord) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be measured.
+    """The work of a verification.
 
     Attributes:
         candidates: of each problem, besides the library.
@@ -396,7 +396,7 @@ class Recheck(Coordinator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySpec:
-    """What to time again.
+    """The winners to time again.
 
     Attributes:
         ops, dtypes, modes: only problems of these; any where empty.
@@ -462,7 +462,7 @@ class VerifySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOutcome:
-    """What came of it.
+    """The outcome of a verification.
 
     Attributes:
         environment: of this machine; None if no gang came up.

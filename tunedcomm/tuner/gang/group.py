@@ -32,7 +32,7 @@ _MIN_BUFFER_BYTES = 1 << 16
 
 
 class Trouble(IntEnum):
-    """What a rank may report in a vote, by rising weight: the group's verdict is the heaviest."""
+    """Troubles that a rank may report in a vote, by rising weight: the group's verdict is the heaviest."""
 
     NONE = 0
     TOO_LARGE = 1  # the problem, for the memory of a rank: no candidate's doing

@@ -102,7 +102,7 @@ _EXCEPTION = re.compile(r"(?:\[rank(\d+)\]:\s*)?([\w.]*(?:Error|Exception|Interr
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """How a gang died.
+    """The end of a gang.
 
     Attributes:
         text: a sentence.

@@ -1,4 +1,4 @@
-"""What supervisor and gang say to each other, and the line between supervisor and rank 0.
+"""Messages between supervisor and gang, and the line between supervisor and rank 0.
 
 The line is a Unix socket in the gang's folder with JSON lines both ways.
 
@@ -70,7 +70,7 @@ def candidate_from_dict(data: Mapping[str, Any]) -> Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a sweep is run; the same for every gang of it.
+    """Settings of a sweep; the same for every gang of it.
 
     Attributes:
         backend: `cuda` or `host`.
@@ -154,7 +154,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What every rank does next.
+    """The next thing that every rank does.
 
     Attributes:
         kind: run a trial, wait for the next command, or end.
@@ -214,7 +214,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """How a trial ended; the same on every rank.
+    """The result of a trial; the same on every rank.
 
     Attributes:
         status, reason, latency, baseline_us, error: as in `db.records.TrialRecord`; the status may be `TOO_LARGE`.

@@ -34,7 +34,7 @@ _MAX_FRUITLESS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangState:
-    """What a gang is at.
+    """The state of a gang.
 
     Attributes:
         slot: its number.

@@ -1,4 +1,4 @@
-"""How long a launch takes: rounds of CUDA-graph replays, eager loops, or single launches on the host.
+"""Time launches: rounds of CUDA-graph replays, eager loops, or single launches on the host.
 
 In every round each contender runs once, after a barrier on the device, so that drift of clocks and temperature meets
 all of them alike; the order changes from round to round, so that what each leaves behind in caches does, too. A round's
@@ -67,7 +67,7 @@ def calls_for(latency_us: float) -> int:
 
 
 def num_turns(inputs: Tensors, *, cold: bool) -> int:
-    """How many inputs like these launches take in turn; one where the cache may hold them."""
+    """Number of inputs like these that launches take in turn; one where the cache may hold them."""
     if not cold or not inputs[0].is_cuda:
         return 1
     nbytes = max(1, sum(tensor.nbytes for tensor in inputs))
@@ -156,7 +156,7 @@ def take_rounds(
 
 
 def order_of_round(number: int, count: int) -> list[int]:
-    """Who runs when: in each `2 * count` rounds everyone is at each place, and right behind each other, equally often.
+    """The order in a round: in each `2 * count` rounds all are at each place, and behind each other, equally often.
 
     A Latin square balanced for what each leaves behind to the next, after E. J. Williams (1949): the round's first, and
     then in turn the next after it and before it; in every other `count` rounds, before it and after it.

@@ -308,7 +308,7 @@ _MAX_KILLED = 2
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a gang was told to run.
+    """A command that a gang was given.
 
     Attributes:
         command: as it was sent.
@@ -396,7 +396,7 @@ class Coordinator:
             raise other_environment(gang, self.environment, environment)
 
     def next(self, gang: int) -> Command:
-        """What a gang that runs nothing does next."""
+        """The next command for a gang that runs nothing."""
         over = -1
         # Again where a search turned out to be over: it may be the last of its family, whose finals come first.
         while over != len(self.searched):
@@ -486,7 +486,7 @@ class Coordinator:
         return self._budget.left() > 0
 
     def activity(self, gang: int) -> Command | None:
-        """What a gang runs; None if it has nothing to do."""
+        """The command that a gang runs; None if it has nothing to do."""
         running = self._running.get(gang)
         return running.command if running is not None else None
 

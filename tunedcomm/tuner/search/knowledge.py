@@ -1,4 +1,4 @@
-"""What is known about the problems of a sweep: stored trials, and those that were run since.
+"""Knowledge about the problems of a sweep: stored trials, and those that were run since.
 
 Only rows of this very environment and of the kernels as they are now count as measured. Rows of an environment that
 differs in versions only are good for proposals.
@@ -92,7 +92,7 @@ class Knowledge:
         table.setdefault(problem, {})[candidate] = trial
 
     def status(self, problem: Problem, candidate: Candidate) -> str | None:
-        """How the candidate's last trial outside the finals ended, or None."""
+        """Status of the candidate's last trial outside the finals, or None."""
         trial = self._results.get(problem, {}).get(candidate)
         return trial.status if trial else None
 

@@ -44,7 +44,7 @@ from tunedcomm.tuner.search.study import StudyMirror, compile_ahead, journal_pat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSpec:
-    """What to tune and how hard. Whatever is None or empty is filled in for the machine, see `resolve`.
+    """The problems to tune and the effort. Whatever is None or empty is filled in for the machine, see `resolve`.
 
     Attributes:
         op: the op.
@@ -147,7 +147,7 @@ def resolve_machine(spec: SweepSpec) -> Settings:
 
 
 def _count_gangs(asked: int | None, fitting: int | None, gpus: int, world_size: int) -> int:
-    """How many gangs run at once; `fitting` is None where nothing but patience bounds them."""
+    """Number of gangs that run at once; `fitting` is None where nothing but patience bounds them."""
     if asked is not None and asked < 1:
         raise TuningError(f"a sweep needs at least 1 gang, got {asked}")
     if fitting is None:
@@ -266,7 +266,7 @@ def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangProgress:
-    """What one gang is at.
+    """The state of one gang.
 
     Attributes:
         slot: its number among those that run at once.
@@ -320,7 +320,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemResult:
-    """What is known about a problem after the sweep.
+    """Results of a problem after the sweep.
 
     Attributes:
         problem: what was tuned.
@@ -347,7 +347,7 @@ class ProblemResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOutcome:
-    """What a sweep did.
+    """The outcome of a sweep.
 
     Attributes:
         run_id: of the database.
