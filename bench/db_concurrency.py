@@ -32,7 +32,7 @@ from rows import RESULTS, append, of_host
 from sqlalchemy import text
 
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord, utc_now
+from tunedcomm.db.records import Trial, utc_now
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
@@ -76,7 +76,7 @@ def write(url: str, writer: int, until: float, tally: Tally) -> None:
             batch = tally.batches
             problem, environment, size = problem_of(batch), MACHINES[writer % len(MACHINES)], rng.randint(1, 20)
             records = [
-                TrialRecord(
+                Trial(
                     problem=problem,
                     environment=environment,
                     variant=f"{tally.name}_{rng.randint(0, 3)}",

@@ -35,7 +35,7 @@ from rows import ROOT, of_host
 from rows import Row as CsvRow
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import comparable, noise
@@ -67,7 +67,7 @@ class Window:
         return sum(self.score(c, exponent) < self.baseline_us * (1 - noise(self.rows[c])) for c in lost)
 
 
-def windows(records: Iterable[TrialRecord]) -> dict[Problem, Window]:
+def windows(records: Iterable[Trial]) -> dict[Problem, Window]:
     """The finals of every problem where the library was measured beside them."""
     by_problem: dict[Problem, list[Row]] = {}
     for record in records:

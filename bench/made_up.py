@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord, config_digest
+from tunedcomm.db.records import Trial, config_digest
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
@@ -116,18 +116,16 @@ def source_of(variant: str, generation: int) -> str:
     return kernels.source_hash(variants("all_reduce")[variant])
 
 
-def sweep(
-    problem: Problem, environment: Environment, rng: random.Random, clock: Iterator[datetime]
-) -> list[TrialRecord]:
+def sweep(problem: Problem, environment: Environment, rng: random.Random, clock: Iterator[datetime]) -> list[Trial]:
     """The trials of one problem, of its search and its finals, perhaps of older kernels before them."""
-    found: list[TrialRecord] = []
+    found: list[Trial] = []
     floor_us = 2 + problem.nbytes / (environment.num_links * 20e3)
 
     def add(variant: str, config: dict[str, Value], status: str, generation: int, *, final: bool) -> None:
         ran = status == "ok"
         latency_us = round(floor_us * (3 if variant == "library" else rng.lognormvariate(0.3, 0.25)), 4)
         found.append(
-            TrialRecord(
+            Trial(
                 problem=problem,
                 environment=environment,
                 variant=variant,

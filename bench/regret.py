@@ -42,7 +42,7 @@ from rows import Row as CsvRow
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Registered, choose
@@ -95,11 +95,11 @@ class Known:
 
     snapshot: Snapshot
     limits: Limits
-    records: list[TrialRecord]
+    records: list[Trial]
     timed: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def stored(cls, database: str, environment: Environment, world_size: int, records: list[TrialRecord]) -> Known:
+    def stored(cls, database: str, environment: Environment, world_size: int, records: list[Trial]) -> Known:
         """The rows that dispatch itself reads of a database."""
         snapshot = load_snapshot(environment, world_size, layers=[Layer("user", database)], strict=True)
         rows = tuple(row for row in snapshot.rows if is_asked(row.problem))
@@ -112,7 +112,7 @@ class Known:
         Where the recorded sweep's finals did not hold the latter, they are taken from its search.
         """
         records = read_recording(recording)
-        latest: dict[tuple[Problem, Candidate], TrialRecord] = {}
+        latest: dict[tuple[Problem, Candidate], Trial] = {}
         for record in records:
             if record.status == "ok" and not record.problem.numel & (record.problem.numel - 1):
                 old = latest.setdefault((record.problem, record.candidate), record)
@@ -152,7 +152,7 @@ class Known:
         return sorted({row.problem for row in self.snapshot.rows}, key=lambda problem: problem.shape)
 
 
-def row_of(record: TrialRecord) -> Row:
+def row_of(record: Trial) -> Row:
     """The row that a snapshot holds of a trial."""
     names = "problem candidate source_hash environment latency_p10_us latency_p90_us samples baseline_p50_us final"
     same = {name: getattr(record, name) for name in names.split()}
@@ -247,7 +247,7 @@ def measure(args: argparse.Namespace) -> None:
     ranks.finish(communicator, lines, args.csv)
 
 
-def trials_of(database: str) -> list[TrialRecord]:
+def trials_of(database: str) -> list[Trial]:
     """All trials that are asked for, in the environment that was measured last."""
     with Database.open(database, readonly=True) as opened:
         found = [t for t in opened.trials(op="all_reduce") if is_asked(t.problem)]
@@ -281,7 +281,7 @@ def regret(known: Known, rule: Rule, numel: int) -> Regret:
     return Regret(numel, max(1.0, latency / min(times.values())), library_us / latency, str(choice) in times)
 
 
-def recorded(records: Iterable[TrialRecord], problem: Problem, choice: Candidate, library_us: float) -> float | None:
+def recorded(records: Iterable[Trial], problem: Problem, choice: Candidate, library_us: float) -> float | None:
     """The choice's time when its size was tuned, by its ratio to the library there; None if it was not tried."""
     mine = [t for t in records if t.problem == problem and t.candidate == choice and t.status == "ok"]
     ratios = [t.latency_p50_us / t.baseline_p50_us for t in mine if t.latency_p50_us and t.baseline_p50_us]

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from rows import RESULTS, ROOT, Row, write
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem, format_shape, get_op
 from tunedcomm.symm.layout import limits_for
@@ -143,7 +143,7 @@ class Recording:
         return found
 
 
-def load(path: Path) -> list[TrialRecord]:
+def load(path: Path) -> list[Trial]:
     """Trials of a database or a recording."""
     if path.suffix != ".db":
         return read_recording(path)

@@ -31,7 +31,7 @@ from pathlib import Path
 from rows import RESULTS, ROOT, append, of_host
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord, utc_now
+from tunedcomm.db.records import Trial, utc_now
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.search.claims import Claims, owner_id
@@ -44,12 +44,12 @@ RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 STEPS = ("claim", "look", "record", "release")
 
 
-def plan_records(trials: int) -> list[TrialRecord]:
+def plan_records(trials: int) -> list[Trial]:
     """So many distinct trials: the recorded ones, and copies of them at sizes that nobody recorded."""
     replay = Replay(read_recording(RECORDS))
     recorded = {(r.problem, r.candidate): r for p in replay.problems() for r in replay.records(p) if not r.final}
 
-    def copy_of(record: TrialRecord, number: int) -> TrialRecord:
+    def copy_of(record: Trial, number: int) -> Trial:
         shape = (record.problem.shape[0] + 8 * number, *record.problem.shape[1:])
         return replace(record, problem=replace(record.problem, shape=shape), run_id=None, id=None)
 
@@ -60,11 +60,11 @@ def plan_records(trials: int) -> list[TrialRecord]:
 class Worker:
     """One supervisor with one gang."""
 
-    def __init__(self, args: argparse.Namespace, url: str, records: Sequence[TrialRecord], index: int) -> None:
+    def __init__(self, args: argparse.Namespace, url: str, records: Sequence[Trial], index: int) -> None:
         self.args, self.url, self.index, self.environment = args, url, index, records[0].environment.digest
         self.times: dict[str, list[float]] = {name: [] for name in STEPS}
         self.refused = self.claimed = 0
-        self.by_problem: dict[Problem, dict[Candidate, TrialRecord]] = {}
+        self.by_problem: dict[Problem, dict[Candidate, Trial]] = {}
         for record in records:
             self.by_problem.setdefault(record.problem, {})[record.candidate] = record
         self.known: dict[Problem, set[Candidate]] = {problem: set() for problem in self.by_problem}

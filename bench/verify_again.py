@@ -19,7 +19,7 @@ from rows import ROOT, write
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.symm.layout import limits_for
@@ -36,13 +36,13 @@ DRIFT = 1.15
 TIMES = ("latency_p10_us", "latency_p50_us", "latency_p90_us")
 
 
-def recorded(name: str) -> list[TrialRecord]:
+def recorded(name: str) -> list[Trial]:
     """Measured once; as if it had been with the kernels of today."""
     found = read_recording(ROOT / "tests" / "data" / f"verify_h200_x2_{name}.jsonl.gz")
     return [replace(r, final=True, source_hash=source_hash_of("all_reduce", r.variant) or "") for r in found]
 
 
-def winners_of(records: Sequence[TrialRecord]) -> list[Winner]:
+def winners_of(records: Sequence[Trial]) -> list[Winner]:
     """The winners that verify finds in a database of these."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "then.db"
@@ -54,14 +54,14 @@ def winners_of(records: Sequence[TrialRecord]) -> list[Winner]:
     return [winner for stored in found.values() for winner in stored.winners]
 
 
-def slower(record: TrialRecord, factor: float) -> TrialRecord:
+def slower(record: Trial, factor: float) -> Trial:
     if record.variant == "library":
         return record
     changes: dict[str, Any] = {name: (getattr(record, name) or 0.0) * factor for name in TIMES}
     return replace(record, **changes)
 
 
-def row_of(mode: str, then: Sequence[TrialRecord], now: Sequence[TrialRecord]) -> dict[str, Any]:
+def row_of(mode: str, then: Sequence[Trial], now: Sequence[Trial]) -> dict[str, Any]:
     """The figures of one call mode."""
     winners = [winner for winner in winners_of(then) if winner.problem.mode == mode]
     before, after = ({(r.problem, r.candidate): r for r in records} for records in (then, now))

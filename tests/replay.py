@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tunedcomm.db.records import TrialRecord, canonical_json
+from tunedcomm.db.records import Trial, canonical_json
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, get_variant
 from tunedcomm.symm.layout import limits_for
@@ -75,7 +75,7 @@ class Replay:
 
     def __init__(
         self,
-        records: Iterable[TrialRecord],
+        records: Iterable[Trial],
         *,
         environment: Environment | None = None,
         noise_seed: int | None = None,
@@ -87,7 +87,7 @@ class Replay:
             raise ValueError(f"a replay needs trials of one environment, got {names}; pass environment= to choose")
         self.environment = environments[0]
         self._noise_seed = noise_seed
-        self._rows: dict[tuple[Problem, Candidate], dict[bool, TrialRecord]] = {}
+        self._rows: dict[tuple[Problem, Candidate], dict[bool, Trial]] = {}
         self._hashes: dict[tuple[str, str], str] = {}
         for record in sorted(found, key=_age):
             self._rows.setdefault((record.problem, record.candidate), {})[record.final] = record
@@ -97,7 +97,7 @@ class Replay:
         """Problems with a trial, sorted."""
         return tuple(sorted({problem for problem, _ in self._rows}))
 
-    def records(self, problem: Problem) -> list[TrialRecord]:
+    def records(self, problem: Problem) -> list[Trial]:
         """The trials that answer for a problem: the newest of each candidate, in a search and in the finals."""
         return [record for (of, _), rows in self._rows.items() if of == problem for record in rows.values()]
 
@@ -136,16 +136,16 @@ class Replay:
         baseline_us = self._baseline_us(row, command.baseline)
         return TrialResult(status="ok", latency=self._latency(row, rounds), baseline_us=baseline_us, error=row.error)
 
-    def _row(self, problem: Problem, candidate: Candidate, *, final: bool) -> TrialRecord | None:
+    def _row(self, problem: Problem, candidate: Candidate, *, final: bool) -> Trial | None:
         rows = self._rows.get((problem, candidate), {})
         return rows.get(final, rows.get(not final))
 
-    def _baseline_us(self, row: TrialRecord, baseline: Candidate | None) -> float | None:
+    def _baseline_us(self, row: Trial, baseline: Candidate | None) -> float | None:
         if baseline is None:
             return None
         return row.baseline_p50_us or self.recorded_us(row.problem, baseline, final=row.final)
 
-    def _latency(self, row: TrialRecord, rounds: int) -> Latency:
+    def _latency(self, row: Trial, rounds: int) -> Latency:
         middle = row.latency_p50_us
         assert middle is not None
         low, high = row.latency_p10_us or middle, row.latency_p90_us or middle
@@ -157,7 +157,7 @@ class Replay:
         return Latency(p10_us=low, p50_us=middle, p90_us=high, samples=rounds)
 
 
-def _age(record: TrialRecord) -> tuple[datetime, int, str]:
+def _age(record: Trial) -> tuple[datetime, int, str]:
     """Sorts trials from old to new; the text keeps equally old ones in one order."""
     told = [record.source_hash, record.status, record.reason, record.baseline_p50_us, record.error, record.samples]
     latency = [record.latency_p10_us, record.latency_p50_us, record.latency_p90_us]
@@ -186,24 +186,24 @@ class SearchRun:
     """
 
     steps: tuple[Step, ...]
-    stored: tuple[TrialRecord, ...]
+    stored: tuple[Trial, ...]
     reason: str
     num_gangs: int
     seconds: float
     dropped: frozenset[str]
 
-    def table(self) -> dict[tuple[Problem, Candidate, bool], TrialRecord]:
+    def table(self) -> dict[tuple[Problem, Candidate, bool], Trial]:
         """The last trial of each candidate by problem, in a search (False) and in the finals (True)."""
         return {(trial.problem, trial.candidate, trial.final): trial for trial in self.stored}
 
-    def winner(self, problem: Problem, policy: NumericsPolicy = "default") -> TrialRecord | None:
+    def winner(self, problem: Problem, policy: NumericsPolicy = "default") -> Trial | None:
         """The fastest `ok` trial that `policy` admits, the library's too; finals count before searches."""
         ran = [t for t in self.table().values() if t.problem == problem and t.status == "ok" and _admitted(t, policy)]
         ran = [t for t in ran if t.final] or ran
         return min(ran, key=lambda t: (t.latency_p50_us or 0.0, str(t.candidate)), default=None)
 
 
-def _admitted(trial: TrialRecord, policy: NumericsPolicy) -> bool:
+def _admitted(trial: Trial, policy: NumericsPolicy) -> bool:
     return admits(policy, trial.numerics)
 
 
@@ -213,7 +213,7 @@ def run_search(
     replay: Replay,
     *,
     limits: Limits,
-    stored: Iterable[TrialRecord] = (),
+    stored: Iterable[Trial] = (),
     seconds_left: float | None = None,
     max_trials: int | None = None,
     trial_seconds: float = 0.0,
@@ -247,7 +247,7 @@ class _Search:
         settings: Settings,
         replay: Replay,
         limits: Limits,
-        stored: tuple[TrialRecord, ...],
+        stored: tuple[Trial, ...],
         seconds_left: float | None,
         trial_seconds: float,
     ) -> None:
@@ -312,7 +312,7 @@ class _Search:
                 self._idle.append(gang)
                 self._reason = command.reason or self._reason
 
-    def _take(self, trial: TrialRecord) -> None:
+    def _take(self, trial: Trial) -> None:
         self._stored.append(replace(trial, created_at=_NOON))  # runs are compared
 
 
@@ -330,7 +330,7 @@ _OPTIONAL = (
 )
 
 
-def write_recording(path: Path, records: Iterable[TrialRecord]) -> None:
+def write_recording(path: Path, records: Iterable[Trial]) -> None:
     """Write the newest trials of one environment, sorted; compressed if the name ends in `.gz`.
 
     The same trials in any order give the same bytes. Numbers are kept to six digits, times to the second.
@@ -348,7 +348,7 @@ def write_recording(path: Path, records: Iterable[TrialRecord]) -> None:
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
-def _trial_line(record: TrialRecord) -> dict[str, Any]:
+def _trial_line(record: Trial) -> dict[str, Any]:
     values = {name: getattr(record, name) for name in _OPTIONAL}
     kept = {name: _round(value) for name, value in values.items() if value not in (None, "", False)}
     return {
@@ -366,7 +366,7 @@ def _round(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def read_recording(path: Path) -> list[TrialRecord]:
+def read_recording(path: Path) -> list[Trial]:
     """Inverse of `write_recording`.
 
     Raises:
@@ -378,7 +378,7 @@ def read_recording(path: Path) -> list[TrialRecord]:
     if not lines or lines[0].get("format") != _FORMAT:
         raise ValueError(f"{path} is no recording of format {_FORMAT}; write one with write_recording")
     environment = Environment.from_dict(lines[0]["environment"])
-    records: list[TrialRecord] = []
+    records: list[Trial] = []
     problem: Problem | None = None
     for line in lines[1:]:
         if "problem" in line:
@@ -387,9 +387,7 @@ def read_recording(path: Path) -> list[TrialRecord]:
         if problem is None:
             raise ValueError(f"{path}: a trial stands before the first problem: {line}")
         created_at = datetime.fromisoformat(line["created_at"])
-        records.append(
-            TrialRecord(**{**line, "problem": problem, "environment": environment, "created_at": created_at})
-        )
+        records.append(Trial(**{**line, "problem": problem, "environment": environment, "created_at": created_at}))
     return records
 
 

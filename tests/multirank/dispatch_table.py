@@ -14,7 +14,7 @@ from harness import run_ranks
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import get_communicator, limits_for
 from tunedcomm.hardware import detect
@@ -68,7 +68,7 @@ def tuned_config(variant: str, numel: int) -> dict[str, Any]:
     return config_of(variant, numel) if alone else config_of(variant, MIDDLE, LARGE)
 
 
-def trial(variant: str, numel: int, latency_us: float, **changes: Any) -> TrialRecord:
+def trial(variant: str, numel: int, latency_us: float, **changes: Any) -> Trial:
     kernels.discover()
     known = variants("all_reduce").get(variant)
     values: dict[str, Any] = {
@@ -84,7 +84,7 @@ def trial(variant: str, numel: int, latency_us: float, **changes: Any) -> TrialR
         "final": True,
         **changes,
     }
-    return TrialRecord(**values)
+    return Trial(**values)
 
 
 def write_database(path: Path) -> None:

@@ -18,7 +18,7 @@ from quick import some
 
 import tunedcomm
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator, live_communicators
@@ -247,7 +247,7 @@ def release(rank: int) -> None:
         if rank == 0:
             variant = get_variant("all_reduce", "one_shot")
             problem = Problem("all_reduce", (256,), "float32", 2, mode="eager")
-            record = TrialRecord(
+            record = Trial(
                 problem=problem,
                 environment=first.environment,
                 variant=variant.name,

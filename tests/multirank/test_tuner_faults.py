@@ -16,7 +16,7 @@ import pytest
 from planted_cases import BAD, GOOD, OP, TOO_LARGE, TOO_LARGE_TO_CHECK
 
 from tunedcomm import spec
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.tuner.gang.process import is_alive
@@ -68,7 +68,7 @@ def gang_processes() -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SweepOutcome, list[TrialRecord], Path]]:
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SweepOutcome, list[Trial], Path]]:
     """One sweep of everything at one shape: each lost gang costs seconds, so all tests look at the same one."""
     path = tmp_path_factory.mktemp("faults") / "tuned.db"
     with Database.open(path, create=True) as database:
@@ -77,7 +77,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SweepOutco
 
 
 @pytest.mark.slow
-def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
+def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[Trial], Path]) -> None:
     outcome, trials, _ = swept
     ran = {str(t.candidate) for t in trials if t.status in ("ok", "pruned")}
     assert ran == {"library()", "unordered(delay_ms=5)", *GOOD}
@@ -93,7 +93,7 @@ def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[TrialRecord]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", sorted(BAD))
-def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecord], Path], variant: str) -> None:
+def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[Trial], Path], variant: str) -> None:
     _, trials, _ = swept
     mine = [trial for trial in trials if trial.variant == variant]
     assert [trial.status for trial in mine] == [BAD[variant]]
@@ -122,21 +122,19 @@ def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[TrialRecor
         ("bind_takes_too_much", "on rank 1 of 2: no memory is left for what it binds: OutOfMemoryError: planted"),
     ],
 )
-def test_reason_says_what_happened(
-    swept: tuple[SweepOutcome, list[TrialRecord], Path], variant: str, text: str
-) -> None:
+def test_reason_says_what_happened(swept: tuple[SweepOutcome, list[Trial], Path], variant: str, text: str) -> None:
     _, trials, _ = swept
     (trial,) = [trial for trial in trials if trial.variant == variant]
     assert re.search(text, trial.reason), trial.reason
 
 
 @pytest.mark.slow
-def test_no_process_is_left(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
+def test_no_process_is_left(swept: tuple[SweepOutcome, list[Trial], Path]) -> None:
     assert not gang_processes()
 
 
 @pytest.mark.slow
-def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[TrialRecord], Path]) -> None:
+def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[Trial], Path]) -> None:
     _, trials, path = swept
     with Database.open(path) as database:
         outcome = sweep(spec_of(shapes=((64,),)), database)

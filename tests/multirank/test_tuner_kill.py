@@ -20,7 +20,7 @@ import pytest
 from quick import FULL
 from replay import stand_in
 
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.process import is_alive
@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def table(trials: list[TrialRecord]) -> TABLE:
+def table(trials: list[Trial]) -> TABLE:
     """What is known in the end; fails where a trial was stored twice."""
     found: TABLE = {}
     for trial in trials:

@@ -13,7 +13,7 @@ from planted_cases import OP
 
 from tunedcomm import kernels, spec
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide
@@ -38,9 +38,9 @@ def problem(numel: int) -> Problem:
     return Problem(OP, (numel,), "float32", 2, mode="eager")
 
 
-def trial(numel: int, variant: str, config: dict[str, Any], latency_us: float) -> TrialRecord:
+def trial(numel: int, variant: str, config: dict[str, Any], latency_us: float) -> Trial:
     known = get_variant(OP, variant)
-    return TrialRecord(
+    return Trial(
         problem=problem(numel),
         environment=detect(),
         variant=variant,

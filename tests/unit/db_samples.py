@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.select import Catalog, Decision, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
@@ -46,7 +46,7 @@ def problem(message_bytes: int = 4096, **changes: Any) -> Problem:
     return replace(Problem("all_reduce", (message_bytes // 2,), "bfloat16", 4), **changes)
 
 
-def trial(variant: str = "one_shot", latency_us: float | None = 5.0, **changes: Any) -> TrialRecord:
+def trial(variant: str = "one_shot", latency_us: float | None = 5.0, **changes: Any) -> Trial:
     """An ok trial, or what `changes` make of it; `after` moves its time by so many seconds."""
     after = changes.pop("after", 0)
     values: dict[str, Any] = {
@@ -61,7 +61,7 @@ def trial(variant: str = "one_shot", latency_us: float | None = 5.0, **changes: 
         "baseline_p50_us": None if latency_us is None else 10.0,
         "created_at": START + timedelta(seconds=after),
     }
-    return TrialRecord(**{**values, **changes})
+    return Trial(**{**values, **changes})
 
 
 def candidate(variant: str, num_blocks: int = 4) -> Candidate:

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, get_variant
@@ -64,7 +64,7 @@ def problems() -> list[Problem]:
     ]
 
 
-def record(problem: Problem, variant: str, *, source_hash: str | None = None, **changes: object) -> TrialRecord:
+def record(problem: Problem, variant: str, *, source_hash: str | None = None, **changes: object) -> Trial:
     """An ok trial with the variant's default config and the source hash as it is."""
     known = get_variant(problem.op, variant)
     config = known.default(problem, limits_for(HERE, WORLD_SIZE))
@@ -78,7 +78,7 @@ def record(problem: Problem, variant: str, *, source_hash: str | None = None, **
         "baseline_p50_us": 40.0,
         "error": 0.002,
     }
-    return TrialRecord(
+    return Trial(
         problem=problem,
         environment=HERE,
         variant=variant,
@@ -88,7 +88,7 @@ def record(problem: Problem, variant: str, *, source_hash: str | None = None, **
     )
 
 
-def _records(run: int) -> list[TrialRecord]:
+def _records(run: int) -> list[Trial]:
     found = []
     for problem in problems():
         found += [record(problem, name, final=True) for name in ("library", "lamport", "two_shot", "two_shot_lamport")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from replay import read_recording
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.spec import Mode, get_variant
@@ -25,7 +25,7 @@ GEMM_SPEEDUPS = {
 }
 
 
-def recorded_trials() -> list[TrialRecord]:
+def recorded_trials() -> list[Trial]:
     """The sweep's trials."""
     return list(read_recording(RECORDING))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tunedcomm import spec
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Candidate, Limits, OpSpec, Problem, Variant, register_op, register_variant
@@ -106,7 +106,7 @@ def cost_us(candidate: Candidate) -> float:
     return 5.0 + off - bool(config["pdl"]) * 0.5
 
 
-def stored(problem: Problem, candidate: Candidate, status: str = "ok", **changes: Any) -> TrialRecord:
+def stored(problem: Problem, candidate: Candidate, status: str = "ok", **changes: Any) -> Trial:
     values: dict[str, Any] = {
         "source_hash": "v1",
         "environment": HERE,
@@ -115,7 +115,7 @@ def stored(problem: Problem, candidate: Candidate, status: str = "ok", **changes
         "numerics": spec.get_variant(candidate.op, candidate.variant).numerics,
         "latency_p50_us": cost_us(candidate) if status in ("ok", "pruned") else None,
     }
-    return TrialRecord(problem=problem, status=status, **{**values, **changes})
+    return Trial(problem=problem, status=status, **{**values, **changes})
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class Job:
 
     problems: tuple[Problem, ...]
     settings: Settings
-    stored: tuple[TrialRecord, ...] = ()
+    stored: tuple[Trial, ...] = ()
     seconds_left: float | None = None
 
     def known(self) -> dict[str, Any]:
         return {"stored": self.stored}
 
 
-def job_of(*problems: Problem, known: tuple[TrialRecord, ...] = (), **changes: Any) -> Job:
+def job_of(*problems: Problem, known: tuple[Trial, ...] = (), **changes: Any) -> Job:
     return Job(problems, replace(SETTINGS, **changes), known)
 
 

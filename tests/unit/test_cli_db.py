@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tunedcomm.cli import main
 from tunedcomm.cli.stored import winner
 from tunedcomm.cli.tune import show_command
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Problem
@@ -36,7 +36,7 @@ A100 = dataclasses.replace(H200, gpu="NVIDIA A100", num_sms=108, compute_capabil
 PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 4)
 
 
-def trial(variant: str, latency_us: float | None, *, final: bool = False, **changes: object) -> TrialRecord:
+def trial(variant: str, latency_us: float | None, *, final: bool = False, **changes: object) -> Trial:
     values = {
         "problem": PROBLEM,
         "environment": H200,
@@ -54,7 +54,7 @@ def trial(variant: str, latency_us: float | None, *, final: bool = False, **chan
         "final": final,
         **changes,
     }
-    return TrialRecord(**values)  # type: ignore[arg-type]
+    return Trial(**values)  # type: ignore[arg-type]
 
 
 HUNG = {"status": "hung", "reason": "no sign of life for 30 s", "samples": 0, "baseline_p50_us": None, "error": None}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.db.maintenance import pinnable
-from tunedcomm.db.records import PinRecord
+from tunedcomm.db.records import Pin
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
@@ -51,7 +51,7 @@ def exit_code(*arguments: str) -> int:
     return caught.value.code
 
 
-def pins_of(path: Path) -> list[PinRecord]:
+def pins_of(path: Path) -> list[Pin]:
     with Database.open(path, readonly=True) as database:
         return database.pins()
 

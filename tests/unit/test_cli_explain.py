@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.hardware import Environment
@@ -40,7 +40,7 @@ PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 4)
 ASK = ("--op", "all_reduce", "--shape", "98304", "--dtype", "bfloat16", "--world-size", "4")
 
 
-def trial(variant_name: str, latency_us: float, environment: Environment = H200, **changes: Any) -> TrialRecord:
+def trial(variant_name: str, latency_us: float, environment: Environment = H200, **changes: Any) -> Trial:
     kernels.discover()
     variant = get_variant("all_reduce", variant_name)
     values: dict[str, Any] = {
@@ -60,10 +60,10 @@ def trial(variant_name: str, latency_us: float, environment: Environment = H200,
         "final": True,
         **changes,
     }
-    return TrialRecord(**values)
+    return Trial(**values)
 
 
-def store(path: Path, trials: Sequence[TrialRecord]) -> str:
+def store(path: Path, trials: Sequence[Trial]) -> str:
     with Database.open(path, create=True) as database:
         database.record(trials)
     return str(path)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tunedcomm.cli import main, options
 from tunedcomm.cli.progress import JsonLines, LiveView, PlainLines, describe
 from tunedcomm.cli.tune import show_command
-from tunedcomm.db.records import Status, TrialRecord
+from tunedcomm.db.records import Status, Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
@@ -35,8 +35,8 @@ PROBLEM = Problem("all_reduce", (98304,), "bfloat16", 2, mode="eager")
 OTHER = Problem("all_reduce", (512,), "bfloat16", 2, mode="eager")
 
 
-def best(environment: Environment) -> TrialRecord:
-    return TrialRecord(
+def best(environment: Environment) -> Trial:
+    return Trial(
         problem=PROBLEM,
         environment=environment,
         variant="lamport",
@@ -309,7 +309,7 @@ def test_json_progress_is_json_on_stderr(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def fate(variant: str = "lamport", *, num_ran: int = 0, infeasible: str = "", **failures: int) -> VariantSummary:
     firsts = tuple(
-        TrialRecord(
+        Trial(
             problem=PROBLEM,
             environment=detect(None),
             variant=variant,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tunedcomm import kernels
 from tunedcomm.cli import main, options, tune
 from tunedcomm.db.misses import Miss, append, read
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.errors import DatabaseAccessError
@@ -58,7 +58,7 @@ class Sweeps:
         )
 
 
-def trial(variant: str, problem: Problem, **changes: Any) -> TrialRecord:
+def trial(variant: str, problem: Problem, **changes: Any) -> Trial:
     kernels.discover()
     known = get_variant("all_reduce", variant)
     values: dict[str, Any] = {
@@ -73,7 +73,7 @@ def trial(variant: str, problem: Problem, **changes: Any) -> TrialRecord:
         "baseline_p50_us": 9.0,
         "final": True,
     }
-    return TrialRecord(**{**values, **changes})
+    return Trial(**{**values, **changes})
 
 
 def miss(problem: Problem, count: int = 1, environment: Environment | None = None) -> Miss:
@@ -100,7 +100,7 @@ def start(*arguments: str) -> Any:
     return CliRunner().invoke(main.app, ["tune", "--from-misses", *arguments])
 
 
-def store(path: Path, trials: Sequence[TrialRecord]) -> None:
+def store(path: Path, trials: Sequence[Trial]) -> None:
     with Database.open(path, create=True) as database:
         database.record(trials)
 

@@ -20,7 +20,7 @@ from tunedcomm import kernels
 from tunedcomm.cli import main
 from tunedcomm.db.layers import packaged_databases
 from tunedcomm.db.maintenance import Finding, Selection, check_database, prune
-from tunedcomm.db.records import TrialRecord, config_digest
+from tunedcomm.db.records import Trial, config_digest
 from tunedcomm.db.schema import VERSION_TABLE
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
@@ -31,7 +31,7 @@ PROBLEM = Problem("all_reduce", (32768,), "bfloat16", 4)
 Sql = str | tuple[str, tuple[Any, ...]]
 
 
-def sound(variant: str = "lamport", latency_us: float | None = 5.0, **changes: Any) -> TrialRecord:
+def sound(variant: str = "lamport", latency_us: float | None = 5.0, **changes: Any) -> Trial:
     """A trial as `tune` would store it: of a real variant, its config in the space, its source as it is now."""
     kernels.discover()
     limits = limits_for(H200, 4)
@@ -52,7 +52,7 @@ def sound(variant: str = "lamport", latency_us: float | None = 5.0, **changes: A
         "error": 1e-3,
         **changes,
     }
-    return TrialRecord(**values)
+    return Trial(**values)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tunedcomm.cli import main
 from tunedcomm.cli.db import parse_age
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.maintenance import FAILURES, Pruned, Selection, prune
-from tunedcomm.db.records import FAILED, STATUSES, TrialRecord
+from tunedcomm.db.records import FAILED, STATUSES, Trial
 from tunedcomm.db.store import Database
 from tunedcomm.selection.snapshot import Snapshot
 
@@ -39,7 +39,7 @@ def _registered() -> None:
     kernels.discover()
 
 
-def random_trial(source: random.Random) -> TrialRecord:
+def random_trial(source: random.Random) -> Trial:
     variant = source.choice(VARIANTS)
     status = source.choices(STATUSES, weights=[20, 1, 1, 2, 2, 2, 3])[0]
     values: dict[str, Any] = {
@@ -76,7 +76,7 @@ def snapshots(path: Path) -> list[Snapshot]:
     return [load_snapshot(e, w, layers=layers, strict=True) for e in (H200, OLDER) for w in (2, 4)]
 
 
-def trials_of(path: Path | str) -> list[TrialRecord]:
+def trials_of(path: Path | str) -> list[Trial]:
     with Database.open(path, readonly=True) as database:
         return database.trials()
 
@@ -97,7 +97,7 @@ def test_superseded_changes_no_decision(tmp_path: Path, seed: int) -> None:
     assert pruned(path, superseded=True).trials == 0
 
 
-def selected_by(record: TrialRecord, **selected: Any) -> bool:
+def selected_by(record: Trial, **selected: Any) -> bool:
     """The selectors again, in the plainest words."""
     checks = {
         "stale": record.variant != "library" and record.source_hash != "current",
@@ -108,13 +108,13 @@ def selected_by(record: TrialRecord, **selected: Any) -> bool:
     return all(checks[name] for name in selected)
 
 
-def hidden_by(failures: list[TrialRecord], trials: list[TrialRecord]) -> set[int | None]:
+def hidden_by(failures: list[Trial], trials: list[Trial]) -> set[int | None]:
     """Ids of the trials that dispatch would use again without these failures, in the plainest words."""
 
-    def reach(t: TrialRecord) -> tuple[Any, ...]:
+    def reach(t: Trial) -> tuple[Any, ...]:
         return (t.environment.hard_key, t.problem.family, t.candidate, t.source_hash)
 
-    def is_over(failure: TrialRecord) -> bool:
+    def is_over(failure: Trial) -> bool:
         same = [t for t in trials if reach(t) == reach(failure) and t.problem == failure.problem and t.status == "ok"]
         return any(t.created_at > failure.created_at for t in same)
 
@@ -152,7 +152,7 @@ def test_selectors(tmp_path: Path, selected: dict[str, Any], dry_run: bool) -> N
         assert len(database.pins()) == len(database.runs()) == 1
 
 
-def record(path: Path, *trials: TrialRecord) -> Path:
+def record(path: Path, *trials: Trial) -> Path:
     with Database.open(path, create=True) as database:
         database.record(trials)
     return path

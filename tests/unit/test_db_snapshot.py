@@ -15,12 +15,12 @@ from db_samples import H200, OLDER, candidate, decide, problem, row, snapshot, t
 
 from tunedcomm.db import layers as layers_module
 from tunedcomm.db.layers import Layer, layers, load_snapshot, packaged_databases, user_database
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.selection.snapshot import Failure, Pinned, Snapshot
 
 
-def stored(path: Path, *records: TrialRecord) -> Layer:
+def stored(path: Path, *records: Trial) -> Layer:
     """A layer named after its file that holds these trials."""
     with Database.open(path, create=True) as database:
         database.record(records)
@@ -31,7 +31,7 @@ def variants_of(found: Snapshot) -> list[str]:
     return [r.candidate.variant for r in found.rows]
 
 
-def _many() -> list[TrialRecord]:
+def _many() -> list[Trial]:
     made = []
     for e in range(4):
         p = problem(4096 << e)

@@ -15,7 +15,7 @@ from tunedcomm.cli import main
 from tunedcomm.cli.db import format_age
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.maintenance import DatabaseStats, GroupStats, collect_stats
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.schema import HEAD
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
@@ -29,7 +29,7 @@ def hash_of(op: str, variant: str) -> str | None:
     return CURRENT.get(variant)
 
 
-def finals(size: int, **latencies: float) -> list[TrialRecord]:
+def finals(size: int, **latencies: float) -> list[Trial]:
     """Finals of one size, the library's at 10 µs."""
     here: dict[str, Any] = {"problem": problem(size), "final": True}
     return [trial("library", 10.0, **here), *(trial(name, us, **here) for name, us in latencies.items())]

@@ -73,7 +73,7 @@ from typer.testing import CliRunner
 from tunedcomm import kernels, spec
 from tunedcomm.cli import main
 from tunedcomm.dispatch.communicator import limits_for
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.dispatch import dispatcher, plans
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.db.store import Database
@@ -103,7 +103,7 @@ def explain(op, *options):
 
 
 variant = spec.get_variant("all_reduce", "dummy_ring")
-record = TrialRecord(
+record = Trial(
     problem=problem, environment=detect(), variant="dummy_ring", numerics="ordered",
     source_hash=kernels.source_hash(variant), config={"num_blocks": 1, "eager": True}, status="ok",
     latency_p50_us=1.0, baseline_p50_us=9.0, final=True,

@@ -18,7 +18,7 @@ from tunedcomm.bench import runner
 from tunedcomm.cli import main
 from tunedcomm.cli.doctor import check_borrowing, check_this_machine
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import InfeasibleError
@@ -89,7 +89,7 @@ def test_this_very_hardware_is_not_borrowed() -> None:
 # What is loaded
 
 
-def stored(path: Path, *records: TrialRecord) -> Layer:
+def stored(path: Path, *records: Trial) -> Layer:
     with Database.open(path, create=True) as database:
         database.record(records)
     return Layer(path.stem, str(path))

@@ -12,7 +12,7 @@ import pytest
 from tunedcomm import kernels
 from tunedcomm.bench.csv import floor_us
 from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
 from tunedcomm.dispatch.communicator import limits_for
@@ -134,7 +134,7 @@ def test_the_other_ops_are_answered(op: str, world_size: int) -> None:
         assert decision.latency_us < decision.library_us
 
 
-def possible_us(trial: TrialRecord) -> float:
+def possible_us(trial: Trial) -> float:
     """The least time in µs in which the hardware can do what the trial did.
 
     Links carry what must leave a rank where no switch adds anything up; what is sent rounded to fp8 is not known here.
@@ -150,7 +150,7 @@ def possible_us(trial: TrialRecord) -> float:
     return max(links, LAUNCH_US, 2.0 * problem.numel / FLOP_A_US[problem.dtype])
 
 
-def impossible(trials: list[TrialRecord]) -> list[str]:
+def impossible(trials: list[Trial]) -> list[str]:
     """Sentences about `ok` rows with a time, their own or the library's, that is less than possible."""
     return [
         f"{trial.problem} {trial.variant}: {us:.2f} µs, and no less than {possible_us(trial):.2f} µs is possible"

@@ -15,7 +15,7 @@ import pytest
 from replay import Replay, read_recording
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
@@ -44,10 +44,10 @@ class Store:
     """Stands in for the tuned database: rows of all supervisors, and who has seen how many of them."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, TrialRecord]] = []
+        self.rows: list[tuple[int, Trial]] = []
         self.seen: Counter[tuple[int, Problem]] = Counter()
 
-    def news(self, supervisor: int, problem: Problem) -> list[TrialRecord]:
+    def news(self, supervisor: int, problem: Problem) -> list[Trial]:
         begin, self.seen[supervisor, problem] = self.seen[supervisor, problem], len(self.rows)
         return [trial for owner, trial in self.rows[begin:] if owner != supervisor and trial.problem == problem]
 
@@ -96,7 +96,7 @@ class Site:
         self, number: int, store: Store, table: Table | None = None, *, gangs: int = 2, **changes: Any
     ) -> None:
         self.number, self.store = number, store
-        self.unflushed: list[TrialRecord] = []
+        self.unflushed: list[Trial] = []
         self.asked: list[tuple[Problem | None, Candidate | None, bool]] = []
         known = [trial for _, trial in store.rows]
         for problem in PROBLEMS:
@@ -227,7 +227,7 @@ def begun(site: Site, gang: int) -> Candidate:
     return candidate
 
 
-def lose(site: Site, gang: int, begun: Candidate | None, *, killed: bool = False) -> TrialRecord | None:
+def lose(site: Site, gang: int, begun: Candidate | None, *, killed: bool = False) -> Trial | None:
     row = site.coordinator.lost(gang, "crashed", "planted", begun=begun, killed=killed)
     site.flush()
     site.commands.pop(gang)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from verify_samples import SIZES, at, here, problem_of, recorded
 
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.spec import Candidate
 from tunedcomm.tuner.verify import Winner, judge
 
@@ -31,7 +31,7 @@ def winner_of(ratio: float, **changes: Any) -> Winner:
     return Winner(**{**values, **changes})
 
 
-def timed(winner: Winner, ratio: float, **changes: Any) -> TrialRecord:
+def timed(winner: Winner, ratio: float, **changes: Any) -> Trial:
     us = 20.0 * ratio
     return replace(
         recorded()[0],

@@ -19,7 +19,7 @@ from search_samples import (
     registered,
 )
 
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.protocol import Command, Latency, TrialResult
@@ -37,7 +37,7 @@ class Machine:
 
     def __init__(self, job: Job, seconds_a_trial: float = 0.0) -> None:
         self.now, self.seconds_a_trial = 0.0, seconds_a_trial
-        self.rows: list[TrialRecord] = []
+        self.rows: list[Trial] = []
         self.commands: list[Command] = []
         self.coordinator = Coordinator(
             job.problems,
@@ -65,7 +65,7 @@ class Machine:
         assert command.kind == "end"
         return command.reason
 
-    def known(self) -> tuple[TrialRecord, ...]:
+    def known(self) -> tuple[Trial, ...]:
         return tuple(self.rows)
 
     def asked(self, problem: Problem, *, final: bool) -> list[Candidate]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.kernels.common.launch import CompileRequest
@@ -280,7 +280,7 @@ def test_counters_estimates_from_the_problems_that_were_searched() -> None:
     other = replace(PROBLEM, shape=(1024,))
     counters = SweepCounters()
 
-    def row(problem: Problem, status: str = "ok") -> TrialRecord:
+    def row(problem: Problem, status: str = "ok") -> Trial:
         return record("library", 1.0, status, problem=problem)
 
     assert counters.estimate_s([], 5, 0, 1.0) is None
@@ -293,14 +293,14 @@ def test_counters_estimates_from_the_problems_that_were_searched() -> None:
     assert counters.estimate_s([PROBLEM, other], 5, 0, 20.0) == 5.0
 
 
-def record(variant: str, us: float | None, status: str = "ok", **changes: Any) -> TrialRecord:
+def record(variant: str, us: float | None, status: str = "ok", **changes: Any) -> Trial:
     values: dict[str, Any] = {
         "problem": PROBLEM,
         "numerics": "library" if variant == "library" else "ordered",
         "config": {},
         "created_at": datetime(2026, 1, 1, tzinfo=timezone.utc),
     }
-    return TrialRecord(
+    return Trial(
         environment=HERE,
         variant=variant,
         source_hash="a",

@@ -17,7 +17,7 @@ import pytest
 from replay import Replay, SearchRun, read_recording, run_search, write_recording
 
 from tunedcomm import kernels
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.gang.protocol import Command, Settings
@@ -33,7 +33,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 
 
 @functools.cache
-def recorded() -> tuple[TrialRecord, ...]:
+def recorded() -> tuple[Trial, ...]:
     kernels.discover()
     return tuple(read_recording(RECORDING))
 
@@ -63,7 +63,7 @@ def search(job: Job, replay: Replay, **options: Any) -> SearchRun:
     return run_search(*job, replay, limits=limits(), **options)
 
 
-def record(problem: Problem, candidate: Candidate, p50: float | None, **changes: Any) -> TrialRecord:
+def record(problem: Problem, candidate: Candidate, p50: float | None, **changes: Any) -> Trial:
     values: dict[str, Any] = {
         "status": "ok" if p50 else "crashed",
         "latency_p10_us": p50 and p50 * 0.95,
@@ -73,7 +73,7 @@ def record(problem: Problem, candidate: Candidate, p50: float | None, **changes:
         "created_at": NOON,
         **changes,
     }
-    return TrialRecord(
+    return Trial(
         problem=problem,
         environment=recorded()[0].environment,
         variant=candidate.variant,

@@ -18,7 +18,7 @@ from replay import read_recording
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
@@ -31,7 +31,7 @@ TIMES = ("latency_p10_us", "latency_p50_us", "latency_p90_us")
 
 
 @functools.cache
-def recorded(name: str) -> tuple[TrialRecord, ...]:
+def recorded(name: str) -> tuple[Trial, ...]:
     """As if the kernels of today had been measured."""
     kernels.discover()
     found = read_recording(DATA / f"verify_h200_x2_{name}.jsonl.gz")
@@ -49,17 +49,17 @@ def winners(tmp_path_factory: pytest.TempPathFactory) -> list[Winner]:
     return [winner for stored in found.values() for winner in stored.winners]
 
 
-def scaled(record: TrialRecord, factor: float) -> TrialRecord:
+def scaled(record: Trial, factor: float) -> Trial:
     changes: dict[str, Any] = {name: (getattr(record, name) or 0.0) * factor for name in TIMES}
     return replace(record, **changes)
 
 
-def all_kernels(factor: float) -> list[TrialRecord]:
+def all_kernels(factor: float) -> list[Trial]:
     """What was measured, with every kernel but the library's so many times slower."""
     return [record if record.variant == "library" else scaled(record, factor) for record in recorded("now")]
 
 
-def judged(winners: Iterable[Winner], records: list[TrialRecord]) -> list[Verified]:
+def judged(winners: Iterable[Winner], records: list[Trial]) -> list[Verified]:
     return [judge(winner, records, tolerance=0.1) for winner in winners]
 
 

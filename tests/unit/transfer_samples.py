@@ -13,7 +13,7 @@ from db_samples import H200, NUMERICS, OLDER, START, candidate, problem, trial
 from hypothesis import strategies as st
 
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import PinRecord, TrialRecord
+from tunedcomm.db.records import Pin, Trial
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database
 from tunedcomm.hardware import Environment
@@ -22,7 +22,7 @@ from tunedcomm.selection.snapshot import Snapshot
 H100 = replace(H200, gpu="NVIDIA H100", num_links=16, fabric="nvswitch-16")
 
 
-def in_words(record: TrialRecord) -> str:
+def in_words(record: Trial) -> str:
     """All but ids, which differ between databases."""
     return repr(replace(record, id=None, run_id=None))
 
@@ -30,7 +30,7 @@ def in_words(record: TrialRecord) -> str:
 SIZES = tuple(1 << exponent for exponent in range(10, 24, 2))
 
 
-def store(path: Path, records: Iterable[TrialRecord], *, command: str = "tunedcomm tune") -> Path:
+def store(path: Path, records: Iterable[Trial], *, command: str = "tunedcomm tune") -> Path:
     with Database.open(path, create=True) as database:
         run = database.start_run(command=command, seed=1, budget="none", host="node")
         # Each source by itself: those of one call are not told apart by time.
@@ -47,9 +47,9 @@ def config(num_blocks: int) -> dict[str, Any]:
 NOT_OK: dict[str, Any] = {"latency_us": None}
 
 
-def sweep() -> list[TrialRecord]:
+def sweep() -> list[Trial]:
     """Everything a sweep leaves behind, at several sizes, with finals at most of them."""
-    found: list[TrialRecord] = []
+    found: list[Trial] = []
     for index, size in enumerate(SIZES):
         here: dict[str, Any] = {"problem": problem(size)}
         time = 100 * index
@@ -108,8 +108,8 @@ def lines_of(target: str | Path, path: Path) -> bytes:
 class Content:
     """What a generated database holds; trials in the order in which they were measured."""
 
-    trials: tuple[TrialRecord, ...]
-    pins: tuple[PinRecord, ...]
+    trials: tuple[Trial, ...]
+    pins: tuple[Pin, ...]
     command: str
 
 
@@ -184,7 +184,7 @@ def _content(
     return Content(
         tuple(records),
         tuple(
-            PinRecord(
+            Pin(
                 problem=problem(size),
                 environment=environment,
                 candidate=candidate("two_shot", blocks),

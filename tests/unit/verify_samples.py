@@ -13,7 +13,7 @@ from replay import read_recording, stand_in, write_recording
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
@@ -24,7 +24,7 @@ from tunedcomm.tuner.verify import Stored, VerifyOutcome, VerifySpec, stored_win
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 # Three neighbours, then two more; all have several finals.
 SIZES = (16384, 32768, 65536, 8388608, 33554432)
-Change = Callable[[TrialRecord], TrialRecord]
+Change = Callable[[Trial], Trial]
 
 
 def problem_of(numel: int) -> Problem:
@@ -32,7 +32,7 @@ def problem_of(numel: int) -> Problem:
 
 
 @functools.cache
-def recorded() -> tuple[TrialRecord, ...]:
+def recorded() -> tuple[Trial, ...]:
     """As if the kernels of today had been measured."""
     kernels.discover()
     wanted = {problem_of(numel) for numel in SIZES}
@@ -74,7 +74,7 @@ def run(
     `extra` are all answers for their variants.
     """
     planted = changes or {}
-    extra: list[TrialRecord] = options.pop("extra", [])
+    extra: list[Trial] = options.pop("extra", [])
     kept = [r for r in recorded() if r.variant not in {e.variant for e in extra}]
     answers = [planted.get((r.problem.shape[0], r.candidate), lambda record: record)(r) for r in kept] + extra
     recording = tmp_path / "machine.jsonl"
@@ -93,7 +93,7 @@ def run(
 def at_ratio(ratio: float) -> Change:
     """So long against the library, whatever it was."""
 
-    def change(record: TrialRecord) -> TrialRecord:
+    def change(record: Trial) -> Trial:
         assert record.baseline_p50_us is not None
         us = record.baseline_p50_us * ratio
         return replace(record, latency_p10_us=us, latency_p50_us=us, latency_p90_us=us)

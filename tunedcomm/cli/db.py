@@ -58,7 +58,7 @@ from tunedcomm.spec import Mode, admits, format_shape, get_variant
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
     from tunedcomm.db.maintenance import DatabaseStats, GroupStats, Pruned
-    from tunedcomm.db.records import PinRecord, TrialRecord
+    from tunedcomm.db.records import Pin, Trial
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Candidate, Limits, Problem, Variant
@@ -109,18 +109,18 @@ def db_list(
     print_pins(pins)
 
 
-def _is_about(contest: Contest, layer: str, pin: PinRecord) -> bool:
+def _is_about(contest: Contest, layer: str, pin: Pin) -> bool:
     same_hardware = pin.environment.hard_key == contest.environment.hard_key
     return layer == contest.layer and pin.problem == contest.problem and same_hardware
 
 
-def _only_pinned(found: list[Contest], pins: list[tuple[str, PinRecord]]) -> list[dict[str, Any]]:
+def _only_pinned(found: list[Contest], pins: list[tuple[str, Pin]]) -> list[dict[str, Any]]:
     """Entries for pins of problems without a trial."""
     alone = [(name, pin) for name, pin in pins if not any(_is_about(contest, name, pin) for contest in found)]
     return [_contest_to_dict(Contest(name, pin.environment, pin.problem), pins) for name, pin in alone]
 
 
-def _contest_to_dict(contest: Contest, pins: list[tuple[str, PinRecord]]) -> dict[str, Any]:
+def _contest_to_dict(contest: Contest, pins: list[tuple[str, Pin]]) -> dict[str, Any]:
     best = contest.best
     pinned = [pin_to_dict(pin) for name, pin in pins if _is_about(contest, name, pin)]
     won = None
@@ -134,7 +134,7 @@ def _contest_to_dict(contest: Contest, pins: list[tuple[str, PinRecord]]) -> dic
     }
 
 
-_SHOW_COLUMNS: dict[str, Callable[[TrialRecord], object]] = {
+_SHOW_COLUMNS: dict[str, Callable[[Trial], object]] = {
     "trial": lambda trial: "-" if trial.id is None else trial.id,
     "status": lambda trial: trial.status + (" (final)" if trial.final else ""),
     "candidate": lambda trial: trial.candidate,
@@ -229,12 +229,12 @@ def nearest_shapes(problem: Problem, others: Iterable[Problem]) -> list[str]:
     return list(dict.fromkeys(format_shape(other.shape) for other in sorted(others, key=distance)))[:3]
 
 
-def _by_speed(contest: Contest) -> list[TrialRecord]:
+def _by_speed(contest: Contest) -> list[Trial]:
     """Ok trials by their median, then the others by status."""
     return sorted(contest.trials, key=lambda t: (t.status != "ok", t.status, t.latency_p50_us or 0.0, t.id or 0))
 
 
-def _trial_to_dict(layer: str, trial: TrialRecord) -> dict[str, Any]:
+def _trial_to_dict(layer: str, trial: Trial) -> dict[str, Any]:
     names = (
         "problem variant config numerics source_hash status reason final latency_p10_us latency_p50_us latency_p90_us "
         "samples baseline_p50_us error run_id created_at"

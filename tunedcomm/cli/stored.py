@@ -12,12 +12,12 @@ from tunedcomm.spec import Problem, format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
-    from tunedcomm.db.records import PinRecord, TrialRecord
+    from tunedcomm.db.records import Pin, Trial
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
 
 T = TypeVar("T")
-_PIN_COLUMNS: dict[str, Callable[[PinRecord], object]] = {
+_PIN_COLUMNS: dict[str, Callable[[Pin], object]] = {
     "shape": lambda pin: format_shape(pin.problem.shape),
     "dtype": lambda pin: pin.problem.dtype,
     "ranks": lambda pin: pin.problem.world_size,
@@ -170,8 +170,8 @@ class Contest:
     layer: str
     environment: Environment
     problem: Problem
-    trials: tuple[TrialRecord, ...] = ()
-    best: TrialRecord | None = None
+    trials: tuple[Trial, ...] = ()
+    best: Trial | None = None
 
     @property
     def best_us(self) -> float | None:
@@ -195,7 +195,7 @@ def _on(hardware: str | None, records: list[T]) -> list[T]:
 
 def read_trials(
     database: str | None, *, op: str | None = None, hardware: str | None = None
-) -> Iterator[tuple[str, list[TrialRecord]]]:
+) -> Iterator[tuple[str, list[Trial]]]:
     """(layer's name, its trials) for the named database or for every layer that can be read.
 
     Raises:
@@ -206,9 +206,9 @@ def read_trials(
         yield layer.name, _on(hardware, trials)
 
 
-def contests(layer: str, trials: Iterable[TrialRecord]) -> list[Contest]:
+def contests(layer: str, trials: Iterable[Trial]) -> list[Contest]:
     """Group trials by environment and problem; sorted by GPU, world size, op, dtype, mode and size."""
-    groups: dict[tuple[str, Problem], list[TrialRecord]] = {}
+    groups: dict[tuple[str, Problem], list[Trial]] = {}
     environments = {}
     for trial in trials:
         environments[trial.environment.digest] = trial.environment
@@ -225,12 +225,12 @@ def _order(contest: Contest) -> tuple[object, ...]:
     return (environment.gpu, environment.digest, p.op, p.world_size, p.dtype, p.mode, p.family, p.numel)
 
 
-def library_us(trial: TrialRecord) -> float | None:
+def library_us(trial: Trial) -> float | None:
     """The library's median in the trial's own run; its own latency where the trial is the library."""
     return trial.latency_p50_us if trial.variant == "library" else trial.baseline_p50_us
 
 
-def winner(trials: Sequence[TrialRecord]) -> TrialRecord | None:
+def winner(trials: Sequence[Trial]) -> Trial | None:
     """The fastest ok trial beside the library, of those in the finals where there are any; None if none is ok."""
     from tunedcomm.db.records import fastest
 
@@ -238,9 +238,7 @@ def winner(trials: Sequence[TrialRecord]) -> TrialRecord | None:
     return fastest([trial for trial in ran if trial.final] or ran)
 
 
-def read_pins(
-    database: str | None, *, op: str | None = None, hardware: str | None = None
-) -> list[tuple[str, PinRecord]]:
+def read_pins(database: str | None, *, op: str | None = None, hardware: str | None = None) -> list[tuple[str, Pin]]:
     """(layer's name, pin) for the named database or for every layer that can be read."""
     # Quiet: who reads the trials too says which layers cannot be read.
     found = read_each(read_layers(database), lambda opened: opened.pins(), is_quiet=True)
@@ -251,16 +249,16 @@ def read_pins(
     ]
 
 
-def print_pins(pins: Iterable[tuple[str, PinRecord]]) -> None:
+def print_pins(pins: Iterable[tuple[str, Pin]]) -> None:
     """Print a table of the pins of each layer; nothing where there are none."""
-    by_layer: dict[str, list[PinRecord]] = {}
+    by_layer: dict[str, list[Pin]] = {}
     for layer, pin in pins:
         by_layer.setdefault(layer, []).append(pin)
     for layer, members in by_layer.items():
         table_of(_PIN_COLUMNS, members, title=f"pins in the {layer} database")
 
 
-def pin_to_dict(pin: PinRecord) -> dict[str, Any]:
+def pin_to_dict(pin: Pin) -> dict[str, Any]:
     """As JSON has it."""
     candidate = {"variant": pin.candidate.variant, "config": pin.candidate.config_dict}
     return {**attributes(pin, "problem environment"), **candidate, **attributes(pin, "reason user created_at")}

@@ -20,7 +20,7 @@ from tunedcomm.db.copying import Source, absorb, as_sqlite
 from tunedcomm.db.engine import connected
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.migrate import create_file
-from tunedcomm.db.records import PinRecord, Reader, StoredVariant
+from tunedcomm.db.records import Pin, Reader, StoredVariant
 from tunedcomm.db.schema import TrialRow, VariantRow
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
@@ -220,8 +220,8 @@ class PinChange:
 
     problem: Problem
     environment: Environment
-    before: PinRecord | None
-    after: PinRecord | None
+    before: Pin | None
+    after: Pin | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +391,7 @@ def _pin_changes(files: tuple[Path, Path]) -> Iterator[PinChange]:
             yield PinChange(problem=key[0], environment=key[1], before=one, after=other)
 
 
-def _pins(file: Path) -> dict[tuple[Problem, Environment], PinRecord]:
+def _pins(file: Path) -> dict[tuple[Problem, Environment], Pin]:
     with Database.open(file, readonly=True) as database:
         return {(pin.problem, pin.environment): pin for pin in database.pins()}
 

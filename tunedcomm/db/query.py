@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, Connection, String, Table, func, select, type_coerce
 
 from tunedcomm.db import records as parse
-from tunedcomm.db.records import STATUSES, PinRecord, Reader, RunRecord, StoredVariant, TrialRecord
+from tunedcomm.db.records import STATUSES, Pin, Reader, Run, StoredVariant, Trial
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.hardware import HARD_FIELDS, Environment
 from tunedcomm.spec import Problem
@@ -105,9 +105,7 @@ def environments_like(connection: Connection, environment: Environment, reader: 
     return {key: there for key, there in found.items() if there.hard_key == environment.hard_key}
 
 
-def trials(
-    connection: Connection, reader: Reader, where: Iterable[Any], problem_where: Iterable[Any]
-) -> list[TrialRecord]:
+def trials(connection: Connection, reader: Reader, where: Iterable[Any], problem_where: Iterable[Any]) -> list[Trial]:
     """Full records, oldest first."""
     query = select(*_RAW_TRIAL).where(*where).order_by(TrialRow.id)
     if problem_where := list(problem_where):
@@ -136,10 +134,8 @@ def trials(
     return found
 
 
-def _record(
-    row: Any, problem: Problem, environment: Environment, variant: StoredVariant, reader: Reader
-) -> TrialRecord:
-    return TrialRecord(
+def _record(row: Any, problem: Problem, environment: Environment, variant: StoredVariant, reader: Reader) -> Trial:
+    return Trial(
         problem=problem,
         environment=environment,
         variant=variant.name,
@@ -158,7 +154,7 @@ def _record(
     )
 
 
-def runs(connection: Connection, reader: Reader) -> list[RunRecord]:
+def runs(connection: Connection, reader: Reader) -> list[Run]:
     """Every run, oldest first."""
     found = _load(connection, RunRow, (), parse.parse_run, reader)
     return [found[key] for key in sorted(found)]
@@ -176,7 +172,7 @@ def counts(connection: Connection) -> dict[str, int]:
     return {**rows, **{f"trials_{s}": known.get(s, 0) for s in STATUSES}, "finals": int(finals)}
 
 
-def pins(connection: Connection, reader: Reader, *where: Any) -> list[PinRecord]:
+def pins(connection: Connection, reader: Reader, *where: Any) -> list[Pin]:
     """Pins, oldest first."""
     columns = [raw(column) for column in table(PinRow).columns]
     rows = connection.execute(select(*columns).where(*where).order_by(PinRow.id)).mappings().all()
@@ -190,7 +186,7 @@ def pins(connection: Connection, reader: Reader, *where: Any) -> list[PinRecord]
         try:
             variant = parse.text_of(row["variant"], "variant")
             found.append(
-                PinRecord(
+                Pin(
                     problem=problem,
                     environment=environment,
                     candidate=reader.candidate(problem.op, variant, row["config"]),

@@ -51,7 +51,7 @@ def _check_aware(name: str, when: datetime) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialRecord:
+class Trial:
     """One candidate tried on one problem in one environment.
 
     Attributes:
@@ -120,7 +120,7 @@ class TrialRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class Run:
     """One command that recorded trials."""
 
     id: int
@@ -135,7 +135,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinRecord:
+class Pin:
     """A person's override of what is dispatched for one problem on machines like `environment`."""
 
     problem: Problem
@@ -147,7 +147,7 @@ class PinRecord:
     id: int | None = None
 
 
-def fastest(trials: Iterable[TrialRecord]) -> TrialRecord | None:
+def fastest(trials: Iterable[Trial]) -> Trial | None:
     """The trial that took least beside the library in its own run, since no machine is equally fast at all times.
 
     By the latencies themselves if there is one without a library beside it. None of no trials.
@@ -158,7 +158,7 @@ def fastest(trials: Iterable[TrialRecord]) -> TrialRecord | None:
     ran = [trial for trial in trials if trial.latency_p50_us is not None]
     known = all(trial.variant == "library" or trial.baseline_p50_us is not None for trial in ran)
 
-    def order(trial: TrialRecord) -> tuple[float, str]:
+    def order(trial: Trial) -> tuple[float, str]:
         latency_us = trial.latency_p50_us or 0.0
         library_us = latency_us if trial.variant == "library" else trial.baseline_p50_us
         return latency_us / library_us if known and library_us else latency_us, str(trial.candidate)
@@ -342,11 +342,11 @@ def check_op(variant: StoredVariant, problem: Problem) -> None:
         raise ValueError(f"a variant of {variant.op!r:.80} on a problem of {problem.op!r:.80}")
 
 
-def parse_run(row: Mapping[str, Any]) -> RunRecord:
+def parse_run(row: Mapping[str, Any]) -> Run:
     """The run of a row."""
     texts = {name: text_of(row[name], name) for name in ("command", "budget", "host", "user", "version")}
     seed, finished_at = row["seed"], row["finished_at"]
-    return RunRecord(
+    return Run(
         id=id_of(row["id"]),
         seed=None if seed is None else int_of(seed, "seed", low=-(2**63)),
         started_at=time_of(row["started_at"]),

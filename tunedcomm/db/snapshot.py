@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Select, and_, delete, exists, false, func, or
 from tunedcomm.db import query
 from tunedcomm.db import records as parse
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
-from tunedcomm.db.records import FAILED, PinRecord, Reader
+from tunedcomm.db.records import FAILED, Pin, Reader
 from tunedcomm.db.schema import EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
@@ -261,7 +261,7 @@ class Fetched(NamedTuple):
     rows: Sequence[Row]
     failures: Sequence[_Failed]
     lent_failures: Sequence[_Failed]
-    pins: Sequence[PinRecord]
+    pins: Sequence[Pin]
     loans: Sequence[Loan]
 
 
@@ -331,7 +331,7 @@ class SnapshotBuilder:
     def _key(self, trial: Row | _Failed) -> _Key:
         return (self._problems.of(trial.problem), self._candidates.of(trial.candidate), trial.source_hash)
 
-    def _add_pins(self, pins: Iterable[PinRecord], layer: str, layer_rank: int) -> None:
+    def _add_pins(self, pins: Iterable[Pin], layer: str, layer_rank: int) -> None:
         """Keep the newest pin of each problem that has none from a nearer layer."""
         for pin in pins:
             if pin.problem.world_size != self._world_size or pin.environment.hard_key != self._environment.hard_key:

@@ -33,11 +33,11 @@ from tunedcomm.db.migrate import ensure_schema
 from tunedcomm.db.query import raw, table
 from tunedcomm.db.records import (
     STATUSES,
-    PinRecord,
+    Pin,
     Reader,
-    RunRecord,
+    Run,
     Status,
-    TrialRecord,
+    Trial,
     canonical_json,
     config_digest,
     parse_environment,
@@ -258,7 +258,7 @@ class Database:
         if self._write(lambda connection, _: connection.execute(ended).rowcount) == 0:
             raise ValueError(f"{self._target} has no run {run_id}; pass what start_run returned")
 
-    def record(self, records: Iterable[TrialRecord]) -> list[int]:
+    def record(self, records: Iterable[Trial]) -> list[int]:
         """Add trials in one transaction, all or none; returns their ids in the same order."""
         batch = list(records)
         if not batch:
@@ -307,7 +307,7 @@ class Database:
         status: Status | None = None,
         final: bool | None = None,
         after_id: int | None = None,
-    ) -> list[TrialRecord]:
+    ) -> list[Trial]:
         """Trials that match every given filter, oldest first; `environment` matches in every field.
 
         With `after_id`, those of a higher id. A server gives ids out before rows can be seen: whoever follows what
@@ -360,11 +360,11 @@ class Database:
         found = self._read(lambda connection, reader: query.load_problems(connection, reader, *where))
         return sorted(found.values())
 
-    def runs(self) -> list[RunRecord]:
+    def runs(self) -> list[Run]:
         """Every run, oldest first."""
         return self._read(query.runs)
 
-    def pins(self) -> list[PinRecord]:
+    def pins(self) -> list[Pin]:
         """Every pin, oldest first."""
         return self._read(query.pins)
 
@@ -420,7 +420,7 @@ _PARSERS: Mapping[type[Base], Any] = {EnvironmentRow: parse_environment, Problem
 _CHUNK = 500  # below every driver's limit of parameters in one statement
 
 
-def append_trials(connection: Connection, batch: Sequence[TrialRecord], *, key: str, again: bool = False) -> list[int]:
+def append_trials(connection: Connection, batch: Sequence[Trial], *, key: str, again: bool = False) -> list[int]:
     """Add trials; returns their ids in the same order.
 
     Args:
@@ -488,12 +488,12 @@ def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Pro
     return {p: row_id(ids.get((p.digest,))) for p in distinct}
 
 
-def variant_key(record: TrialRecord) -> tuple[str, str, str, str]:
+def variant_key(record: Trial) -> tuple[str, str, str, str]:
     """The record's variant as `variant_ids` names it."""
     return (record.source_hash, record.problem.op, record.variant, record.numerics)
 
 
-def variant_ids(connection: Connection, records: Iterable[TrialRecord]) -> dict[tuple[Any, ...], int]:
+def variant_ids(connection: Connection, records: Iterable[Trial]) -> dict[tuple[Any, ...], int]:
     """Ids by `variant_key` of the records' variants, which are added where they are new."""
     keys = sorted({variant_key(record) for record in records})
     wanted: dict[tuple[Any, ...], dict[str, Any]] = {key: dict(zip(_VARIANT_KEY, key, strict=True)) for key in keys}

@@ -13,7 +13,7 @@ from typing import TypeVar
 from tunedcomm import kernels, metrics
 from tunedcomm.bench.csv import NEEDED, floor_us, known_link_gb_s
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import RunRecord, TrialRecord
+from tunedcomm.db.records import Run, Trial
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.errors import UnknownNameError
@@ -409,8 +409,8 @@ class StoredFile:
 
     name: str
     target: str
-    trials: tuple[TrialRecord, ...]
-    runs: tuple[RunRecord, ...]
+    trials: tuple[Trial, ...]
+    runs: tuple[Run, ...]
     environments: tuple[Environment, ...]
 
 
@@ -444,7 +444,7 @@ class Answer:
     scored: Mapping[Candidate, Scored] = field(default_factory=dict)
     library_us: float | None = None
 
-    def library_reckoned_us(self, trial: TrialRecord) -> float | None:
+    def library_reckoned_us(self, trial: Trial) -> float | None:
         """The library's time that dispatch sets against a trial's; None where that is the one of the trial's run."""
         found = self.scored.get(trial.candidate)
         if found is None or self.library_us is None or found.row.latency_p50_us != trial.latency_p50_us:
@@ -501,7 +501,7 @@ def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
     The finals count where there are any, as for dispatch. What is chosen is a row of its own where it is another
     config of its variant than the one that was fastest there.
     """
-    best: dict[tuple[str, Problem], dict[Candidate, TrialRecord]] = {}
+    best: dict[tuple[str, Problem], dict[Candidate, Trial]] = {}
     places = {}
     for trial in stored.trials:
         if trial.status == "ok" and trial.latency_p50_us is not None:
@@ -518,11 +518,11 @@ def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
 
 
 def _of_problem(
-    origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, TrialRecord], chooser: Chooser
+    origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, Trial], chooser: Chooser
 ) -> Iterable[Measured]:
     answer = chooser.choose(problem, environment)
     chosen = answer.candidate
-    kept: dict[str, TrialRecord] = {}
+    kept: dict[str, Trial] = {}
     for trial in sorted(trials.values(), key=lambda trial: _rank_of(trial, answer)):
         kept.setdefault(trial.variant, trial)
     if chosen is not None and chosen in trials:
@@ -553,7 +553,7 @@ def _of_problem(
         )
 
 
-def _rank_of(trial: TrialRecord, answer: Answer) -> tuple[bool, bool, float]:
+def _rank_of(trial: Trial, answer: Answer) -> tuple[bool, bool, float]:
     """Order of one variant's trials: what dispatch compares first, then finals, then by what they are taken to need."""
     assert trial.latency_p50_us is not None
     found = answer.scored.get(trial.candidate)

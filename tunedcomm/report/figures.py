@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tunedcomm.db.query import BEST_OF_VARIANT
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.report.data import (
     CHOSEN,
@@ -595,7 +595,7 @@ _NO_SEARCH = (
 )
 
 
-def best_so_far(trials: Iterable[TrialRecord]) -> list[float | None]:
+def best_so_far(trials: Iterable[Trial]) -> list[float | None]:
     """After each trial of the search, in the order of their times, the least latency until then over that of the end.
 
     Trials that failed count as trials; None until one has run.
@@ -618,7 +618,7 @@ def sweep_panels(databases: Sequence[StoredFile]) -> list[Panel]:
 
 def _sweeps_of(stored: StoredFile) -> list[Panel]:
     """One for each op, dtype, world size and mode whose search is stored."""
-    searched: dict[Group, dict[Problem, list[TrialRecord]]] = {}
+    searched: dict[Group, dict[Problem, list[Trial]]] = {}
     for trial in stored.trials:
         group = group_of(stored.name, trial.problem, trial.environment)
         searched.setdefault(group, {}).setdefault(trial.problem, []).append(trial)
@@ -631,7 +631,7 @@ def _sweeps_of(stored: StoredFile) -> list[Panel]:
     return panels
 
 
-def _is_whole(trials: Iterable[TrialRecord]) -> bool:
+def _is_whole(trials: Iterable[Trial]) -> bool:
     """An export keeps no more of a search than the few best of each variant, which show no course."""
     counts = Counter(trial.variant for trial in trials if trial.status == "ok" and not trial.final)
     return max(counts.values(), default=0) > BEST_OF_VARIANT
@@ -769,7 +769,7 @@ def _failures_of(stored: StoredFile) -> Panel | None:
     )
 
 
-def _reasons(failed: Sequence[TrialRecord]) -> Table:
+def _reasons(failed: Sequence[Trial]) -> Table:
     """By what they have in common; of a kind that there is once, the reason itself."""
     kinds: dict[tuple[str, str, str, str], list[str]] = {}
     for trial in failed:

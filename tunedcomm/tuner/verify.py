@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
@@ -241,7 +241,7 @@ class Verified:
         return self.latency_us / self.library_us
 
 
-def judge(winner: Winner, records: Iterable[TrialRecord], *, tolerance: float) -> Verified:
+def judge(winner: Winner, records: Iterable[Trial], *, tolerance: float) -> Verified:
     """Compare a winner with the trials that were made now.
 
     Args:
@@ -299,7 +299,7 @@ def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> t
     return "ok", "as fast against the library as it was" if winner.ratio is not None else "faster than the library"
 
 
-def _why_unmeasured(winner: Winner, records: list[TrialRecord]) -> str:
+def _why_unmeasured(winner: Winner, records: list[Trial]) -> str:
     lost = [r for r in records if r.variant == winner.candidate.variant and r.status in LOST]
     if lost:
         where = "; ".join(f"{record.status} at {record.problem}" for record in lost)
@@ -309,7 +309,7 @@ def _why_unmeasured(winner: Winner, records: list[TrialRecord]) -> str:
 
 
 def _faster(
-    winner: Winner, records: list[TrialRecord], mine: Row, library_us: float
+    winner: Winner, records: list[Trial], mine: Row, library_us: float
 ) -> tuple[Candidate | None, float | None]:
     """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise.
 
@@ -330,7 +330,7 @@ def _faster(
     return (None, None) if best is None else (best[1], best[0])
 
 
-def _row(record: TrialRecord) -> Row:
+def _row(record: Trial) -> Row:
     assert record.latency_p50_us is not None
     names = "problem candidate source_hash environment latency_p50_us latency_p10_us latency_p90_us samples".split()
     names += ["baseline_p50_us", "final"]
@@ -367,7 +367,7 @@ class Recheck(Coordinator):
         self,
         settings: Settings,
         *,
-        on_trial: Callable[[TrialRecord], None],
+        on_trial: Callable[[Trial], None],
         choose: Callable[[Environment, Limits], Work],
     ) -> None:
         super().__init__((), settings, source_hash=source_hash, on_trial=on_trial)
@@ -528,7 +528,7 @@ class _Verify(Running):
     ) -> None:
         self._spec = spec
         self._winners: dict[Problem, Stored] = {}
-        self._records: list[TrialRecord] = []
+        self._records: list[Trial] = []
         super().__init__(settings, Recheck(settings, on_trial=self.add, choose=self._choose), database, progress)
 
     def run(self) -> VerifyOutcome:
@@ -571,7 +571,7 @@ class _Verify(Running):
         must = {(winner.problem, winner.candidate) for stored in self._winners.values() for winner in stored.winners}
         return Work(chosen, frozenset(must))
 
-    def add(self, trial: TrialRecord) -> None:
+    def add(self, trial: Trial) -> None:
         """Take in a trial that ended."""
         self._records.append(trial)
         super().add(trial)

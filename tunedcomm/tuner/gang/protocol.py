@@ -217,7 +217,7 @@ class TrialResult:
     """The result of a trial; the same on every rank.
 
     Attributes:
-        status, reason, latency, baseline_us, error: as in `db.records.TrialRecord`; the status may be `TOO_LARGE`.
+        status, reason, latency, baseline_us, error: as in `db.records.Trial`; the status may be `TOO_LARGE`.
         bind_s: seconds for which the slowest rank bound the candidate (and the library, where that was bound first).
         compiled: binaries that were not in the cache then, on the rank that had to compile most.
     """

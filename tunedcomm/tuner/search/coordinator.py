@@ -15,7 +15,7 @@ from functools import partial
 from typing import cast
 
 from tunedcomm.db.engine import warn_once
-from tunedcomm.db.records import Status, TrialRecord
+from tunedcomm.db.records import Status, Trial
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
@@ -347,11 +347,11 @@ class Coordinator:
         settings: Settings,
         *,
         source_hash: Callable[[str, str], str],
-        on_trial: Callable[[TrialRecord], None],
-        stored: Iterable[TrialRecord] = (),
+        on_trial: Callable[[Trial], None],
+        stored: Iterable[Trial] = (),
         clock: Callable[[], float] = time.monotonic,
         claims: Claims | None = None,
-        news: Callable[[Problem], Iterable[TrialRecord]] = lambda problem: (),
+        news: Callable[[Problem], Iterable[Trial]] = lambda problem: (),
         seconds_left: float | None = None,
         run_id: int | None = None,
     ) -> None:
@@ -410,7 +410,7 @@ class Coordinator:
             return Command(kind="wait")
         return Command(kind="end", reason="budget" if self._budget.left() <= 0 else "done")
 
-    def learn(self, gang: int, result: TrialResult) -> TrialRecord | None:
+    def learn(self, gang: int, result: TrialResult) -> Trial | None:
         """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
         running = self._running.pop(gang)
         self._killed.pop((running.problem, running.candidate), None)
@@ -431,7 +431,7 @@ class Coordinator:
 
     def lost(
         self, gang: int, status: str, reason: str, *, begun: Candidate | None, killed: bool = False
-    ) -> TrialRecord | None:
+    ) -> Trial | None:
         """Take in that a gang is gone.
 
         Args:
@@ -661,10 +661,10 @@ class Coordinator:
         for finals in self._finals.values():
             finals.skip(running.problem)
 
-    def _store(self, problem: Problem, candidate: Candidate, result: TrialResult, *, final: bool) -> TrialRecord:
+    def _store(self, problem: Problem, candidate: Candidate, result: TrialResult, *, final: bool) -> Trial:
         assert self.environment is not None
         variant, latency = get_variant(candidate.op, candidate.variant), result.latency
-        trial = TrialRecord(
+        trial = Trial(
             problem=problem,
             environment=self.environment,
             variant=candidate.variant,

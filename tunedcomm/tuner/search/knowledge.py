@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import (
@@ -53,14 +53,14 @@ class Knowledge:
         source_hash: Callable[[str, str], str],
         *,
         retry: bool = False,
-        stored: Iterable[TrialRecord] = (),
+        stored: Iterable[Trial] = (),
     ) -> None:
         self._limits = limits
         self._retry = retry
         self._source_hash = source_hash
-        self._results: dict[Problem, dict[Candidate, TrialRecord]] = {problem: {} for problem in problems}
-        self._finals: dict[Problem, dict[Candidate, TrialRecord]] = {problem: {} for problem in self._results}
-        self._proposals: dict[Problem, list[TrialRecord]] = {}
+        self._results: dict[Problem, dict[Candidate, Trial]] = {problem: {} for problem in problems}
+        self._finals: dict[Problem, dict[Candidate, Trial]] = {problem: {} for problem in self._results}
+        self._proposals: dict[Problem, list[Trial]] = {}
         self._tried: set[tuple[Problem, Candidate]] = set()
         self._quarantine: set[tuple[Problem, Candidate]] = set()
         self._environment = environment
@@ -70,7 +70,7 @@ class Knowledge:
             elif trial.status == "ok" and not environment.mismatches(trial.environment):
                 self._proposals.setdefault(trial.problem, []).append(trial)
 
-    def counts(self, trial: TrialRecord) -> bool:
+    def counts(self, trial: Trial) -> bool:
         """True if a stored trial was measured in this environment, and of the kernels as they are now."""
         if trial.environment != self._environment:
             return False
@@ -79,12 +79,12 @@ class Knowledge:
         except UnknownNameError:
             return False
 
-    def add(self, trial: TrialRecord) -> None:
+    def add(self, trial: Trial) -> None:
         """Take in a result of this sweep; a later one of the same candidate replaces an earlier one."""
         self._tried.add((trial.problem, trial.candidate))
         self._enter(trial)
 
-    def _enter(self, trial: TrialRecord) -> None:
+    def _enter(self, trial: Trial) -> None:
         problem, candidate = trial.problem, trial.candidate
         if trial.status in LOST and not (self._retry and (problem, candidate) not in self._tried):
             self._quarantine.add((problem.family, candidate))

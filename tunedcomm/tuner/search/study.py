@@ -22,7 +22,7 @@ from optuna.storages.journal import BaseJournalBackend
 from sqlalchemy import make_url
 
 from tunedcomm.db.engine import data_directory
-from tunedcomm.db.records import TrialRecord
+from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, Value
@@ -291,11 +291,11 @@ class StudyMirror:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._trials: queue.SimpleQueue[TrialRecord | None] = queue.SimpleQueue()
+        self._trials: queue.SimpleQueue[Trial | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tunedcomm-studies", daemon=True)
         self._thread.start()
 
-    def add(self, trials: Iterable[TrialRecord]) -> None:
+    def add(self, trials: Iterable[Trial]) -> None:
         """Copy stored trials soon."""
         for trial in trials:
             self._trials.put(trial)

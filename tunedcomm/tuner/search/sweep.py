@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tunedcomm import kernels
 from tunedcomm.db.records import FAILED as DANGEROUS
-from tunedcomm.db.records import TrialRecord, canonical_json, fastest
+from tunedcomm.db.records import Trial, canonical_json, fastest
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, num_gpu_ranks, ranks_share_a_gpu
@@ -332,7 +332,7 @@ class ProblemResult:
     """
 
     problem: Problem
-    best: TrialRecord | None
+    best: Trial | None
     library_us: float | None
     num_trials: int
     failures: dict[str, int]
@@ -392,14 +392,14 @@ class SweepOutcome:
         return tuple(result.problem for result in self.problems if result.best is None)
 
 
-def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> ProblemResult:
+def summarise_problem(problem: Problem, records: Iterable[Trial]) -> ProblemResult:
     """Sum up the records of one problem in one environment, oldest first; finals count before searches.
 
     Of a candidate's the last one counts. What failed after it was good is not used, as in dispatch.
     """
     known = list(records)
     lost = {candidate for candidate, r in {r.candidate: r for r in known}.items() if r.status in DANGEROUS}
-    latest: dict[tuple[Candidate, bool], TrialRecord] = {(r.candidate, r.final): r for r in known}
+    latest: dict[tuple[Candidate, bool], Trial] = {(r.candidate, r.final): r for r in known}
     tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
     ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics) and _may_be_chosen(r)]
     ran = [r for r in ran if r.candidate not in lost]
@@ -415,7 +415,7 @@ def summarise_problem(problem: Problem, records: Iterable[TrialRecord]) -> Probl
     )
 
 
-def _may_be_chosen(record: TrialRecord) -> bool:
+def _may_be_chosen(record: Trial) -> bool:
     known = variants(record.problem.op).get(record.variant)
     return known is None or known.bounded
 
@@ -441,7 +441,7 @@ class SweepCounters:
         self._gang_s = self._bind_s = self._compile_s = 0.0
         self._seen_s = _WARM_UP_S
 
-    def add(self, trial: TrialRecord, now: float) -> None:
+    def add(self, trial: Trial, now: float) -> None:
         """Count a trial; an infeasible candidate is none."""
         if trial.status == "infeasible":
             return
@@ -503,7 +503,7 @@ class VariantSummary:
     variant: str
     num_ran: int
     failures: Mapping[str, int]
-    firsts: tuple[TrialRecord, ...] = ()
+    firsts: tuple[Trial, ...] = ()
     infeasible: str = ""
 
     @property
@@ -512,24 +512,24 @@ class VariantSummary:
         return bool(self.failures) and not self.num_ran
 
 
-def summarise_variants(records: Iterable[TrialRecord]) -> tuple[VariantSummary, ...]:
+def summarise_variants(records: Iterable[Trial]) -> tuple[VariantSummary, ...]:
     """Sum up trials of one environment and of the kernels as they are, by variant."""
-    by_variant: dict[str, list[TrialRecord]] = {}
+    by_variant: dict[str, list[Trial]] = {}
     for record in _latest(records).values():
         by_variant.setdefault(record.variant, []).append(record)
     return tuple(_fate(variant, mine) for variant, mine in sorted(by_variant.items()))
 
 
-def num_failed(records: Iterable[TrialRecord]) -> int:
+def num_failed(records: Iterable[Trial]) -> int:
     """How many candidates of how many problems failed in these trials, at last; infeasible ones did not."""
     return sum(record.status in _BROKEN for record in _latest(records).values())
 
 
-def _latest(records: Iterable[TrialRecord]) -> dict[tuple[Problem, Candidate], TrialRecord]:
+def _latest(records: Iterable[Trial]) -> dict[tuple[Problem, Candidate], Trial]:
     return {(record.problem, record.candidate): record for record in records if not record.final}
 
 
-def _fate(variant: str, records: list[TrialRecord]) -> VariantSummary:
+def _fate(variant: str, records: list[Trial]) -> VariantSummary:
     failures: Counter[str] = Counter(record.status for record in records if record.status in _BROKEN)
     num_ran = sum(record.status in _RAN for record in records)
     reasons = [record.reason for record in records if record.status == "infeasible"]
@@ -616,7 +616,7 @@ class Running:
         )
         self._counters = SweepCounters()
         self._begin, self._told_s = time.monotonic(), -_PROGRESS_S
-        self._pending: list[TrialRecord] = []
+        self._pending: list[Trial] = []
         self._pool: CompilePool | None = None
         self._ahead: Iterator[int] | None = None
         self._num_ahead = 0
@@ -645,7 +645,7 @@ class Running:
 
     # What coordinator and supervisor call
 
-    def add(self, trial: TrialRecord) -> None:
+    def add(self, trial: Trial) -> None:
         """Take in a trial that ended."""
         self._pending.append(trial)
         self._counters.add(trial, self._elapsed_s)
@@ -673,7 +673,7 @@ class Running:
                 raise
             self._stored(pending)
 
-    def _stored(self, trials: list[TrialRecord]) -> None:
+    def _stored(self, trials: list[Trial]) -> None:
         """These trials are in the database now."""
 
     # Telling
@@ -746,7 +746,7 @@ class _Sweep(Running):
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._problems, self._known = problems, stored_records(database, problems)
-        self._records: dict[Problem, list[TrialRecord]] = {problem: [] for problem in problems}
+        self._records: dict[Problem, list[Trial]] = {problem: [] for problem in problems}
         for record in self._known:
             self._records[record.problem].append(record)
         self._seen = {problem: {r.id or 0 for r in found} for problem, found in self._records.items()}
@@ -808,16 +808,16 @@ class _Sweep(Running):
         if self._pool is not None and self._ahead is None:
             self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
 
-    def add(self, trial: TrialRecord) -> None:
+    def add(self, trial: Trial) -> None:
         """Take in a trial that ended."""
         self._records[trial.problem].append(trial)
         super().add(trial)
 
-    def _stored(self, trials: list[TrialRecord]) -> None:
+    def _stored(self, trials: list[Trial]) -> None:
         self._coordinator.trials_stored()
         self._mirror.add(trials)
 
-    def _news(self, problem: Problem) -> list[TrialRecord]:
+    def _news(self, problem: Problem) -> list[Trial]:
         """Read what other supervisors have stored of a problem since the last call."""
         seen = self._seen[problem]
         after = max(max(seen, default=0) - _ID_LAG, 0)
@@ -840,12 +840,12 @@ class _Sweep(Running):
         result = self._result(problem)
         return result.best.latency_p50_us if result.best else None, result.library_us
 
-    def _is_wanted(self, record: TrialRecord) -> bool:
+    def _is_wanted(self, record: Trial) -> bool:
         """True for a trial of what is tuned."""
         asked = self._settings.variants
         return (not asked or record.variant in asked) and self._is_current(record)
 
-    def _is_current(self, record: TrialRecord) -> bool:
+    def _is_current(self, record: Trial) -> bool:
         """True for a trial in this environment and of the kernels as they are."""
         variant = variants(record.problem.op).get(record.variant)
         if variant is None or record.environment != self._coordinator.environment:
@@ -861,7 +861,7 @@ def _budget_text(spec: SweepSpec, settings: Settings) -> str:
     return f"{seconds}{settings.trials} trials a problem"
 
 
-def stored_records(database: Database, problems: Iterable[Problem]) -> list[TrialRecord]:
+def stored_records(database: Database, problems: Iterable[Problem]) -> list[Trial]:
     """What the database holds on these problems, in any environment, oldest first."""
     wanted = set(problems)
     found = [
