@@ -18,7 +18,8 @@ from report_samples import gemm_csv, recorded_database
 
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.data import gather
-from tunedcomm.report.page import INK, render
+from tunedcomm.report.figures import INK
+from tunedcomm.report.page import render
 
 BROWSER = chromium.find()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (apt-get install chromium)")

@@ -62,7 +62,7 @@ def test_pruned_trials_are_no_failures(tmp_path: Path) -> None:
     crashed = replace(slow, status="crashed", reason="CUDA error")
     (panel,) = failure_panels([replace(sample, trials=(*sample.trials, slow, crashed))])
     assert panel.title.startswith("1 of 3 trials")
-    assert [entry.name for entry in panel.key] == ["crashed"]
+    assert [entry["name"] for entry in panel.key] == ["crashed"]
     assert panel.tables[0].rows == [["1", "all_reduce", "lamport", "crashed", "CUDA error"]]
 
 

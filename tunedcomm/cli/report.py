@@ -52,7 +52,7 @@ def report(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--csv") from error
     for file in material.files:
-        if not (file.rows or file.candidates or file.rules or file.skipped):
+        if not (file.rows or file.rules or file.skipped):
             note(f"{file.name}: has no rows")
         if file.skipped:
             note(f"{file.name}: left out {len(file.skipped)} lines that make no sense; the page lists them")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, cast
 
 from tunedcomm import kernels, metrics
 from tunedcomm.bench.csv import NEEDED, floor_us, known_link_gb_s
@@ -21,17 +22,16 @@ from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import Scored
 from tunedcomm.selection.select import Registered, measured_pool
 from tunedcomm.selection.snapshot import Snapshot
-from tunedcomm.spec import Candidate, Problem, format_shape, get_op, parse_shape, variants
+from tunedcomm.spec import Candidate, InputKind, Mode, Problem, format_shape, get_op, parse_shape, variants
 from tunedcomm.symm.layout import limits_for
 
 LIBRARY = "library"
-T = TypeVar("T")
 # What dispatch ran, in a benchmark.
 TUNED = "tuned"
 # What dispatch would run by a database: a mark on the variants' lines, no line of its own.
 CHOSEN = "chosen"
 _ORDER = {TUNED: 0, LIBRARY: 1}
-_OPS = (*"all_reduce all_gather reduce_scatter all_to_all all_to_all_v all_reduce_rms_norm all_reduce_bias".split(),)
+_OPS = "all_reduce all_gather reduce_scatter all_to_all all_to_all_v all_reduce_rms_norm all_reduce_bias".split()
 # The library's times in two runs differ so much where a host was throttled, and a ratio to one of them says little.
 _UNSTEADY = 1.5
 _RULES = ("world_size", "rule", "regret_mean", "regret_worst")
@@ -41,51 +41,72 @@ _CANDIDATE = "candidate"
 _SOFTWARE = ("gpu", "fabric", "driver", "torch", "triton", "nccl", "tunedcomm")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """Measurements that belong into one figure.
 
     Attributes:
         origin: the CSV file's name, or the database's layer.
-        op, dtype, world_size, mode, reduction, input_kind, in_place, layout: what their problems have in common.
+        common: what their problems have in common: a problem without a shape.
         gpu, fabric: where they were measured.
         is_host_time: times that the host spends on a call, not the GPUs.
     """
 
     origin: str
-    op: str
-    world_size: int
-    dtype: str
-    mode: str
-    reduction: str = ""
-    input_kind: str = "plain"
-    in_place: bool = False
-    layout: str = ""
+    common: Problem
     gpu: str = ""
     fabric: str = ""
     is_host_time: bool = False
 
     @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.common.op
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.common.world_size
+
+    @property
+    def is_gemm(self) -> bool:
+        """Problems with extents MxNxK, which no single size orders."""
+        return "gemm" in self.op
+
+    @property
     def title(self) -> str:
         """`all_reduce, bfloat16, 4 × NVIDIA H200, graph`, and what is not as usual."""
+        common = self.common
         where = f"{self.world_size} × {self.gpu}" if self.gpu else f"{self.world_size} ranks"
         more = [
-            self.reduction if self.reduction not in ("", "sum") else "",
-            f"{self.input_kind} input" if self.input_kind != "plain" else "",
-            "in place" if self.in_place else "",
-            f"layout {self.layout}" if self.layout else "",
+            common.reduction if common.reduction not in ("", "sum") else "",
+            f"{common.input_kind} input" if common.input_kind != "plain" else "",
+            "in place" if common.in_place else "",
+            f"layout {common.layout}" if common.layout else "",
             "time on the host" if self.is_host_time else "",
         ]
-        return ", ".join([self.op, self.dtype, where, self.mode, *filter(None, more)])
+        return ", ".join([self.op, common.dtype, where, common.mode, *filter(None, more)])
 
     @property
     def slug(self) -> str:
         """For file names and anchors."""
-        text = f"{self.op} {self.dtype} x{self.world_size} {self.title.split(', ', 3)[-1]} {self.origin}"
+        text = f"{self.op} {self.common.dtype} x{self.world_size} {self.title.split(', ', 3)[-1]} {self.origin}"
         return "-".join("".join(c if c.isalnum() or c == "_" else " " for c in text.lower()).split())
 
+    @property
+    def library(self) -> str:
+        """`NCCL, then PyTorch operators, not compiled`; `the library` of an op that this tunedcomm does not have."""
+        kernels.discover()
+        found = variants(self.op).get(LIBRARY)
+        if found is None:
+            return "the library"
+        here, elsewhere = (" on CPUs", " on GPUs") if self.fabric == "host" else (" on GPUs", " on CPUs")
+        parts = [part for part in found.summary.split(", ") if not part.endswith(elsewhere)]
+        summary = ", ".join(part.removesuffix(here) for part in parts)
+        return f"{summary}, not compiled" if ", then " in summary else summary
+
     def link_gb_s(self, given: float | None = None) -> float | None:
-        """What one GPU can send to its peers, in 1e9 bytes/s, by default as measured; None if that is not known."""
+        """Most that one GPU sends to its peers, in 1e9 bytes/s, by default as measured; None if that is not known."""
         if self.is_host_time or self.world_size < 2:
             return None
         return given if given is not None else known_link_gb_s(self.gpu, self.fabric)
@@ -95,22 +116,10 @@ class Group:
         return None if link_gb_s is None else floor_us(self.op, message_bytes, self.world_size, link_gb_s)
 
     @property
-    def library(self) -> str:
-        """`NCCL, then PyTorch operators, not compiled`; `the library` of an op that this tunedcomm does not have."""
-        kernels.discover()
-        found = variants(self.op).get("library")
-        if found is None:
-            return "the library"
-        here, elsewhere = (" on CPUs", " on GPUs") if self.fabric == "host" else (" on GPUs", " on CPUs")
-        parts = [part for part in found.summary.split(", ") if not part.endswith(elsewhere)]
-        said = ", ".join(part.removesuffix(here) for part in parts)
-        # What follows the collective are calls of PyTorch, as a program without torch.compile makes them.
-        return f"{said}, not compiled" if ", then " in said else said
-
-    @property
-    def is_gemm(self) -> bool:
-        """Problems with extents MxNxK, which no single size orders."""
-        return "gemm" in self.op
+    def sort_key(self) -> tuple[Any, ...]:
+        """By op as people look for them, GEMMs last."""
+        known = _OPS.index(self.op) if self.op in _OPS else len(_OPS)
+        return self.is_gemm, known, self.op, self.origin, self.world_size, self.title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +133,8 @@ class Measured:
         config: the candidate that ran, in words.
         latency_p10_us, latency_p50_us, latency_p90_us: percentiles of the slowest rank.
         library_us: the library's median in the same run; None where it is not known.
-        library_reckoned_us: the library's time that dispatch sets against it, where that is not `library_us`: that is
-            not known, was disturbed, or counts by half, being of an eager call.
-        error: ||out - ref|| / ||ref||; None if it was not checked.
+        library_reckoned_us: the library's time that dispatch compares with instead, because `library_us` is missing or
+            was disturbed, or because an eager call's counts by half; None where dispatch uses `library_us`.
         date, run_id: when and in which run.
         is_chosen: what dispatch runs here.
         why: the reason, where it is chosen.
@@ -143,7 +151,6 @@ class Measured:
     latency_p90_us: float | None = None
     library_us: float | None = None
     library_reckoned_us: float | None = None
-    error: float | None = None
     date: str = ""
     run_id: str = ""
     is_chosen: bool = False
@@ -164,7 +171,7 @@ class Measured:
 
     @property
     def over_library(self) -> float | None:
-        """How many times as fast as the library, in a database as dispatch reckons; None where it is not known."""
+        """How many times as fast as the library, as dispatch compares them; None where it is not known."""
         library_us = self.library_reckoned_us or self.library_us
         return None if library_us is None else library_us / self.latency_p50_us
 
@@ -174,68 +181,38 @@ class Measured:
         return "–" if self.over_library is None else f"{self.over_library:.2f}×" + (" ‡" if self.is_unsteady else "")
 
     @property
-    def extents(self) -> tuple[int, ...]:
-        """The shape as numbers."""
-        return parse_shape(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One contender over the sizes of a figure, from small to large."""
-
-    name: str
-    points: tuple[Measured, ...]
+    def run(self) -> tuple[Group, str, str, str]:
+        """Rows of one run at one problem were measured beside each other."""
+        return self.group, self.shape, self.date, self.run_id
 
 
 def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
     """Measurements by figure, one of each contender at each problem: of the newest run, and there the fastest."""
     found = list(found)
-    newest: dict[tuple[Group, str, str], Measured] = {}
-    for one in found:
-        key = (one.group, one.shape, one.contender)
-        other = newest.get(key)
-        if other is None or _rank(one) > _rank(other):
-            newest[key] = one
-    library = {_run_of(one): one.latency_p50_us for one in found if one.contender == LIBRARY}
-    shown = {(one.group, one.shape): one.latency_p50_us for one in newest.values() if one.contender == LIBRARY}
-    grouped: dict[Group, list[Measured]] = {}
+    ranked = sorted(found, key=lambda one: (one.date, one.is_chosen, -one.latency_p50_us))
+    newest = {(one.group, one.shape, one.contender): one for one in ranked}
+    library = {one.run: one.latency_p50_us for one in found if one.contender == LIBRARY}
+    grouped: dict[Group, list[Measured]] = {group: [] for group in in_order({one.group for one in found})}
     for one in sorted(newest.values(), key=lambda one: (one.message_bytes, one.shape, one.contender)):
-        library_us = one.library_us or (None if one.library_reckoned_us else library.get(_run_of(one)))
-        own_us = shown.get((one.group, one.shape))
-        is_unsteady = _differ(one.library_reckoned_us or library_us, own_us)
-        grouped.setdefault(one.group, []).append(replace(one, library_us=library_us, is_unsteady=is_unsteady))
-    return in_order(grouped)
+        library_us = one.library_us or (None if one.library_reckoned_us else library.get(one.run))
+        against_us = one.library_reckoned_us or library_us
+        own = newest.get((one.group, one.shape, LIBRARY))
+        is_steady = not own or not against_us or 1 / _UNSTEADY < against_us / own.latency_p50_us < _UNSTEADY
+        grouped[one.group].append(replace(one, library_us=library_us, is_unsteady=not is_steady))
+    return grouped
 
 
-def in_order(groups: Mapping[Group, T]) -> dict[Group, T]:
-    """By op as people look for them, GEMMs last; then as groups are ordered."""
-
-    def place(group: Group) -> tuple[bool, int, str, Group]:
-        known = _OPS.index(group.op) if group.op in _OPS else len(_OPS)
-        return group.is_gemm, known, group.op, group
-
-    return {group: groups[group] for group in sorted(groups, key=place)}
+def in_order(groups: Iterable[Group]) -> list[Group]:
+    """By op as people look for them, GEMMs last."""
+    return sorted(groups, key=lambda group: group.sort_key)
 
 
-def _rank(one: Measured) -> tuple[str, bool, float]:
-    return one.date, one.is_chosen, -one.latency_p50_us
-
-
-def _differ(one_us: float | None, other_us: float | None) -> bool:
-    return bool(one_us and other_us) and not 1 / _UNSTEADY < (one_us or 0.0) / (other_us or 1.0) < _UNSTEADY
-
-
-def _run_of(one: Measured) -> tuple[Group, str, str, str]:
-    return one.group, one.shape, one.date, one.run_id
-
-
-def lines(found: Sequence[Measured]) -> list[Line]:
+def lines(found: Sequence[Measured]) -> dict[str, list[Measured]]:
     """The contenders of one figure: what dispatch runs first, the library second, the others by name."""
     by_name: dict[str, list[Measured]] = {}
-    for one in found:
+    for one in sorted(found, key=lambda one: (_ORDER.get(one.contender, 2), one.contender, one.message_bytes)):
         by_name.setdefault(one.contender, []).append(one)
-    names = sorted(by_name, key=lambda name: (_ORDER.get(name, 2), name))
-    return [Line(name, tuple(sorted(by_name[name], key=lambda one: one.message_bytes))) for name in names]
+    return by_name
 
 
 def best_by_shape(found: Sequence[Measured]) -> dict[str, Measured]:
@@ -260,15 +237,9 @@ def speedup(found: Sequence[Measured]) -> dict[str, float]:
     return {shape: one.over_library for shape, one in best_by_shape(found).items() if one.over_library is not None}
 
 
-def geomean(values: Iterable[float]) -> float | None:
-    """The geometric mean; None of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else None
-
-
 @dataclass(frozen=True, slots=True)
 class RegretRule:
-    """What one rule of selection loses at sizes that were not tuned; 1 is nothing."""
+    """Loss of one rule of selection at sizes that were not tuned: its choice's time over the best candidate's."""
 
     world_size: int
     rule: str
@@ -284,7 +255,6 @@ class BenchFile:
     Attributes:
         name: of the file.
         rows: contenders.
-        candidates: rows that time many candidates of one problem, for regret.
         rules: regret by rule.
         software: what the rows were measured with, each once.
         skipped: line to what is wrong with it.
@@ -292,22 +262,22 @@ class BenchFile:
 
     name: str
     rows: list[Measured] = field(default_factory=list)
-    candidates: list[Measured] = field(default_factory=list)
     rules: list[RegretRule] = field(default_factory=list)
     software: list[dict[str, str]] = field(default_factory=list)
     skipped: dict[int, str] = field(default_factory=dict)
 
 
 def read_csv(path: Path) -> BenchFile:
-    """Read one file; a line that makes no sense is left out and noted.
+    """Read one file; an invalid line is left out and noted.
 
     Raises:
         ValueError: it cannot be read, or is neither rows of `tunedcomm bench` nor a table of regret.
     """
     found = BenchFile(path.name)
+    candidates: list[Measured] = []
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, restval="")
             columns = reader.fieldnames or []
             is_rules = all(name in columns for name in _RULES)
             missing = [name for name in NEEDED if name not in columns]
@@ -318,83 +288,87 @@ def read_csv(path: Path) -> BenchFile:
                 )
             for row in reader:
                 try:
-                    _take(row, found, is_rules=is_rules)
+                    if is_rules:
+                        found.rules.append(_rule(row))
+                        continue
+                    measured = _bench_row(row, found.name)
                 except (ValueError, TypeError) as error:
                     found.skipped[reader.line_num] = str(error)
+                    continue
+                # bench/regret.py writes several configs of any variant, one of them the library.
+                is_candidate = measured.contender in (_CANDIDATE, LIBRARY) and "regret" in found.name
+                (candidates if is_candidate else found.rows).append(measured)
+                software = {name: row.get(name, "") for name in _SOFTWARE}
+                if software not in found.software:
+                    found.software.append(software)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    found.rules += _library_as_rule(candidates)
     return found
 
 
-def _take(row: Mapping[str, str | None], found: BenchFile, *, is_rules: bool) -> None:
-    if is_rules:
-        found.rules.append(
-            RegretRule(
-                world_size=int(row["world_size"] or 0),
-                rule=row["rule"] or "",
-                mean=_number(row, "regret_mean"),
-                worst=_number(row, "regret_worst"),
-                sizes=row.get("sizes") or "",
-            )
-        )
-        return
-    measured = _bench_row(row, found.name)
-    raw = row["contender"] == _CANDIDATE or (row["contender"] == LIBRARY and "regret" in found.name)
-    (found.candidates if raw else found.rows).append(measured)
-    software = {name: row.get(name) or "" for name in _SOFTWARE}
-    if software not in found.software:
-        found.software.append(software)
-
-
-def _number(row: Mapping[str, str | None], name: str) -> float:
+def _number(row: Mapping[str, str], name: str) -> float:
     value = float(row[name] or "nan")
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} is {row[name]!r}, not a number > 0")
     return value
 
 
-def _optional(row: Mapping[str, str | None], name: str) -> float | None:
-    text = row.get(name)
-    return float(text) if text else None
+def _rule(row: Mapping[str, str]) -> RegretRule:
+    mean, worst = _number(row, "regret_mean"), _number(row, "regret_worst")
+    return RegretRule(int(row["world_size"] or 0), row["rule"], mean, worst, row.get("sizes", ""))
 
 
-def _bench_row(row: Mapping[str, str | None], origin: str) -> Measured:
-    def text(name: str) -> str:
-        return row.get(name) or ""
+def _library_as_rule(candidates: Sequence[Measured]) -> list[RegretRule]:
+    """The loss of always running the library, by world size: its time over the best candidate's of the newest run."""
+    runs: dict[tuple[int, int], dict[tuple[str, str], list[Measured]]] = {}
+    for one in candidates:
+        by_run = runs.setdefault((one.group.world_size, one.message_bytes), {})
+        by_run.setdefault((one.date, one.run_id), []).append(one)
+    ratios: dict[int, list[float]] = {}
+    for (world_size, _), by_run in sorted(runs.items()):
+        members = by_run[max(by_run)]
+        library = [one.latency_p50_us for one in members if one.contender == LIBRARY]
+        others = [one.latency_p50_us for one in members if one.contender != LIBRARY]
+        if library and others:
+            ratios.setdefault(world_size, []).append(min(library) / min(others))
+    return [
+        RegretRule(world_size, "always the library", statistics.geometric_mean(found), max(found), str(len(found)))
+        for world_size, found in ratios.items()
+    ]
 
-    contender = text("contender")
+
+def _bench_row(row: Mapping[str, str], origin: str) -> Measured:
+    contender = row["contender"]
     if not contender:
         raise ValueError("contender is empty")
-    measured = Measured(
-        group=Group(
-            origin=origin,
-            op=text("op"),
-            world_size=int(text("world_size")),
-            dtype=text("dtype"),
-            mode=text("mode"),
-            reduction=text("reduction"),
-            input_kind=text("input_kind") or "plain",
-            in_place=text("in_place").lower() == "true",
-            layout=text("layout"),
-            gpu=text("gpu"),
-            fabric=text("fabric"),
-            is_host_time=contender.startswith(_HOST_COST),
-        ),
-        shape=text("shape"),
-        message_bytes=int(text("message_bytes")),
+    if not parse_shape(row["shape"]):
+        raise ValueError(f"shape {row['shape']!r} has no extents")
+    common = Problem(
+        op=row["op"],
+        shape=(),
+        dtype=row["dtype"],
+        world_size=int(row["world_size"]),
+        reduction=row.get("reduction", ""),
+        input_kind=cast("InputKind", row.get("input_kind") or "plain"),
+        in_place=row.get("in_place", "").lower() == "true",
+        layout=row.get("layout", ""),
+        mode=cast("Mode", row["mode"]),
+    )
+    is_host_time = contender.startswith(_HOST_COST)
+    return Measured(
+        group=Group(origin, common, row.get("gpu", ""), row.get("fabric", ""), is_host_time),
+        shape=row["shape"],
+        message_bytes=int(row["message_bytes"]),
         contender=contender.removeprefix(_HOST_COST),
-        config=text("config"),
+        config=row.get("config", ""),
         latency_p50_us=_number(row, "latency_p50_us"),
-        latency_p10_us=_optional(row, "latency_p10_us"),
-        latency_p90_us=_optional(row, "latency_p90_us"),
-        error=_optional(row, "error"),
-        date=text("date"),
-        run_id=text("run_id"),
+        latency_p10_us=float(text) if (text := row.get("latency_p10_us")) else None,
+        latency_p90_us=float(text) if (text := row.get("latency_p90_us")) else None,
+        date=row.get("date", ""),
+        run_id=row.get("run_id", ""),
         is_chosen=contender == TUNED,
     )
-    if not measured.extents:
-        raise ValueError(f"shape {measured.shape!r} has no extents")
-    return measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,13 +404,13 @@ def read_layer(layer: Layer, *, name: str, op: str | None = None) -> StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What dispatch makes of a problem that was measured.
+    """Dispatch's choice at a problem that was measured.
 
     Attributes:
-        candidate: what it would run; None where this tunedcomm does not have the op.
+        candidate: the choice; None where this tunedcomm does not have the op.
         why: the reason.
         scored: the candidates that it compares.
-        library_us: what it takes the library to need; None where that was never measured.
+        library_us: the library's median; None where it was never measured.
     """
 
     candidate: Candidate | None = None
@@ -455,7 +429,7 @@ class Answer:
 
 
 class Chooser:
-    """What dispatch would run by the databases given, on the hardware that they were measured on."""
+    """Dispatch by the databases given, on the hardware that they were measured on."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         kernels.discover()
@@ -463,7 +437,7 @@ class Chooser:
         self._snapshots: dict[tuple[Environment, int], Snapshot] = {}
 
     def choose(self, problem: Problem, environment: Environment) -> Answer:
-        """What dispatch would run there, and what it goes by."""
+        """The choice, with the candidates that it is made from."""
         try:
             get_op(problem.op)
         except UnknownNameError:
@@ -480,19 +454,15 @@ class Chooser:
 
 def group_of(origin: str, problem: Problem, environment: Environment) -> Group:
     """The figure that a stored problem belongs into."""
-    return Group(
-        origin=origin,
-        op=problem.op,
-        world_size=problem.world_size,
-        dtype=problem.dtype,
-        mode=problem.mode,
-        reduction=problem.reduction,
-        input_kind=problem.input_kind,
-        in_place=problem.in_place,
-        layout=problem.layout,
-        gpu=environment.gpu,
-        fabric=environment.fabric,
-    )
+    return Group(origin, replace(problem, shape=()), environment.gpu, environment.fabric)
+
+
+def message_bytes(problem: Problem) -> int:
+    """By which sizes are compared; of an op that this tunedcomm does not have, the input's bytes."""
+    try:
+        return get_op(problem.op).message_bytes(problem)
+    except UnknownNameError:
+        return problem.nbytes
 
 
 def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
@@ -527,17 +497,13 @@ def _of_problem(
         kept.setdefault(trial.variant, trial)
     if chosen is not None and chosen in trials:
         kept[chosen.variant] = trials[chosen]
-    try:
-        message_bytes = get_op(problem.op).message_bytes(problem)
-    except UnknownNameError:
-        message_bytes = problem.nbytes
     for name, trial in kept.items():
         assert trial.latency_p50_us is not None
         is_chosen = chosen == trial.candidate or (chosen is not None and name == LIBRARY == chosen.variant)
         yield Measured(
             group=group_of(origin, problem, environment),
             shape=format_shape(problem.shape),
-            message_bytes=message_bytes,
+            message_bytes=message_bytes(problem),
             contender=name,
             config=str(trial.candidate),
             latency_p50_us=trial.latency_p50_us,
@@ -545,7 +511,6 @@ def _of_problem(
             latency_p90_us=trial.latency_p90_us,
             library_us=trial.latency_p50_us if name == LIBRARY else trial.baseline_p50_us,
             library_reckoned_us=None if name == LIBRARY else answer.library_reckoned_us(trial),
-            error=trial.error,
             date=trial.created_at.isoformat(timespec="seconds"),
             run_id="" if trial.run_id is None else str(trial.run_id),
             is_chosen=is_chosen,
@@ -584,8 +549,8 @@ def gather(
     """Read databases and CSV files.
 
     Args:
-        layers: databases to read, nearest first; dispatch is asked what it makes of them together.
-        csv_files: what `tunedcomm bench --csv` and bench/regret.py wrote.
+        layers: databases to read, nearest first; dispatch chooses by all of them.
+        csv_files: written by `tunedcomm bench --csv` or bench/regret.py.
         op: only this op's rows.
         link_gb_s: what one GPU sends to its peers at most, in 1e9 bytes/s; None for what is known of the hardware.
 

@@ -1,4 +1,4 @@
-"""Figures and tables of a report, each described once: page.py draws them with plotly, images.py with matplotlib."""
+"""Sections of a report, with figures as plotly draws them: page.py writes them as HTML, images.py with matplotlib."""
 
 from __future__ import annotations
 
@@ -9,42 +9,50 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any
 
 from tunedcomm.db.query import BEST_OF_VARIANT
 from tunedcomm.db.records import Trial
-from tunedcomm.errors import UnknownNameError
 from tunedcomm.report.data import (
     CHOSEN,
     LIBRARY,
     TUNED,
     BenchFile,
     Group,
-    Line,
     Material,
     Measured,
     RegretRule,
     StoredFile,
     best_by_shape,
-    geomean,
     group_of,
     in_order,
     lines,
+    message_bytes,
     speedup,
 )
-from tunedcomm.spec import Problem, format_shape, get_op
+from tunedcomm.spec import Problem, format_shape
 
 # After Okabe and Ito's colours, which can be told apart by the colour-blind, the darkest a little lighter.
 _COLOURS = "#2f86d6 #e69f00 #00a37a #d678ac #8b6cf0 #56b4e9 #a39a00 #b0764a #1fb5b0 #e06c75".split()
-_MARKS = "circle square diamond triangle-up cross x triangle-down pentagon hexagram".split()
+_SYMBOLS = "circle square diamond triangle-up cross x triangle-down pentagon hexagram".split()
+_STRONG, _GREY = "#e05a2b", "#8a94a6"
 _STATUS_COLOURS = {
-    "infeasible": "#8a94a6",
+    "infeasible": _GREY,
     "compile_error": "#2f86d6",
     "incorrect": "#d678ac",
-    "crashed": "#e05a2b",
+    "crashed": _STRONG,
     "hung": "#8b6cf0",
 }
+# The heat maps' colours: slower than the library in orange, as fast in a pale grey, faster in blue; from half to twice
+# as fast in every figure, beyond that alike, so that a colour always says the same. INK reads on each of them, in dark
+# mode, too.
+SCALE = [(0.0, "#e8793a"), (0.25, "#f3b98d"), (0.5, "#eef1f5"), (0.75, "#9cc7ef"), (1.0, "#4391dd")]
+MOST = 1.0  # of the scale, as the power of two
+INK = "#0b1220"
+
+Trace = dict[str, Any]
+Axis = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,88 +61,34 @@ class Style:
 
     Attributes:
         colour: `#rrggbb`.
-        mark: plotly's name of the marker.
-        dash: plotly's name of the line's pattern; `none` for no line.
+        symbol: plotly's name of the marker; empty for a line without markers.
+        dash: plotly's name of the line's pattern.
         width: of the line.
     """
 
     colour: str
-    mark: str = "circle"
+    symbol: str = "circle"
     dash: str = "solid"
     width: float = 1.8
 
 
-_CHOSEN_STYLE = Style("#e05a2b", "star-open", "none")
-_CEILING_STYLE = Style("#8a94a6", mark="line-ew", dash="dash", width=1.6)
-_FIXED = {TUNED: Style("#e05a2b", mark="star", width=3.2), LIBRARY: Style("#8a94a6", mark="circle-open", width=2.2)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """One line, row of marks or set of bars.
-
-    Attributes:
-        name: series of one name are shown and hidden together.
-        style: its look.
-        kind: points joined by a line, alone, as steps without marks, or horizontal bars.
-        x, y: the points; of bars y is a name.
-        hover: a text for each point, in which HTML may stand.
-        labels: texts beside bars.
-        unit: of the value, for the hover text.
-        note: beside its name in the key.
-        in_key: it has a line in the key.
-    """
-
-    name: str
-    style: Style
-    kind: Literal["line", "marks", "steps", "bars"]
-    x: Sequence[float]
-    y: Sequence[float | str | None]
-    hover: Sequence[str] = ()
-    labels: Sequence[str] = ()
-    unit: str = ""
-    note: str = ""
-    in_key: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """An axis; `ticks` are values and their labels, None for the drawing library's own."""
-
-    title: str = ""
-    is_log: bool = False
-    ticks: Mapping[float, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Heat:
-    """Speed-ups by column and row; None where nothing was measured."""
-
-    columns: Sequence[str]
-    rows: Sequence[str]
-    values: Sequence[Sequence[float | None]]
+_FIXED = {TUNED: Style(_STRONG, "star", width=3.2), LIBRARY: Style(_GREY, "circle-open", width=2.2)}
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Series over two axes, or a heat map.
+    """A figure as plotly.js draws it.
 
     Attributes:
         heading: above it, which says what is drawn.
-        x, y: axes; of bars and heat maps y has names, and bars begin at the top.
-        series: what is drawn, from back to front.
-        heat: drawn instead of series.
-        height: in pixels; None for the page's own.
-        is_stacked: bars of one name stand behind each other.
+        data: traces, from back to front. Traces of one name are shown and hidden together; `meta` is a note beside the
+            name in the key.
+        layout: axes and the like; the page adds the theme.
     """
 
     heading: str
-    x: Axis
-    y: Axis
-    series: Sequence[Series] = ()
-    heat: Heat | None = None
-    height: int | None = None
-    is_stacked: bool = False
+    data: list[Trace]
+    layout: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +103,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One or several figures side by side.
+    """One or several figures side by side, which share a key, above tables.
 
     Attributes:
         title, note: above the figures; the note is plain text.
         anchor: unique on the page.
-        figures: share one key.
-        tables: below, closed unless they say otherwise.
     """
 
     title: str
@@ -165,9 +117,9 @@ class Panel:
     tables: Sequence[Table] = ()
 
     @property
-    def key(self) -> list[Series]:
-        """A series of each name that has a line in the key."""
-        named = {series.name: series for figure in self.figures for series in figure.series if series.in_key}
+    def key(self) -> list[Trace]:
+        """A trace of each name that has an entry in the key."""
+        named = {trace["name"]: trace for figure in self.figures for trace in figure.data if trace.get("showlegend")}
         return list(named.values())
 
 
@@ -178,7 +130,56 @@ class Section:
     title: str
     anchor: str
     note: str = ""
-    panels: Sequence[Panel] = field(default_factory=tuple)
+    panels: Sequence[Panel] = ()
+
+
+def _line(
+    name: str,
+    style: Style,
+    x: Iterable[float],
+    y: Iterable[float | None],
+    hover: Iterable[str] = (),
+    unit: str = "",
+    *,
+    note: str = "",
+    shape: str = "linear",
+) -> Trace:
+    return {
+        "type": "scatter",
+        "name": name,
+        "showlegend": True,
+        "meta": note,
+        "mode": "lines+markers" if style.symbol else "lines",
+        "x": list(x),
+        "y": list(y),
+        "text": list(hover),
+        "hovertemplate": f"<b>%{{fullData.name}}</b> %{{y:.4~g}} {unit}<br>%{{text}}<extra></extra>",
+        "line": {"color": style.colour, "dash": style.dash, "width": style.width, "shape": shape},
+        "marker": {"symbol": style.symbol, "size": 8 if style.width > 2 else 6, "color": style.colour},
+    }
+
+
+def _bars(name: str, colour: str, x: Sequence[float], y: Sequence[str], unit: str = "") -> Trace:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "showlegend": True,
+        "x": list(x),
+        "y": list(y),
+        "marker": {"symbol": "square", "color": colour},
+        "hovertemplate": f"<b>%{{y}}</b> {html.escape(name)} %{{x:.4~g}} {unit}<extra></extra>",
+    }
+
+
+def _bar_figure(heading: str, title: str, bars: list[Trace], *, is_stacked: bool, height: int | None = None) -> Figure:
+    layout = {
+        "barmode": "stack" if is_stacked else "group",
+        "xaxis": {"title": {"text": title}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "height": height,
+    }
+    return Figure(heading, bars, layout)
 
 
 # Beside tables of rows of several runs.
@@ -213,7 +214,7 @@ def sections(material: Material) -> list[Section]:
             "Fused GEMMs",
             "gemms",
             _HOW,
-            [heat_panel(group, found) for group, found in in_order(groups).items() if group.is_gemm],
+            [heat_panel(group, groups[group]) for group in in_order(groups) if group.is_gemm],
         ),
         Section("Regret", "regret", "What is lost at sizes that were not tuned.", regret),
         Section("Sweeps", "sweeps", "How fast the search came to its best.", sweep_panels(material.databases)),
@@ -237,7 +238,7 @@ def styles_of(material: Material) -> dict[str, Style]:
     counted = Counter(one.contender for one in drawn if one.contender not in _FIXED)
     ordered = sorted(counted, key=lambda name: (-counted[name], name))
     found = {
-        name: Style(_COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)], "solid" if i < len(_COLOURS) else "dot")
+        name: Style(_COLOURS[i % len(_COLOURS)], _SYMBOLS[i % len(_SYMBOLS)], "solid" if i < len(_COLOURS) else "dot")
         for i, name in enumerate(ordered)
     }
     return {**_FIXED, **found}
@@ -261,9 +262,19 @@ def size_ticks(sizes: Sequence[int], most: int = 6) -> list[int]:
     return [1 << power for power in range(first, high + 1, step)] or [min(sizes)]
 
 
+def _log_axis(title: str, ticks: Mapping[float, str]) -> Axis:
+    return {
+        "title": {"text": title},
+        "type": "log",
+        "tickmode": "array",
+        "tickvals": list(ticks),
+        "ticktext": list(ticks.values()),
+    }
+
+
 def axis_of_sizes(sizes: Sequence[int]) -> Axis:
     """A logarithmic axis in powers of two."""
-    return Axis("message", is_log=True, ticks={tick: size_text(tick) for tick in size_ticks(sizes)})
+    return _log_axis("message", {tick: size_text(tick) for tick in size_ticks(sizes)})
 
 
 def axis_of_values(values: Sequence[float], title: str) -> Axis:
@@ -275,16 +286,12 @@ def axis_of_values(values: Sequence[float], title: str) -> Axis:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     ticks: list[float] = [step * 10.0**power for power in range(first, last + 1) for step in steps]
     if low < high and sum(low <= tick <= high for tick in ticks) < 2:
-        ticks = _even_ticks(low, high)
-    return Axis(title, is_log=True, ticks={tick: f"{tick:g}" for tick in ticks})
-
-
-def _even_ticks(low: float, high: float) -> list[float]:
-    """Some three to six round values from `low` to `high`, and one beyond either."""
-    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
-    step = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 5)
-    first = max(1, math.floor(low / step))
-    return [round(i * step, 12) for i in range(first, math.ceil(high / step) + 1)]
+        # Three to six round values from low to high, and one beyond either.
+        unit = 10.0 ** math.floor(math.log10((high - low) / 2))
+        width = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 5)
+        first = max(1, math.floor(low / width))
+        ticks = [round(i * width, 12) for i in range(first, math.ceil(high / width) + 1)]
+    return _log_axis(title, {tick: f"{tick:g}" for tick in ticks})
 
 
 # At a glance.
@@ -293,11 +300,11 @@ def _even_ticks(low: float, high: float) -> list[float]:
 def glance_panels(groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
     """The table of speed-ups of dispatch over the library, by op; none where nothing was compared with the library."""
     rows, is_uncertain = [], False
-    for group, found in in_order(groups).items():
-        ordered = sorted(best_by_shape(found).values(), key=lambda one: one.over_library or 0.0)
-        mean = geomean(one.over_library for one in ordered if one.over_library is not None)
-        if mean is None:
+    for group in in_order(groups):
+        ordered = sorted(best_by_shape(groups[group]).values(), key=lambda one: one.over_library or 0.0)
+        if not ordered:
             continue
+        mean = statistics.geometric_mean(one.over_library or 0.0 for one in ordered)
         least, most = ordered[0], ordered[-1]
         is_uncertain = is_uncertain or least.is_unsteady or most.is_unsteady
         ends = (least.over_library_text, most.over_library_text)
@@ -305,8 +312,8 @@ def glance_panels(groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
     if not rows:
         return []
     note = (
-        "How many times as fast as the library what dispatch runs is: the geometric mean over the sizes, the least and "
-        "the most. Under “over” stands what the library is."
+        "Speed-up of what dispatch runs over the library: the geometric mean over the sizes, the least and the most. "
+        "The column “over” names the library."
     )
     if is_uncertain:
         note += " ‡: the library's time behind it is a half more or less than in its own row: the number is uncertain."
@@ -337,80 +344,59 @@ def curves(group: Group, found: Sequence[Measured], styles: Mapping[str, Style],
     sizes = sorted({one.message_bytes for one in found})
     if len(sizes) < 2:
         bars = [
-            Series(
-                name=line.name,
-                style=styles[line.name],
-                kind="bars",
-                x=[line.points[0].latency_p50_us],
-                y=[line.name],
-                hover=[_hover(line.points[0])],
-                labels=[f"{line.points[0].latency_p50_us:.2f}"],
-                unit="µs",
-                in_key=False,
-            )
-            for line in drawn
+            {
+                **_bars("", styles[name].colour, [points[0].latency_p50_us], [name], "µs"),
+                "showlegend": False,
+                "text": [f"{points[0].latency_p50_us:.2f}"],
+            }
+            for name, points in drawn.items()
         ]
-        return [Figure(f"Latency at {size_text(sizes[0])}, µs", Axis("µs"), Axis(), bars, is_stacked=True)]
-    latency = _series(drawn, styles, lambda one: one.latency_p50_us, "µs")
+        return [_bar_figure(f"Latency at {size_text(sizes[0])}, µs", "µs", bars, is_stacked=True)]
     values = [one.latency_p50_us for one in found]
+    latency = _traces(drawn, styles, lambda one: one.latency_p50_us, "µs")
     floors = {size: floor for size in sizes if (floor := group.floor_us(size, link)) is not None}
     # Where a line is far below every other one, it would only press them together.
-    known = {size: floor for size, floor in floors.items() if floor >= min(values) / 3}
-    if known:
+    if known := {size: floor for size, floor in floors.items() if floor >= min(values) / 3}:
         latency.append(_ceiling(known, link))
-    figures = [Figure("Latency, µs", axis_of_sizes(sizes), axis_of_values(values, "µs"), latency)]
-    values = [one.busbw_gb_s for one in found if one.busbw_gb_s is not None]
-    if values:
-        busbw = _series(drawn, styles, lambda one: one.busbw_gb_s, "GB/s")
+    layout = {"xaxis": axis_of_sizes(sizes), "yaxis": axis_of_values(values, "µs")}
+    figures = [Figure("Latency, µs", latency, layout)]
+    if values := [one.busbw_gb_s for one in found if one.busbw_gb_s is not None]:
+        busbw = _traces(drawn, styles, lambda one: one.busbw_gb_s, "GB/s")
         if floors and link is not None:
             busbw.append(_ceiling({sizes[0]: link, sizes[-1]: link}, link))
             values.append(link)
-        axis = axis_of_values(values, "1e9 bytes/s")
-        figures.append(Figure("Bus bandwidth, 1e9 bytes/s", axis_of_sizes(sizes), axis, busbw))
+        layout = {"xaxis": axis_of_sizes(sizes), "yaxis": axis_of_values(values, "1e9 bytes/s")}
+        figures.append(Figure("Bus bandwidth, 1e9 bytes/s", busbw, layout))
     return figures
 
 
-def _series(
-    drawn: Sequence[Line], styles: Mapping[str, Style], value: Callable[[Measured], float | None], unit: str
-) -> list[Series]:
+def _traces(
+    drawn: Mapping[str, Sequence[Measured]],
+    styles: Mapping[str, Style],
+    value: Callable[[Measured], float | None],
+    unit: str,
+) -> list[Trace]:
     """The contenders' lines, and open stars around what dispatch runs."""
     found = []
-    for line in drawn:
-        points = [one for one in line.points if value(one) is not None]
-        if points:
-            sizes, values = [one.message_bytes for one in points], [value(one) for one in points]
-            hover = [_hover(one) for one in points]
-            found.append(
-                Series(name=line.name, style=styles[line.name], kind="line", x=sizes, y=values, hover=hover, unit=unit)
-            )
+    for name, line in drawn.items():
+        if points := [one for one in line if value(one) is not None]:
+            sizes, hover = [one.message_bytes for one in points], [_hover(one) for one in points]
+            found.append(_line(name, styles[name], sizes, map(value, points), hover, unit))
     # Where what dispatch ran was measured as a contender of its own, its line says all.
-    others = [one for line in drawn if line.name != TUNED for one in line.points]
-    chosen = [one for one in others if one.is_chosen and value(one) is not None]
-    if chosen:
-        found.append(
-            Series(
-                name=CHOSEN,
-                style=_CHOSEN_STYLE,
-                kind="marks",
-                x=[one.message_bytes for one in chosen],
-                y=[value(one) for one in chosen],
-                hover=[f"{size_text(one.message_bytes)}: {one.config}{_wrapped(one.why)}" for one in chosen],
-                unit=unit,
-                note="what dispatch runs",
-            )
-        )
+    others = [one for name, line in drawn.items() if name != TUNED for one in line]
+    if chosen := [one for one in others if one.is_chosen and value(one) is not None]:
+        hover = [f"{size_text(one.message_bytes)}: {one.config}{_wrapped(one.why)}" for one in chosen]
+        sizes = [one.message_bytes for one in chosen]
+        stars = _line(CHOSEN, Style(_STRONG), sizes, map(value, chosen), hover, unit, note="what dispatch runs")
+        marker = {"symbol": "star-open", "size": 13, "color": _STRONG, "line": {"width": 1.6}}
+        found.append({**stars, "mode": "markers", "marker": marker})
     return found
 
 
-def _ceiling(points: Mapping[int, float], link: float | None) -> Series:
-    return Series(
-        name="measured ceiling",
-        style=_CEILING_STYLE,
-        kind="line",
-        x=list(points),
-        y=list(points.values()),
-        note=f"{link:g} GB/s out of each GPU",
-    )
+def _ceiling(points: Mapping[int, float], link: float | None) -> Trace:
+    style = Style(_GREY, symbol="", dash="dash", width=1.6)
+    note = f"{link:g} GB/s out of each GPU"
+    return _line("measured ceiling", style, points, points.values(), note=note)
 
 
 def _hover(one: Measured) -> str:
@@ -456,8 +442,17 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
 # Speed-up heat maps of fused GEMMs: the library's time over that of what dispatch runs, by M and by NxK.
 
 
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """Speed-ups by column (M) and row (N×K); None where nothing was measured."""
+
+    columns: Sequence[str]
+    rows: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+
+
 def heat_of(found: Sequence[Measured]) -> Heat:
-    """Columns (M), rows (N×K) and the speed-ups between them."""
+    """The speed-ups of one figure's GEMMs."""
     ratios = {tuple(int(part) for part in shape.split("x")): value for shape, value in speedup(found).items()}
     three = {extents: value for extents, value in ratios.items() if len(extents) == 3}
     columns = sorted({m for m, _, _ in three})
@@ -468,9 +463,35 @@ def heat_of(found: Sequence[Measured]) -> Heat:
 
 def heat_figure(heat: Heat) -> Figure:
     """The heat map."""
-    return Figure(
-        "Speed-up over the library", Axis("M"), Axis("N×K"), heat=heat, height=max(240, 130 + 34 * len(heat.rows))
-    )
+    ticks = {-MOST: "≤ 0.5×", math.log2(0.75): "0.75×", 0.0: "1×", math.log2(1.5): "1.5×", MOST: "≥ 2×"}
+    trace = {
+        "type": "heatmap",
+        "x": list(heat.columns),
+        "y": list(heat.rows),
+        "z": [[None if not value else math.log2(value) for value in line] for line in heat.values],
+        "zmin": -MOST,
+        "zmax": MOST,
+        "colorscale": [list(stop) for stop in SCALE],
+        "text": [["" if value is None else f"{value:.2f}" for value in line] for line in heat.values],
+        "texttemplate": "%{text}",
+        "textfont": {"color": INK},
+        "hovertemplate": "M %{x}, N×K %{y}: %{text}×<extra></extra>",
+        "hoverongaps": False,
+        "xgap": 2,
+        "ygap": 2,
+        "colorbar": {
+            "tickvals": list(ticks),
+            "ticktext": list(ticks.values()),
+            "thickness": 12,
+            "outlinewidth": 0,
+        },
+    }
+    layout = {
+        "xaxis": {"title": {"text": "M"}, "type": "category"},
+        "yaxis": {"title": {"text": "N×K"}, "type": "category", "automargin": True},
+        "height": max(240, 130 + 34 * len(heat.rows)),
+    }
+    return Figure("Speed-up over the library", [trace], layout)
 
 
 def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
@@ -493,18 +514,15 @@ def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
     )
 
 
-# Regret: what is lost at sizes that were not tuned, by rule of selection, and by what a database chooses there.
+# Regret: loss at sizes that were not tuned, by rule of selection.
 
 
 def regret_panels(file: BenchFile) -> list[Panel]:
-    """The figures of one file: a table of rules, or candidates that were timed beside each other."""
+    """One for each world size of a file: mean and worst regret of each rule."""
     by_ranks: dict[int, list[RegretRule]] = {}
     for rule in file.rules:
         by_ranks.setdefault(rule.world_size, []).append(rule)
-    panels = [_rules_panel(file.name, world_size, rules) for world_size, rules in sorted(by_ranks.items())]
-    if found := losses(file.candidates):
-        panels.append(_losses_panel(file.name, found))
-    return panels
+    return [_rules_panel(file.name, world_size, rules) for world_size, rules in sorted(by_ranks.items())]
 
 
 def _percent(ratio: float) -> float:
@@ -512,75 +530,19 @@ def _percent(ratio: float) -> float:
 
 
 def _rules_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> Panel:
-    colours = {"mean": "#2f86d6", "worst": "#e69f00"}
-    series = [
-        Series(
-            name=name,
-            style=Style(colour, "square", "none"),
-            kind="bars",
-            x=[_percent(getattr(rule, name)) for rule in rules],
-            y=[rule.rule for rule in rules],
-            unit="%",
-        )
-        for name, colour in colours.items()
+    names = [rule.rule for rule in rules]
+    bars = [
+        _bars("mean", "#2f86d6", [_percent(rule.mean) for rule in rules], names, "%"),
+        _bars("worst", "#e69f00", [_percent(rule.worst) for rule in rules], names, "%"),
     ]
     rows = [[r.rule, r.sizes or "–", f"{_percent(r.mean):.1f} %", f"{_percent(r.worst):.1f} %"] for r in rules]
     height = max(240, 110 + 44 * len(rules))
     return Panel(
         title=f"By rule of selection, {world_size} ranks",
-        anchor=f"regret-rules-{world_size}",
+        anchor=f"regret-{origin}-{world_size}",
         note=f"Latency of each rule's choice over the best candidate's, at sizes that were not tuned. From {origin}.",
-        figures=[Figure("Regret, %", Axis("% over the best candidate"), Axis(), series, height=height)],
+        figures=[_bar_figure("Regret, %", "% over the best candidate", bars, is_stacked=False, height=height)],
         tables=[Table(("rule", "sizes", "mean", "worst"), rows, summary=f"Table of {len(rows)} rules")],
-    )
-
-
-def losses(candidates: Sequence[Measured]) -> dict[int, list[tuple[int, float, float]]]:
-    """World size to (message bytes, best candidate's µs, library's µs), by size, each of the newest run."""
-    runs: dict[tuple[int, int], dict[str, list[Measured]]] = {}
-    for one in candidates:
-        key = (one.group.world_size, one.message_bytes)
-        runs.setdefault(key, {}).setdefault(f"{one.date} {one.run_id}", []).append(one)
-    found: dict[int, list[tuple[int, float, float]]] = {}
-    for (world_size, size), by_run in sorted(runs.items()):
-        members = by_run[max(by_run)]
-        library = [one.latency_p50_us for one in members if one.contender == LIBRARY]
-        others = [one.latency_p50_us for one in members if one.contender != LIBRARY]
-        if library and others:
-            found.setdefault(world_size, []).append((size, min(others), min(library)))
-    return found
-
-
-def _losses_panel(origin: str, found: Mapping[int, Sequence[tuple[int, float, float]]]) -> Panel:
-    """What one would lose by never choosing: the library's time over the best candidate's."""
-    series, rows = [], []
-    for i, (world_size, points) in enumerate(sorted(found.items())):
-        series.append(
-            Series(
-                name=f"{world_size} ranks",
-                style=Style(_COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)]),
-                kind="line",
-                x=[size for size, _, _ in points],
-                y=[library / best for _, best, library in points],
-                hover=[size_text(size) for size, _, _ in points],
-                unit="×",
-            )
-        )
-        rows += [
-            [str(world_size), size_text(size), f"{best:.2f}", f"{library:.2f}", f"{library / best:.2f}×"]
-            for size, best, library in points
-        ]
-    every = [point for points in found.values() for point in points]
-    values = axis_of_values([library / best for _, best, library in every], "× the best")
-    columns = ("ranks", "size", "best µs", "library µs", "ratio")
-    return Panel(
-        title="Between the tuned sizes: the library against the best candidate",
-        anchor="regret-library",
-        note=f"What always running the library would cost at the sizes at which regret was measured. From {origin}.",
-        figures=[
-            Figure("Library over the best candidate", axis_of_sizes([size for size, _, _ in every]), values, series)
-        ],
-        tables=[Table(columns, rows, summary=f"Table of {len(rows)} sizes")],
     )
 
 
@@ -623,8 +585,8 @@ def _sweeps_of(stored: StoredFile) -> list[Panel]:
         group = group_of(stored.name, trial.problem, trial.environment)
         searched.setdefault(group, {}).setdefault(trial.problem, []).append(trial)
     panels = []
-    for group, by_problem in in_order(searched).items():
-        courses = {problem: best_so_far(trials) for problem, trials in by_problem.items() if _is_whole(trials)}
+    for group in in_order(searched):
+        courses = {problem: best_so_far(trials) for problem, trials in searched[group].items() if _is_whole(trials)}
         shown = {p: course for p, course in courses.items() if len(course) >= _LEAST_TRIALS and course[-1] is not None}
         if shown:
             panels.append(_sweep_panel(group, shown))
@@ -637,36 +599,19 @@ def _is_whole(trials: Iterable[Trial]) -> bool:
     return max(counts.values(), default=0) > BEST_OF_VARIANT
 
 
-def _bytes(problem: Problem) -> int:
-    try:
-        return get_op(problem.op).message_bytes(problem)
-    except UnknownNameError:
-        return problem.nbytes
-
-
-def _between(share: float, first: str = "#56b4e9", second: str = "#e05a2b") -> str:
-    """The colour at `share` of the way from the first to the second."""
-    parts = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in parts)
-
-
 def _sweep_panel(group: Group, courses: Mapping[Problem, Sequence[float | None]]) -> Panel:
-    ordered = sorted(courses, key=lambda problem: (_bytes(problem), problem.shape))
-    ends = {ordered[0], ordered[len(ordered) // 2], ordered[-1]}
-    series = [
-        _course(
-            size_text(_bytes(problem)),
-            courses[problem],
-            Style(_between(i / max(1, len(ordered) - 1)), "line-ew", width=1.2),
-            in_key=problem in ends,
-        )
-        for i, problem in enumerate(ordered)
+    ordered = sorted(courses, key=lambda problem: (message_bytes(problem), problem.shape))
+    traces = [
+        _course(size_text(message_bytes(problem)), courses[problem], Style("#56b4e9", "", width=1.2))
+        for problem in ordered
     ]
+    for trace in traces:
+        trace["showlegend"] = False
     middle = _median([courses[problem] for problem in ordered])
-    series.append(_course("median of the problems", middle, Style("#e05a2b", "line-ew", width=3.5), in_key=True))
+    traces.append(_course("median of the problems", middle, Style(_STRONG, "", width=3.5)))
     rows = [
         [
-            size_text(_bytes(p)),
+            size_text(message_bytes(p)),
             format_shape(p.shape),
             str(len(courses[p])),
             _first(courses[p], 1.05),
@@ -674,24 +619,22 @@ def _sweep_panel(group: Group, courses: Mapping[Problem, Sequence[float | None]]
         ]
         for p in ordered
     ]
-    values = axis_of_values([value for course in courses.values() for value in course if value], "× the best")
     columns = ("size", "shape", "trials", "within 5 % after", "best after")
     decades = {float(10**power): str(10**power) for power in range(len(str(max(map(len, courses.values())))) + 1)}
+    values = axis_of_values([value for course in courses.values() for value in course if value], "× the best")
+    layout = {"xaxis": _log_axis("trial", decades), "yaxis": values}
     return Panel(
         title=group.title,
         anchor=f"convergence-{group.slug}",
         note=f"Best latency so far over the best in the end, by trial; one line a problem. From {group.origin}.",
-        figures=[Figure("Best so far over best", Axis("trial", is_log=True, ticks=decades), values, series)],
+        figures=[Figure("Best so far over best", traces, layout)],
         tables=[Table(columns, rows, summary=f"Table of {len(rows)} problems")],
     )
 
 
-def _course(name: str, course: Sequence[float | None], style: Style, *, in_key: bool) -> Series:
+def _course(name: str, course: Sequence[float | None], style: Style) -> Trace:
     trials = range(1, len(course) + 1)
-    hover = [f"trial {trial}" for trial in trials]
-    return Series(
-        name=name, style=style, kind="steps", x=list(trials), y=list(course), hover=hover, unit="×", in_key=in_key
-    )
+    return _line(name, style, trials, course, [f"trial {trial}" for trial in trials], "×", shape="hv")
 
 
 def _first(course: Sequence[float | None], ratio: float) -> str:
@@ -734,12 +677,8 @@ def failure_panels(databases: Sequence[StoredFile]) -> list[Panel]:
 def _of_pruned(count: int) -> str:
     if not count:
         return ""
-    what = (
-        "1 trial was pruned: slow at first sight, it was"
-        if count == 1
-        else f"{count} trials were pruned: slow at first sight, they were"
-    )
-    return f"{what} not measured to the end."
+    trials = "1 trial was pruned: it was" if count == 1 else f"{count} trials were pruned: they were"
+    return f"{trials} slow at first sight and not measured to the end."
 
 
 def _failures_of(stored: StoredFile) -> Panel | None:
@@ -748,23 +687,18 @@ def _failures_of(stored: StoredFile) -> Panel | None:
         return None
     counts: Counter[tuple[str, str]] = Counter((f"{t.problem.op} {t.variant}", t.status) for t in failed)
     names = sorted({name for name, _ in counts})
-    series = [
-        Series(
-            name=status,
-            style=Style(colour, "square", "none"),
-            kind="bars",
-            x=[counts[name, status] for name in names],
-            y=names,
-        )
+    seen = {status for _, status in counts}
+    bars = [
+        _bars(status, colour, [counts[name, status] for name in names], names)
         for status, colour in _STATUS_COLOURS.items()
-        if any(status == other for _, other in counts)
+        if status in seen
     ]
     height = max(220, 110 + 28 * len(names))
     return Panel(
         title=f"{len(failed)} of {len(stored.trials)} trials in {stored.name}",
         anchor=f"failures-{stored.name}",
         note=_of_pruned(sum(trial.status == _PRUNED for trial in stored.trials)),
-        figures=[Figure("Trials", Axis("trials"), Axis(), series, height=height, is_stacked=True)],
+        figures=[_bar_figure("Trials", "trials", bars, is_stacked=True, height=height)],
         tables=[_reasons(failed)],
     )
 

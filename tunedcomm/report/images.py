@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunedcomm.report.data import Group, Material
-from tunedcomm.report.figures import Figure, Heat, Series, curves, heat_figure, heat_of, styles_of
-from tunedcomm.report.page import INK, MOST, SCALE, need
+from tunedcomm.report.figures import INK, MOST, SCALE, Figure, Trace, curves, heat_figure, heat_of, styles_of
+from tunedcomm.report.page import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,9 +28,9 @@ _MARKS = {
     "hexagram": "h",
     "star": "*",
     "star-open": "*",
-    "line-ew": "",
+    "": "",
 }
-_DASHES = {"solid": "-", "dot": ":", "dash": "--", "none": ""}
+_DASHES = {"solid": "-", "dot": ":", "dash": "--"}
 _THEMES = {
     "": {"ground": "#ffffff", "text": "#1a2230", "grid": "#e3e7ed"},
     "-dark": {"ground": "#0d1117", "text": "#e6eaf0", "grid": "#2b3440"},
@@ -74,10 +74,10 @@ def _save(path: Path, theme: Mapping[str, str], group: Group, figure: Figure) ->
     picture = pictures.Figure(figsize=(8.6, 5.2), dpi=160, facecolor=theme["ground"], layout="constrained")
     FigureCanvasAgg(picture)
     axes = picture.add_subplot(facecolor=theme["ground"])
-    axes.set_xlabel(figure.x.title)
-    if figure.heat is not None:
-        axes.set_ylabel(figure.y.title)
-        _draw_heat(axes, figure.heat)
+    axes.set_xlabel(figure.layout["xaxis"]["title"]["text"])
+    if figure.data[0]["type"] == "heatmap":
+        axes.set_ylabel(figure.layout["yaxis"]["title"]["text"])
+        _draw_heat(axes, figure.data[0])
     else:
         axes.set_ylabel(figure.heading)
         _draw_curves(axes, figure)
@@ -99,41 +99,42 @@ def _draw_curves(axes: Axes, figure: Figure) -> None:
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    for series in figure.series:
-        _draw_series(axes, series)
-    for axis, ticks in ((axes.xaxis, figure.x.ticks), (axes.yaxis, figure.y.ticks)):
+    for trace in figure.data:
+        _draw_line(axes, trace)
+    for axis, described in ((axes.xaxis, figure.layout["xaxis"]), (axes.yaxis, figure.layout["yaxis"])):
         low, high = axis.get_view_interval()
-        shown = {tick: text for tick, text in (ticks or {}).items() if low <= tick <= high}
+        ticks = zip(described["tickvals"], described["ticktext"], strict=True)
+        shown = {tick: text for tick, text in ticks if low <= tick <= high}
         axis.set_ticks(list(shown), list(shown.values()))
         axis.set_minor_locator(NullLocator())
 
 
-def _draw_series(axes: Axes, series: Series) -> None:
-    style = series.style
-    alone = series.kind == "marks"
+def _draw_line(axes: Axes, trace: Trace) -> None:
+    line, symbol = trace["line"], trace["marker"]["symbol"]
+    alone = trace["mode"] == "markers"
     axes.plot(
-        series.x,
-        [math.nan if value is None else float(value) for value in series.y],
-        color=style.colour,
-        linestyle=_DASHES[style.dash],
-        linewidth=style.width,
-        marker=_MARKS[style.mark],
-        markersize=12 if alone else 9 if style.mark == "star" else 5,
-        markerfacecolor="none" if style.mark.endswith("-open") else style.colour,
-        label=series.name,
-        zorder=5 if alone else 4 if style.width > 2.5 else 3,
+        trace["x"],
+        [math.nan if value is None else float(value) for value in trace["y"]],
+        color=line["color"],
+        linestyle="" if alone else _DASHES[line["dash"]],
+        linewidth=line["width"],
+        marker=_MARKS[symbol],
+        markersize=12 if alone else 9 if symbol == "star" else 5,
+        markerfacecolor="none" if symbol.endswith("-open") else line["color"],
+        label=trace["name"],
+        zorder=5 if alone else 4 if line["width"] > 2.5 else 3,
     )
 
 
-def _draw_heat(axes: Axes, heat: Heat) -> None:
+def _draw_heat(axes: Axes, trace: Trace) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    logs = [[math.nan if not value else math.log2(value) for value in line] for line in heat.values]
+    logs = [[math.nan if value is None else value for value in line] for line in trace["z"]]
     scale = LinearSegmentedColormap.from_list("speedup", SCALE)
     axes.imshow(logs, cmap=scale, vmin=-MOST, vmax=MOST, aspect="auto", origin="lower")
-    axes.set_xticks(range(len(heat.columns)), heat.columns)
-    axes.set_yticks(range(len(heat.rows)), heat.rows)
-    for i, line in enumerate(heat.values):
-        for j, value in enumerate(line):
-            if value is not None:
-                axes.text(j, i, f"{value:.2f}×", ha="center", va="center", color=INK, fontsize=10, weight="bold")
+    axes.set_xticks(range(len(trace["x"])), trace["x"])
+    axes.set_yticks(range(len(trace["y"])), trace["y"])
+    for i, line in enumerate(trace["text"]):
+        for j, text in enumerate(line):
+            if text:
+                axes.text(j, i, f"{text}×", ha="center", va="center", color=INK, fontsize=10, weight="bold")
