@@ -1,4 +1,4 @@
-"""copy_engine: the copy engines move everything, ordered by kernels of one block that exchange flags; takes no SMs.
+"""copy_engine of all_gather and all_to_all: copy engines move everything, kernels of one block exchange flags; no SMs.
 
 Push: chunk c goes from the input to a place in the peers' gather areas, which hold `RING` = 4 chunks of each rank, and
 from there to the output. Flag kernel t comes after this rank's push of chunk t − 1 and its copy of chunk t − 3 to the
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_gather.op import AllGatherVariant
-from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.common.copies import FREE_EVENT, NUM_STREAMS, ChunkSender, copies_of
 from tunedcomm.kernels.common.feasibility import MOST_CHUNKS, RING, Launch, cut_to_fit, refuse_staging
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
 
 _LEAST_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
-# Events: the caller's stream, then two in turn for pushes (one a side stream) and for copies to the output.
-_HERE, _PUSHED, _TAKEN = 0, 1, 1 + 2 * NUM_STREAMS
+_TAKEN = FREE_EVENT  # and the next: of copies to the output, in turn
 
 
 @triton.jit
@@ -53,117 +52,70 @@ def flags_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, WO
 
 
 @dataclass(frozen=True, slots=True)
-class CopyJob:
-    """A launch, but for the tensors' addresses.
+class _Job(ChunkSender):
+    """A launch, but for the tensors' addresses. One side stream more carries what does not cross the links.
 
     Attributes:
         flags: launches the flag kernel on a stream.
-        num_streams: side streams that carry what crosses the links; one more carries what does not.
-        nbytes: what each rank sends each other rank.
-        stride: bytes of the input from what goes to one rank to what goes to the next; 0 where all get the same.
-        local, peers: addresses of the staging area that is used, the own one and those of rank + 1, rank + 2, …
-        chunk, num_chunks: bytes of a chunk, and how many there are.
+        area: address of the own staging area that is used.
     """
 
-    copies: Copies
     flags: Callable[[int], None]
-    num_streams: int
-    rank: int
-    nbytes: int
-    stride: int
-    local: int
-    peers: tuple[int, ...]
-    chunk: int
-    num_chunks: int
+    area: int
 
     @property
     def _aside(self) -> int:
         return self.copies.streams[NUM_STREAMS - 1]
 
-    def rank_at(self, step: int) -> int:
-        return (self.rank + 1 + step) % (len(self.peers) + 1)
-
-    def extent(self, c: int) -> tuple[int, int]:
-        """(start, bytes) of chunk `c`."""
-        start = c * self.chunk
-        return start, min(self.chunk, self.nbytes - start)
-
-    def place(self, slot: int, c: int) -> int:
-        """Offset of chunk `c` in the area; slot i of a rank is that of the peer i + 1 after it."""
-        ring = min(self.num_chunks, RING)
-        return (slot * ring + c % ring) * self.chunk
-
-    def _fork(self, stream: int, *, sends: bool, takes: bool) -> None:
-        """Let side streams go on from here; only those that will have work, for a capture wants them joined."""
-        self.copies.record(_HERE, stream)
-        sides = self.copies.streams[: self.num_streams] if sends else ()
-        for side in (*sides, self._aside) if takes else sides:
-            self.copies.wait(side, _HERE)
-
-    def _send(self, c: int, x: int) -> None:
-        """Push chunk `c` to all peers."""
-        start, size = self.extent(c)
-        for step, peer in enumerate(self.peers):
-            side = self.copies.streams[step % self.num_streams]
-            slot = len(self.peers) - 1 - step
-            source = x + self.rank_at(step) * self.stride + start
-            self.copies.copy(side, peer + self.place(slot, c), source, size)
-        for number, side in enumerate(self.copies.streams[: self.num_streams]):
-            self.copies.record(_PUSHED + number + c % 2 * NUM_STREAMS, side)
+    def _copy_own(self, stream: int, x: int, out: int) -> None:
+        self.fork(stream, (self._aside,))
+        self.copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
 
     def _take(self, c: int, out: int) -> None:
-        """Copy chunk `c` of all peers to the output."""
+        """Copy chunk `c` of all peers to the output; slot i of the area is that of the peer i + 1 after this rank."""
         start, size = self.extent(c)
-        for step in range(len(self.peers)):
+        slot = min(self.num_chunks, RING) * self.chunk
+        for step in range(len(self.targets)):
             target = out + self.rank_at(step) * self.nbytes + start
-            self.copies.copy(self._aside, target, self.local + self.place(step, c), size)
+            self.copies.copy(self._aside, target, self.area + step * slot + self.place(c), size)
         self.copies.record(_TAKEN + c % 2, self._aside)
 
     def push(self, stream: int, x: int, out: int) -> None:
         """Push to `out`; the module's text says why in this order."""
-        copies = self.copies
-        self._fork(stream, sends=False, takes=True)
-        copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
+        self._copy_own(stream, x, out)
         for t in range(self.num_chunks + 1):
             if t >= 1:
-                for number in range(self.num_streams):
-                    copies.wait(stream, _PUSHED + number + (t - 1) % 2 * NUM_STREAMS)
+                self.await_sent(t - 1, stream)
             if t >= 3:
-                copies.wait(stream, _TAKEN + (t - 3) % 2)
+                self.copies.wait(stream, _TAKEN + (t - 3) % 2)
             self.flags(stream)
-            due = [c for c in ((0, 1) if t == 0 else (t + 1,)) if c < self.num_chunks]
-            self._fork(stream, sends=bool(due), takes=t >= 1)
+            due = range(0 if t == 0 else t + 1, min(t + 2, self.num_chunks))
+            self.fork(stream, (*(self.sides if due else ()), *((self._aside,) if t >= 1 else ())))
             for c in due:
-                self._send(c, x)
+                self.send(c, x)
             if t >= 1:
                 self._take(t - 1, out)
-        copies.wait(stream, _TAKEN + (self.num_chunks - 1) % 2)
+        self.copies.wait(stream, _TAKEN + (self.num_chunks - 1) % 2)
 
-    def pull(self, stream: int, x: int, out: int, sources: tuple[int, ...] | None = None) -> None:
-        """Pull to `out`, from `sources`, the peers' addresses of a symmetric input, or from their scatter areas."""
+    def pull(self, stream: int, x: int, out: int, *sources: int) -> None:
+        """Pull to `out`, from the peers' addresses of a symmetric input, or where there are none from their areas."""
         copies = self.copies
-        self._fork(stream, sends=False, takes=True)
-        copies.copy(self._aside, out + self.rank * self.nbytes, x + self.rank * self.stride, self.nbytes)
+        self._copy_own(stream, x, out)
         copies.record(_TAKEN, self._aside)
-        if sources is None:
-            copies.copy(stream, self.local, x, self.nbytes)
+        if not sources:
+            copies.copy(stream, self.area, x, self.nbytes)
         self.flags(stream)
-        self._fork(stream, sends=True, takes=False)
-        for step, source in enumerate(sources or self.peers):
-            if step < len(self.peers):
-                side = copies.streams[step % self.num_streams]
-                target = out + self.rank_at(step) * self.nbytes
-                copies.copy(side, target, source + self.rank * self.stride, self.nbytes)
-        for number, side in enumerate(copies.streams[: self.num_streams]):
-            copies.record(_PUSHED + number, side)
-            copies.wait(stream, _PUSHED + number)
+        self.fork(stream, self.sides)
+        for step, source in zip(range(len(self.targets)), sources or self.targets, strict=False):
+            target = out + self.rank_at(step) * self.nbytes
+            copies.copy(copies.streams[step % self.num_streams], target, source + self.rank * self.stride, self.nbytes)
+        self.note_sent(0)
+        self.await_sent(0, stream)
         copies.wait(stream, _TAKEN)
         self.flags(stream)
 
 
 class CopyEngine(AllGatherVariant):
-    """Base of all_to_all's variant, too, whose ranks send each peer a chunk of their input (`stride`)."""
-
     name = "copy_engine"
     summary = "the copy engines move everything, between exchanges of flags; takes no SMs"
     kernels = (flags_kernel,)
@@ -227,22 +179,24 @@ class CopyEngine(AllGatherVariant):
         return CompileRequest.of(flags_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        """Pulls use the scatter area, pushes the gather area."""
+        """Pulls use the scatter area, pushes the gather area, where this rank is len(peers) − step after a peer."""
         lane, layout, pulls = workspace.lanes[problem.mode], workspace.layout, config["direction"] == "pull"
         kernel = bind_kernel(self.request(problem, config), 1, workspace.device)
         area = layout.scatter if pulls else layout.gather
         chunk, num_chunks = self.cut(problem, config, layout.staging_bytes)
-        job = CopyJob(
+        slot = 0 if pulls else min(num_chunks, RING) * chunk
+        slots = reversed(range(problem.world_size - 1))
+        job = _Job(
             copies=copies_of(workspace, problem.mode),
-            flags=kernel.fix(lane_arguments(problem, workspace)),
             num_streams=int(config["num_streams"]),
             rank=workspace.rank,
             nbytes=problem.nbytes,
             stride=self.stride(problem),
-            local=lane.local + area,
-            peers=tuple(address + area for address in lane.peers[: problem.world_size - 1]),
+            targets=tuple(peer + area + number * slot for number, peer in zip(slots, lane.peers, strict=False)),
             chunk=chunk,
             num_chunks=num_chunks,
+            flags=kernel.fix(lane_arguments(problem, workspace)),
+            area=lane.local + area,
         )
         if not pulls or problem.input_kind != "symmetric":
             return AddressLaunch(job.pull if pulls else job.push)
@@ -250,9 +204,24 @@ class CopyEngine(AllGatherVariant):
 
         def pull_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             x = inputs[0]
-            job.pull(stream, x.data_ptr(), outputs[0].data_ptr(), peers_of(x))
+            job.pull(stream, x.data_ptr(), outputs[0].data_ptr(), *peers_of(x))
 
         return pull_symmetric
 
 
+class CopyEngineOfAllToAll(CopyEngine):
+    """Each peer gets a chunk of its own, and only symmetric inputs are pulled, so pulls use no area."""
+
+    op = "all_to_all"
+    least_for_streams = 0
+    first_streams = 3
+
+    def stride(self, problem: Problem) -> int:
+        return problem.nbytes
+
+    def refuse_pull(self, problem: Problem, limits: Limits) -> str | None:
+        return None if problem.input_kind == "symmetric" else "only symmetric inputs are pulled"
+
+
 COPY_ENGINE = CopyEngine().register()
+ALL_TO_ALL_COPY_ENGINE = CopyEngineOfAllToAll().register()

@@ -2,75 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.packets import ESCAPE
-from tunedcomm.kernels.common.reference import generator_of, outputs_of_ranks, powers_of_two
-from tunedcomm.kernels.common.sync import SENTINEL
-from tunedcomm.kernels.common.variant import MoveVariant
-from tunedcomm.metrics import busbw_factor
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.reference import draw_any, register_move
+from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, all_gather_single
 from tunedcomm.space import Config
-from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
+from tunedcomm.spec import Numerics, Problem
 
 if TYPE_CHECKING:
     import torch
+
+    from tunedcomm.symm.workspace import Workspace
 
 # Packets of all ranks that a thread and a block take at once: with more, registers spill.
 _MOST_PACKETS, _MOST_PACKETS_A_BLOCK = 16, 4096
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
-    """Values of the dtype; `integers` come with a few words that the packet protocol has to disguise."""
-    import torch
-
-    dtype = getattr(torch, problem.dtype)
-    generator = generator_of(rank, seed, device)
-    if kind == "random" and dtype.is_floating_point:
-        values = torch.randn(problem.numel, generator=generator, device=device, dtype=torch.float32)
-        return (values.to(dtype),)
-    values = torch.randint(0, 17, (problem.numel,), generator=generator, device=device, dtype=torch.int32).to(dtype)
-    words = values.view(torch.uint8)[: problem.nbytes // 4 * 4].view(torch.int32)
-    if kind == "integers" and len(words):
-        places = torch.randint(0, len(words), (len(words) // 32 + 2,), generator=generator, device=device)
-        words[places[0::2]] = SENTINEL.value
-        words[places[1::2]] = ESCAPE.value
-    return (values,)
+    return (draw_any(problem, problem.numel, rank, seed, kind, device),)
 
 
-def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    import torch
-
-    del problem, rank
-    return (torch.cat([values.to(torch.float64) for (values,) in inputs]),)
-
-
-def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+def _received(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
     import torch
 
     del problem, rank
     dtype = inputs[0][0].dtype
-    return (torch.cat([values.view(torch.uint8) for (values,) in inputs]).view(dtype),)
+    return torch.cat([values.view(torch.uint8) for (values,) in inputs]).view(dtype)
 
 
-ALL_GATHER = register_op(
-    OpSpec(
-        name="all_gather",
-        summary="every rank gets all ranks' inputs, one after another in rank order",
-        reductions=(),
-        dtypes=DTYPES,
-        shape_help="number of elements of one rank's input, e.g. 98304",
-        rank_of_shape=1,
-        make_inputs=_make_inputs,
-        make_outputs=outputs_of_ranks,
-        reference=_reference,
-        tolerance=dict.fromkeys(DTYPES, 0.0),
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=lambda world_size: busbw_factor("all_gather", world_size),
-        default_shapes=functools.partial(powers_of_two, largest_mib=128),
-        ordered_reference=_ordered_reference,
-    )
+ALL_GATHER = register_move(
+    "all_gather",
+    "every rank gets all ranks' inputs, one after another in rank order",
+    shape_help="number of elements of one rank's input, e.g. 98304",
+    make_inputs=_make_inputs,
+    received=_received,
+    largest_mib=128,
 )
 
 
@@ -83,3 +51,30 @@ class AllGatherVariant(MoveVariant):
         if packets > _MOST_PACKETS or packets * threads > _MOST_PACKETS_A_BLOCK:
             return f"{packets} packets in each of {threads} threads at once spill registers"
         return None
+
+
+class Library(LibraryVariant):
+    """NCCL (gloo on CPUs). Dtypes that the backend does not know travel as bytes. Graph-safe on NCCL."""
+
+    op = "all_gather"
+    numerics: Numerics = "ordered"  # nothing is computed
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        group, gather = workspace.group, all_gather_single()
+        known = {getattr(torch, name) for name in self.named_dtypes}
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x, out = inputs[0], outputs[0]
+            if x.dtype in known and x.is_cuda:
+                gather(out, x, group=group)
+            elif x.dtype in known:  # gloo cuts the output along its first dimension
+                gather(out.view(-1), x.view(-1), group=group)
+            else:
+                gather(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
+
+        return run
+
+
+LIBRARY = Library().register()

@@ -10,68 +10,43 @@ elements sent to and got from each rank, int64 on the host: launches read them w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.packets import alignment_of
-from tunedcomm.kernels.common.reference import generator_of, outputs_of_ranks, powers_of_two
-from tunedcomm.kernels.common.variant import MoveVariant
-from tunedcomm.metrics import busbw_factor
-from tunedcomm.spec import DTYPES, ITEMSIZE, OpSpec, Problem, register_op
+from tunedcomm.kernels.common.reference import draw_any, register_move
+from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant
+from tunedcomm.space import Config
+from tunedcomm.spec import ITEMSIZE, Problem
 
 if TYPE_CHECKING:
     import torch
+
+    from tunedcomm.symm.workspace import Workspace
 
 _ROWS = "rows"  # begins `Problem.layout`; the alignment follows
 
 
 def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
+    return (draw_any(problem, problem.numel * problem.world_size, rank, seed, kind, device),)
+
+
+def _received(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Of all_to_all_v, inputs also say how many elements a rank sends each."""
     import torch
 
-    dtype = getattr(torch, problem.dtype)
-    numel = problem.numel * problem.world_size
-    generator = generator_of(rank, seed, device)
-    if not dtype.is_floating_point:
-        least, most = (0, 127) if kind == "random" else (0, 9)
-        values = torch.randint(least, most, (numel,), generator=generator, device=device, dtype=torch.int32)
-        return (values.to(dtype),)
-    if kind == "integers":
-        # Many zeros, every other of them negative: words like these must come through bit for bit too.
-        values = torch.randint(-2, 3, (numel,), generator=generator, device=device, dtype=torch.int32).float()
-        values[1::2].neg_()
-        return (values.to(dtype),)
-    values = torch.randn(numel, generator=generator, device=device, dtype=torch.float32)
-    return (values.to(dtype),)
+    chunks = [values.split(counts[0].tolist() if counts else problem.numel) for values, *counts in inputs]
+    return torch.cat([chunks_of_rank[rank] for chunks_of_rank in chunks])
 
 
-def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    import torch
-
-    return (torch.cat([sent.view(problem.world_size, -1)[rank] for (sent,) in inputs]),)
-
-
-def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    return (_ordered_reference(problem, inputs, rank)[0].double(),)
-
-
-ALL_TO_ALL = register_op(
-    OpSpec(
-        name="all_to_all",
-        summary="every rank sends one chunk to each rank; result chunk i comes from rank i",
-        reductions=(),
-        dtypes=DTYPES,
-        shape_help="number of elements that one rank sends one peer, e.g. 98304",
-        rank_of_shape=1,
-        make_inputs=_make_inputs,
-        make_outputs=outputs_of_ranks,
-        reference=_reference,
-        tolerance=dict.fromkeys(DTYPES, 0.0),  # what is moved is not rounded
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=lambda world_size: busbw_factor("all_to_all", world_size),
-        default_shapes=functools.partial(powers_of_two, largest_mib=64),
-        ordered_reference=_ordered_reference,
-    )
+ALL_TO_ALL = register_move(
+    "all_to_all",
+    "every rank sends one chunk to each rank; result chunk i comes from rank i",
+    shape_help="number of elements that one rank sends one peer, e.g. 98304",
+    make_inputs=_make_inputs,
+    received=_received,
+    largest_mib=64,
 )
 
 
@@ -125,36 +100,52 @@ def _make_outputs_v(problem: Problem, device: Any) -> tuple[torch.Tensor]:
     return (torch.empty(numel, dtype=getattr(torch, problem.dtype), device=device),)
 
 
-def _ordered_reference_v(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    import torch
-
-    del problem
-    return (torch.cat([values.split(send.tolist())[rank] for values, send, _ in inputs]),)
-
-
-def _reference_v(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    return (_ordered_reference_v(problem, inputs, rank)[0].double(),)
-
-
-ALL_TO_ALL_V = register_op(
-    OpSpec(
-        name="all_to_all_v",
-        summary="every rank sends each rank a number of rows of its own",
-        reductions=(),
-        dtypes=DTYPES,
-        shape_help="elements of the largest chunk that one rank may send one peer, e.g. 98304",
-        rank_of_shape=1,
-        make_inputs=_make_inputs_v,
-        make_outputs=_make_outputs_v,
-        reference=_reference_v,
-        tolerance=dict.fromkeys(DTYPES, 0.0),
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=lambda world_size: busbw_factor("all_to_all_v", world_size),
-        default_shapes=ALL_TO_ALL.default_shapes,
-        ordered_reference=_ordered_reference_v,
-    )
+ALL_TO_ALL_V = register_move(
+    "all_to_all_v",
+    "every rank sends each rank a number of rows of its own",
+    shape_help="elements of the largest chunk that one rank may send one peer, e.g. 98304",
+    make_inputs=_make_inputs_v,
+    make_outputs=_make_outputs_v,
+    received=_received,
+    largest_mib=64,
 )
 
 
 class AllToAllVariant(MoveVariant):
     op = "all_to_all"
+
+
+class Library(LibraryVariant):
+    """NCCL (gloo on CPUs). Dtypes that the backend does not know travel as bytes. Graph-safe on NCCL.
+
+    The counts of all_to_all_v are its split sizes; a graph replays those of its capture.
+    """
+
+    op = "all_to_all"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+        import torch.distributed as dist
+
+        exchange: Any = dist.all_to_all_single
+        group = workspace.group
+        as_bytes = workspace.device.type == "cpu" or problem.dtype not in self.named_dtypes
+        width = ITEMSIZE[problem.dtype] if as_bytes else 1
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            out, x = outputs[0].view(-1), inputs[0].view(-1)
+            if as_bytes:
+                out, x = out.view(torch.uint8), x.view(torch.uint8)
+            # Of all_to_all_v, the elements received from and sent to each rank.
+            splits = [[count * width for count in counts.tolist()] for counts in reversed(inputs[1:])]
+            exchange(out, x, *splits, group=group)
+
+        return run
+
+
+class LibraryV(Library):
+    op = "all_to_all_v"
+
+
+LIBRARY = Library().register()
+LIBRARY_V = LibraryV().register()

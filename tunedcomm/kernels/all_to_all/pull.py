@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_to_all.op import AllToAllVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_one_shot
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.packets import PACKET_BYTES, load_bytes, packets_of, store_bytes
+from tunedcomm.kernels.common.packets import load_bytes, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import PullVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
@@ -106,11 +106,10 @@ class Pull(PullVariant, AllToAllVariant):
             return reason
         if int(config["num_warps"]) * int(config["items"]) > 32:
             return "more than 1024 packets a block at once spill registers"
-        packets, symmetric = packets_of(problem.nbytes), problem.input_kind == "symmetric"
-        needed = (problem.world_size - 1) * packets * PACKET_BYTES
-        if not symmetric and needed > limits.one_shot_bytes:
-            return f"{needed} bytes for the peers exceed the one-shot area of {limits.one_shot_bytes} bytes"
-        return blocks_and_threads(config, limits, packets, most_rounds=256 if symmetric else 8)
+        symmetric = problem.input_kind == "symmetric"
+        if not symmetric and (reason := refuse_one_shot(problem, limits, messages=problem.world_size - 1)):
+            return reason
+        return blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=256 if symmetric else 8)
 
 
 PULL = Pull().register()

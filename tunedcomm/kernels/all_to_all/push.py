@@ -1,4 +1,4 @@
-"""push: all_to_all through the peers' gather areas, ordered by flags; best at large sizes.
+"""push: all_to_all and all_to_all_v through the peers' gather areas, ordered by flags; best at large sizes.
 
 A rank pushes a piece of each peer's chunk into its slot of that peer's gather area, raises a flag, and copies what the
 peers pushed to it to the result. With `num_chunks` > 1 a block does this piece by piece and pushes the next piece
@@ -12,24 +12,33 @@ round c − 3, they had copied piece c − 4 away.
 From call to call: no rank pushes before it has seen every peer's first flag of this call, which a peer raises after its
 last kernel, and all reads of its gather area, ended.
 
+all_to_all_v goes round the same ring, in which chunks end early. How the message is cut, how many flags are raised and
+where the slots lie follow from the problem's bound, which all ranks know alike; a rank's own counts, arguments of the
+launch, only say which packets it pushes and which it copies away. So a rank that sends nothing still raises every flag
+and waits for every peer, and no slot is overwritten too early for the same reasons.
+
 Numerics: ordered (bits are moved). Graph-safe.
 Source: own; the ring is that of `all_reduce`'s `two_shot`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_to_all.op import AllToAllVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_chunks
+from tunedcomm.kernels.all_to_all.op import AllToAllVariant, row_alignment
+from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, refuse_chunks
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
-from tunedcomm.spec import Limits, Problem
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
+from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -93,6 +102,77 @@ def push_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
+@triton.jit
+def _most(n0, n1, n2, n3, n4, n5, n6, bound):
+    """Packets of the largest of the chunks, at most `bound`."""
+    most = tl.maximum(tl.maximum(tl.maximum(n0, n1), tl.maximum(n2, n3)), tl.maximum(tl.maximum(n4, n5), n6))
+    return tl.minimum((most + 15) // 16, bound)
+
+
+@triton.jit
+def push_counts_kernel(
+    x, out, nbytes, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, gather, num_chunks,
+    own_from, own_to, own_bytes, f0, f1, f2, f3, f4, f5, f6, s0, s1, s2, s3, s4, s5, s6,
+    t0, t1, t2, t3, t4, t5, t6, r0, r1, r2, r3, r4, r5, r6,
+    WORLD_SIZE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In round c: push piece c, collect piece c − 1. Slot s of a gather area holds what rank + 1 + s sent.
+
+    For the peer rank + 1 + i: `s<i>` bytes from `f<i>` of the input on are sent, `r<i>` bytes come to `t<i>` of the
+    result. No chunk has more than `nbytes`.
+    """
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    send_from, send_bytes = (f0, f1, f2, f3, f4, f5, f6), (s0, s1, s2, s3, s4, s5, s6)
+    recv_to, recv_bytes = (t0, t1, t2, t3, t4, t5, t6), (r0, r1, r2, r3, r4, r5, r6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    total = (nbytes.to(tl.int64) + 15) // 16
+    lanes, first, step = block_range(BLOCK)
+    span = ((total + step - 1) // step + num_chunks - 1) // num_chunks * step
+    ring = tl.minimum(num_chunks, RING)
+    slot = ring * span
+    send_packets = _most(s0, s1, s2, s3, s4, s5, s6, total)
+    recv_packets = _most(r0, r1, r2, r3, r4, r5, r6, total)
+
+    # Says that this rank reads its gather area no more.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    for start in tl.range(first, (own_bytes.to(tl.int64) + 15) // 16, step):
+        at = (start + lanes) * 16
+        here = at < own_bytes
+        w0, w1, w2, w3 = load_bytes(x + own_from + at, own_bytes - at, here, ALIGN)
+        store_bytes(out + own_to + at, own_bytes - at, w0, w1, w2, w3, here, ALIGN)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for c in tl.range(0, num_chunks + 1):
+        if c < num_chunks:
+            lap = (c - c % ring) * span
+            for start in tl.range(first + c * span, tl.minimum(send_packets, (c + 1) * span), step):
+                packet = start + lanes
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):  # all loads before the first store
+                    left = send_bytes[i] - packet * 16
+                    words = words + load_bytes(x + send_from[i] + packet * 16, left, left > 0, ALIGN)
+                for i in tl.static_range(WORLD_SIZE - 1):  # this rank comes (WORLD_SIZE - 2 - i) + 1 after the peer
+                    place = peers[i] + gather + ((WORLD_SIZE - 2 - i) * slot + packet - lap) * 16
+                    here = packet * 16 < send_bytes[i]
+                    store_packets(place, words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3], here)
+            arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2 + c, WORLD_SIZE)
+        if c >= 1:
+            d = c - 1
+            lap = (d - d % ring) * span
+            await_peers(local, rank, epoch + 2 + d, timeout_ns, status, WORLD_SIZE)
+            for start in tl.range(first + d * span, tl.minimum(recv_packets, (d + 1) * span), step):
+                packet = start + lanes
+                words = ()
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    here = packet * 16 < recv_bytes[i]
+                    words = words + load_packets(local + gather + (i * slot + packet - lap) * 16, here)
+                for i in tl.static_range(WORLD_SIZE - 1):
+                    left = recv_bytes[i] - packet * 16
+                    w0, w1, w2, w3 = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+                    store_bytes(out + recv_to[i] + packet * 16, left, w0, w1, w2, w3, left > 0, ALIGN)
+    write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
+
+
 class Push(AllToAllVariant):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; best at large sizes"
@@ -105,6 +185,7 @@ class Push(AllToAllVariant):
             "num_chunks": PowerOfTwo(1, 64),
         }
     )
+    areas = ("gather", "num_chunks")
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := self.refuse(problem, limits):
@@ -125,8 +206,44 @@ class Push(AllToAllVariant):
         chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
         return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
 
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.gather, int(config["num_chunks"])
+
+def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, list[int], list[int]]:
+    """(own place, own bytes, the peers' places, their bytes) of chunks that lie one after another, for the kernel."""
+    sizes = [count * width for count in counts]
+    starts = [0, *accumulate(sizes)]
+    order = [(rank + 1 + step) % len(sizes) for step in range(len(sizes) - 1)]
+    spare = [0] * (MAX_WORLD_SIZE - len(sizes))
+    return starts[rank], sizes[rank], [starts[p] for p in order] + spare, [sizes[p] for p in order] + spare
+
+
+class PushV(Push):
+    """Of all_to_all_v; a graph replays the counts of its capture."""
+
+    op = "all_to_all_v"
+    summary = "push through the peers' memory ordered by flags, pieces overlapped"
+    kernels = (push_counts_kernel,)
+
+    def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
+        return {**super().constants(problem, config), "ALIGN": row_alignment(problem)}
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[Any, ...]:
+        counts = (None,) * (3 + 4 * (MAX_WORLD_SIZE - 1))  # None: every call brings them
+        return (*super().arguments(problem, config, workspace), *counts)
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        bound = super().bind(problem, config, workspace)
+        assert isinstance(bound, AddressLaunch), "inputs of all_to_all_v are plain"
+        launch, width, rank = bound.by_address, ITEMSIZE[problem.dtype], workspace.rank
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x, send, recv = inputs
+            own_from, own_bytes, send_from, send_bytes = _places(send.tolist(), width, rank)
+            own_to, _, recv_to, recv_bytes = _places(recv.tolist(), width, rank)
+            own = (own_from, own_to, own_bytes)
+            launch(stream, x.data_ptr(), outputs[0].data_ptr(), *own, *send_from, *send_bytes, *recv_to, *recv_bytes)
+
+        return run
 
 
 PUSH = Push().register()
+PUSH_V = PushV().register()

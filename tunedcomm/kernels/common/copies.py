@@ -12,10 +12,13 @@ import contextlib
 import ctypes
 import functools
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.errors import TunedCommError
+from tunedcomm.kernels.common.feasibility import RING
 
 if TYPE_CHECKING:
     from tunedcomm.spec import Mode
@@ -166,3 +169,71 @@ def copies_of(workspace: Workspace, mode: Mode) -> Copies:
         # Not at exit, when the driver may be gone.
         weakref.finalize(workspace, _destroy, (*made.streams, made.beside), made.events).atexit = False
     return lanes[mode]
+
+
+_HERE, _SENT = 0, 1  # events of a `ChunkSender`: of the caller's stream; of its side streams, for 3 chunks in turn
+FREE_EVENT = _SENT + 3 * NUM_STREAMS  # the first that it leaves to others
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSender:
+    """Sends what one rank has for each peer, chunk by chunk on side streams; a launch, but for the input's address.
+
+    Attributes:
+        copies: the lane's queues.
+        num_streams: side streams that carry what crosses the links.
+        rank: the sender.
+        nbytes: bytes that it has for each rank.
+        stride: bytes of the input from what goes to one rank to what goes to the next; 0 where all get the same.
+        targets: addresses of the sender's places in the areas of rank + 1, rank + 2, …
+        chunk, num_chunks: bytes of a chunk, and how many there are; `RING` of them have a place at once.
+    """
+
+    copies: Copies
+    num_streams: int
+    rank: int
+    nbytes: int
+    stride: int
+    targets: tuple[int, ...]
+    chunk: int
+    num_chunks: int
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        return self.copies.streams[: self.num_streams]
+
+    def rank_at(self, step: int) -> int:
+        return (self.rank + 1 + step) % (len(self.targets) + 1)
+
+    def extent(self, c: int) -> tuple[int, int]:
+        """(start, bytes) of chunk `c`."""
+        start = c * self.chunk
+        return start, min(self.chunk, self.nbytes - start)
+
+    def place(self, c: int) -> int:
+        """Offset of chunk `c` from a rank's place in an area."""
+        return c % min(self.num_chunks, RING) * self.chunk
+
+    def fork(self, stream: int, sides: Iterable[int]) -> None:
+        """Let side streams go on from here; only those that will have work, for a capture wants them joined."""
+        self.copies.record(_HERE, stream)
+        for side in sides:
+            self.copies.wait(side, _HERE)
+
+    def send(self, c: int, x: int) -> None:
+        """Push chunk `c` to all peers."""
+        start, size = self.extent(c)
+        for step, target in enumerate(self.targets):
+            source = x + self.rank_at(step) * self.stride + start
+            self.copies.copy(self.copies.streams[step % self.num_streams], target + self.place(c), source, size)
+        self.note_sent(c)
+
+    def note_sent(self, c: int) -> None:
+        """Let `await_sent` wait for what is queued on the side streams now."""
+        for number, side in enumerate(self.sides):
+            self.copies.record(_SENT + number + c % 3 * NUM_STREAMS, side)
+
+    def await_sent(self, c: int, stream: int) -> None:
+        """Hold back `stream` until this rank's chunk `c` is out."""
+        for number in range(self.num_streams):
+            self.copies.wait(stream, _SENT + number + c % 3 * NUM_STREAMS)

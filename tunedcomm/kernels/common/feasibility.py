@@ -77,10 +77,10 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, mos
     return None
 
 
-def refuse_one_shot(problem: Problem, limits: Limits) -> str | None:
-    """Return why the message does not fit into a one-shot area, or None."""
-    if packets_of(problem.nbytes) * PACKET_BYTES > limits.one_shot_bytes:
-        return f"{problem.nbytes} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
+def refuse_one_shot(problem: Problem, limits: Limits, *, messages: int = 1) -> str | None:
+    """Return why so many messages do not fit into a one-shot area, or None."""
+    if messages * packets_of(problem.nbytes) * PACKET_BYTES > limits.one_shot_bytes:
+        return f"{messages * problem.nbytes} bytes exceed the one-shot area of {limits.one_shot_bytes} bytes"
     return None
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels.common.packets import ESCAPE
+from tunedcomm.kernels.common.sync import SENTINEL
+from tunedcomm.metrics import busbw_factor
+from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
-
-    from tunedcomm.spec import Problem
 
 _KIB, _MIB = 1 << 10, 1 << 20
 
@@ -93,3 +97,64 @@ def powers_of_two(backend: str, itemsize: int, *, largest_mib: int) -> list[tupl
         sizes.append((size // itemsize,))
         size *= 2 if backend == "cuda" else 8
     return sizes
+
+
+def draw_any(problem: Problem, numel: int, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
+    """Values of an op that moves them; `integers` come with a few words that the packet protocol has to disguise."""
+    import torch
+
+    dtype, generator = getattr(torch, problem.dtype), generator_of(rank, seed, device)
+    if kind == "random" and dtype.is_floating_point:
+        return torch.randn(numel, generator=generator, device=device, dtype=torch.float32).to(dtype)
+    most = 17 if dtype.is_floating_point else 128
+    values = torch.randint(0, most, (numel,), generator=generator, device=device, dtype=torch.int32).to(dtype)
+    words = values.view(torch.uint8)[: values.nbytes // 4 * 4].view(torch.int32)
+    if kind == "integers" and len(words):
+        places = torch.randint(0, len(words), (len(words) // 32 + 2,), generator=generator, device=device)
+        words[places[0::2]] = SENTINEL.value
+        words[places[1::2]] = ESCAPE.value
+    return values
+
+
+def register_move(
+    name: str,
+    summary: str,
+    *,
+    shape_help: str,
+    make_inputs: Callable[[Problem, int, int, str, Any], tuple[torch.Tensor, ...]],
+    received: Callable[[Problem, Sequence[tuple[Any, ...]], int], torch.Tensor],
+    largest_mib: int,
+    make_outputs: Callable[[Problem, Any], tuple[torch.Tensor, ...]] = outputs_of_ranks,
+) -> OpSpec:
+    """Register an op that moves values of any dtype and computes nothing.
+
+    Args:
+        name, summary, shape_help, make_inputs, make_outputs: as in `OpSpec`.
+        received: `(problem, inputs of every rank, rank)` to the rank's result.
+        largest_mib: the largest message that is swept on GPUs.
+    """
+
+    def exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+        return (received(problem, inputs, rank),)
+
+    def reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+        return (received(problem, inputs, rank).double(),)
+
+    return register_op(
+        OpSpec(
+            name=name,
+            summary=summary,
+            reductions=(),
+            dtypes=DTYPES,
+            shape_help=shape_help,
+            rank_of_shape=1,
+            make_inputs=make_inputs,
+            make_outputs=make_outputs,
+            reference=reference,
+            tolerance=dict.fromkeys(DTYPES, 0.0),
+            message_bytes=lambda problem: problem.nbytes,
+            busbw_factor=lambda world_size: busbw_factor(name, world_size),
+            default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib),
+            ordered_reference=exact,
+        )
+    )

@@ -114,7 +114,8 @@ class KernelVariant(VariantBase):
     addresses of the input x0 … x6 if it has the constant SYMMETRIC (zeros where that is false), `arguments`, constants.
 
     Attributes:
-        areas: fields of the workspace's layout (offsets and sizes) that are the kernel's `arguments`.
+        areas: names of the kernel's `arguments`: fields of the workspace's layout (offsets and sizes), axes of the
+            space, and `multicast`, the lane's multicast address; 0 there stands for the interpreter's emulation.
     """
 
     areas: tuple[str, ...] = ()
@@ -137,7 +138,8 @@ class KernelVariant(VariantBase):
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
         """Last runtime arguments of the kernel."""
-        return tuple(int(getattr(workspace.layout, area)) for area in self.areas)
+        known = {**config, "multicast": workspace.lanes[problem.mode].multicast}
+        return tuple(int(known[name] if name in known else getattr(workspace.layout, name)) for name in self.areas)
 
     def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
         """The launch of a bound kernel, which takes the stream and the addresses that `leading` leaves open."""

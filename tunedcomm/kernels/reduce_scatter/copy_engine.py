@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.common.copies import ChunkSender, copies_of
 from tunedcomm.kernels.common.feasibility import (
     MOST_CHUNKS,
     RING,
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 _AHEAD = RING - 1  # pieces that are out before the first is summed
 _LEAST_CHUNK = 512 * 1024  # on GPUs: smaller copies cost more to launch than to send
-# Events: the caller's stream, then one a side stream for each piece that is on its way.
-_HERE, _PUSHED = 0, 1
 
 
 @triton.jit
@@ -97,58 +95,31 @@ def end_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, num_
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(ChunkSender):
     """A launch, but for the tensors' addresses.
 
     Attributes:
         sums: launches kernel c, `(stream, input, output)`, for each piece.
         end: launches the last kernel.
-        num_streams: side streams.
-        peers: addresses of the scatter areas of rank + 1, rank + 2, …
-        piece: bytes of a piece.
-        ring: how many have a place in the area.
     """
 
-    copies: Copies
     sums: tuple[Callable[..., None], ...]
     end: Callable[..., None]
-    num_streams: int
-    rank: int
-    nbytes: int
-    peers: tuple[int, ...]
-    piece: int
-    ring: int
-
-    def _event(self, c: int, number: int) -> int:
-        return _PUSHED + number + c % _AHEAD * NUM_STREAMS
 
     def _push(self, pieces: range, x: int, stream: int) -> None:
         """Push pieces to all peers, after what is queued on `stream` now."""
-        due = [c for c in pieces if c < len(self.sums)]
-        sides = self.copies.streams[: self.num_streams] if due else ()
-        if due:
-            self.copies.record(_HERE, stream)
-        for side in sides:
-            self.copies.wait(side, _HERE)
-        for c in due:
-            start = c * self.piece
-            size = min(self.piece, self.nbytes - start)
-            place = (self.rank * self.ring + c % self.ring) * self.piece
-            for step, peer in enumerate(self.peers):
-                owner = (self.rank + 1 + step) % (len(self.peers) + 1)
-                side = sides[step % self.num_streams]
-                self.copies.copy(side, peer + place, x + owner * self.nbytes + start, size)
-            for number, side in enumerate(sides):
-                self.copies.record(self._event(c, number), side)
+        if pieces:
+            self.fork(stream, self.sides)
+        for c in pieces:
+            self.send(c, x)
 
     def run(self, stream: int, x: int, out: int) -> None:
         """Push and sum all pieces; the module's text says why in this order."""
-        self._push(range(_AHEAD), x, stream)
+        self._push(range(min(_AHEAD, self.num_chunks)), x, stream)
         for c, launch in enumerate(self.sums):
-            for number in range(self.num_streams):
-                self.copies.wait(stream, self._event(c, number))
+            self.await_sent(c, stream)
             launch(stream, x, out)
-            self._push(range(c + _AHEAD, c + _AHEAD + 1), x, stream)
+            self._push(range(c + _AHEAD, min(c + _AHEAD + 1, self.num_chunks)), x, stream)
         self.end(stream)
 
 
@@ -206,16 +177,18 @@ class CopyEngine(ReduceScatterVariant):
         known = lane_arguments(problem, workspace)
         kernel = bind_kernel(sum_request, int(config["num_blocks"]), workspace.device)
         head = (*self.leading(problem), *known, scatter, span, ring)
+        slot = scatter + workspace.rank * ring * span * PACKET_BYTES
         job = _Job(
             copies=copies_of(workspace, problem.mode),
-            sums=tuple(kernel.fix((*head, c)) for c in range(num_chunks)),
-            end=bind_kernel(end_request, 1, workspace.device).fix((*known, num_chunks)),
             num_streams=int(config["num_streams"]),
             rank=workspace.rank,
             nbytes=problem.nbytes,
-            peers=tuple(address + scatter for address in lane.peers[: problem.world_size - 1]),
-            piece=span * PACKET_BYTES,
-            ring=ring,
+            stride=problem.nbytes,
+            targets=tuple(address + slot for address in lane.peers[: problem.world_size - 1]),
+            chunk=span * PACKET_BYTES,
+            num_chunks=num_chunks,
+            sums=tuple(kernel.fix((*head, c)) for c in range(num_chunks)),
+            end=bind_kernel(end_request, 1, workspace.device).fix((*known, num_chunks)),
         )
         return AddressLaunch(job.run)
 

@@ -10,8 +10,6 @@ Source: NVLink SHARP as PyTorch's multimem operators use it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -30,9 +28,6 @@ from tunedcomm.kernels.common.sync import store_packets
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Numerics, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -76,6 +71,7 @@ class Multimem(ReduceScatterVariant):
     summary = "the switch sums each chunk for its owner (NVLink multicast)"
     kernels = (multimem_kernel,)
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
+    areas = ("multicast", "scatter")
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := refuse_multicast(limits) or self.refuse(problem, limits):
@@ -88,9 +84,6 @@ class Multimem(ReduceScatterVariant):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.lanes[problem.mode].multicast, workspace.layout.scatter
 
 
 MULTIMEM = Multimem().register()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import blocks_and_threads
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -27,15 +27,7 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.packets import (
-    PACKET_BYTES,
-    insert_own,
-    load_bytes,
-    num_packets,
-    packets_of,
-    sum_packets,
-    write_elements,
-)
+from tunedcomm.kernels.common.packets import insert_own, load_bytes, num_packets, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import PullVariant
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
@@ -118,13 +110,12 @@ class OneShot(PullVariant, ReduceScatterVariant):
     )
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
-        packets, symmetric = packets_of(problem.nbytes), problem.input_kind == "symmetric"
-        needed = problem.world_size * packets * PACKET_BYTES
-        if not symmetric and needed > limits.one_shot_bytes:
-            return f"{problem.world_size} chunks take {needed} bytes; the one-shot area has {limits.one_shot_bytes}"
-        return blocks_and_threads(config, limits, packets, most_rounds=1 << 16 if symmetric else 8)
+        symmetric = problem.input_kind == "symmetric"
+        return (
+            self.refuse(problem, limits)
+            or (None if symmetric else refuse_one_shot(problem, limits, messages=problem.world_size))
+            or blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=1 << 16 if symmetric else 8)
+        )
 
 
 ONE_SHOT = OneShot().register()

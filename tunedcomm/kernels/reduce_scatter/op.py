@@ -6,16 +6,18 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import refuse_kernels
+from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
 from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import ordered_sum, outputs_like, powers_of_two, reduced, summands
-from tunedcomm.kernels.common.variant import KernelVariant
+from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, reduce_scatter_single
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
+
+    from tunedcomm.symm.workspace import Workspace
 
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -76,3 +78,29 @@ class ReduceScatterVariant(KernelVariant):
             "ALIGN": alignment_of(problem.nbytes),
             "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
         }
+
+
+class Library(LibraryVariant):
+    """NCCL (gloo on CPUs). Takes whatever the backend takes. Numerics: library. Graph-safe on NCCL."""
+
+    op = "reduce_scatter"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch.distributed as dist
+
+        scatter = reduce_scatter_single()
+        ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        group, op, averages = workspace.group, ops[problem.reduction], problem.reduction == "avg"
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            x, out = inputs[0].view(-1), outputs[0].view(-1)
+            if averages and not x.is_cuda:  # gloo has no average
+                scatter(out, x, dist.ReduceOp.SUM, group=group)
+                out.div_(problem.world_size)
+            else:
+                scatter(out, x, op, group=group)
+
+        return run
+
+
+LIBRARY = Library().register()

@@ -24,8 +24,6 @@ Source: the first half of a two-shot all_reduce; blocks of two kinds as in other
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -43,9 +41,6 @@ from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 RING = tl.constexpr(4)
 
@@ -162,6 +157,7 @@ class Push(ReduceScatterVariant):
             "split": Choice(False, True),
         }
     )
+    areas = ("scatter", "num_chunks")
 
     def lanes(self, config: Config) -> int:
         """Blocks that push; as many others sum where they are split."""
@@ -203,9 +199,6 @@ class Push(ReduceScatterVariant):
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "SPLIT": bool(config["split"])}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.layout.scatter, int(config["num_chunks"])
 
 
 PUSH = Push().register()
