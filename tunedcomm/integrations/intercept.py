@@ -354,8 +354,17 @@ _KEY = "BackendSelect"
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
-def _routes(call: str, op: str, *, dim: bool = False, in_place: bool = False) -> dict[str, Route]:
-    return {name: Route(call, op, (name, 0) if dim else (name,), in_place) for name in _NAMES}
+Routes = Mapping[str, Route]
+
+
+def _routes(call: str, op: str) -> Routes:
+    """The operator's routes by reduction; of an op without one, under ""."""
+    in_place = call in ("c10d::allreduce_", "_c10d_functional::all_reduce_")
+    if op == "all_reduce":
+        return {name: Route(call, op, (name,), in_place) for name in _NAMES}
+    if op == "reduce_scatter":
+        return {name: Route(call, op, (name, 0)) for name in _NAMES}
+    return {"": Route(call, op, (0,) if op == "all_gather" else ())}
 
 
 def _of_object(group: Any) -> RoutedGroup | None:
@@ -412,165 +421,129 @@ def _inside(call: Callable[[], Any]) -> Any:
         return call()
 
 
-# A reader takes an operator's arguments, with the schema's names and defaults, for torch leaves out trailing arguments
-# equal to them. It returns the call to make, or None where the library serves it.
+# A reader takes the operator's routes and its arguments, with the schema's names and defaults, for torch leaves out
+# trailing arguments equal to them. It returns the call to make, or None where the library serves it.
 Kernel = Callable[..., Any]
-Reader = Callable[..., Callable[[], Any] | None]
+Serve = Callable[[], Any] | None
 
 
-def _read_allreduce(call: str) -> Reader:
-    routes = _routes(call, "all_reduce", in_place=True)
+def _c10d_all_reduce(
+    routes: Routes,
+    tensors: list[torch.Tensor],
+    group: Any,
+    op: Any,
+    sparse: Any = None,
+    async_op: bool = True,
+    timeout: int = -1,
+) -> Serve:
+    of = _of_object(group)
+    if of is None or len(tensors) != 1 or sparse is not None:
+        return None
+    x, reduction = tensors[0], _REDUCTIONS.get(op.op(), "")
+    if not of.serves(routes.get(reduction), x):
+        return None
+    return lambda: (tensors, _start(of, lambda: _reduce(of, x, reduction, x), tensors, (x,), async_op))
 
-    def read(
-        tensors: list[torch.Tensor], group: Any, op: Any, sparse: Any = None, async_op: bool = True, timeout: int = -1
-    ) -> Callable[[], Any] | None:
-        of = _of_object(group)
-        if of is None or len(tensors) != 1 or sparse is not None:
+
+def _c10d_all_gather(
+    routes: Routes, out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
+) -> Serve:
+    of = _of_object(group)
+    if of is None or not _fits(x, out, of.group.size(), 1) or not of.serves(routes[""], _flat(x)):
+        return None
+    return lambda: (out, _start(of, lambda: _run(of, all_gather, x, out), [out], (x, out), async_op))
+
+
+def _c10d_reduce_scatter(
+    routes: Routes, out: torch.Tensor, x: torch.Tensor, group: Any, op: Any, async_op: bool = True, timeout: int = -1
+) -> Serve:
+    of, reduction = _of_object(group), _REDUCTIONS.get(op.op(), "")
+    if of is None or not _fits(x, out, 1, of.group.size()) or not of.serves(routes.get(reduction), _flat(x)):
+        return None
+    scatter = partial(reduce_scatter, op=reduction)
+    return lambda: (out, _start(of, lambda: _run(of, scatter, x, out), [out], (x, out), async_op))
+
+
+def _c10d_all_to_all(
+    routes: Routes,
+    rows: Routes,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: Any,
+    receive: Sequence[int],
+    send: Sequence[int],
+    async_op: bool = True,
+    timeout: int = -1,
+) -> Serve:
+    of = _of_object(group)
+    if of is None or x.dim() == 0 or out.dtype != x.dtype or out.device != x.device:
+        return None
+    if receive or send:
+        # Split sizes that are equal here need not be so on other ranks: only their presence is common to all.
+        if not of.serves(rows[""], _row(x)):
             return None
-        x, reduction = tensors[0], _REDUCTIONS.get(op.op(), "")
-        if not of.serves(routes.get(reduction), x):
-            return None
-        return lambda: (tensors, _start(of, lambda: _reduce(of, x, reduction, x), tensors, (x,), async_op))
-
-    return read
-
-
-def _read_allgather_base(call: str) -> Reader:
-    route = Route(call, "all_gather", (0,))
-
-    def read(
-        out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
-    ) -> Callable[[], Any] | None:
-        of = _of_object(group)
-        if of is None or not _fits(x, out, of.group.size(), 1) or not of.serves(route, _flat(x)):
-            return None
-        return lambda: (out, _start(of, lambda: _run(of, all_gather, x, out), [out], (x, out), async_op))
-
-    return read
+        sizes = _splits(send, x, of), _splits(receive, out, of)
+        return lambda: _start(of, lambda: _to_all_rows(of, x, out, *sizes), [out], (x, out), async_op)
+    if not _fits(x, out, 1, 1) or x.shape[0] % of.group.size() or not of.serves(routes[""], _flat(x)):
+        return None
+    return lambda: _start(of, lambda: _run(of, all_to_all, x, out), [out], (x, out), async_op)
 
 
-def _read_reduce_scatter_base(call: str) -> Reader:
-    routes = _routes(call, "reduce_scatter", dim=True)
-
-    def read(
-        out: torch.Tensor, x: torch.Tensor, group: Any, op: Any, async_op: bool = True, timeout: int = -1
-    ) -> Callable[[], Any] | None:
-        of = _of_object(group)
-        if of is None or not _fits(x, out, 1, of.group.size()):
-            return None
-        reduction = _REDUCTIONS.get(op.op(), "")
-        if not of.serves(routes.get(reduction), _flat(x)):
-            return None
-        scatter = partial(reduce_scatter, op=reduction)
-        return lambda: (out, _start(of, lambda: _run(of, scatter, x, out), [out], (x, out), async_op))
-
-    return read
+def _functional_all_reduce(routes: Routes, x: torch.Tensor, reduction: str, group: Any) -> Serve:
+    of, route = _of_name(group), routes.get(reduction.lower())
+    if of is None or route is None or not of.serves(route, x):
+        return None
+    if route.in_place:
+        return lambda: (_inside(lambda: _reduce(of, x, reduction.lower(), x)), x)[1]
+    return lambda: _inside(lambda: _reduce(of, x, reduction.lower(), None))
 
 
-def _read_alltoall_base(call: str) -> Reader:
-    equal, rows = Route(call, "all_to_all"), Route(call, "all_to_all_v")
-
-    def read(
-        out: torch.Tensor,
-        x: torch.Tensor,
-        group: Any,
-        receive: Sequence[int],
-        send: Sequence[int],
-        async_op: bool = True,
-        timeout: int = -1,
-    ) -> Callable[[], Any] | None:
-        of = _of_object(group)
-        if of is None or x.dim() == 0 or out.dtype != x.dtype or out.device != x.device:
-            return None
-        if receive or send:
-            # Split sizes that are equal here need not be so on other ranks: only their presence is common to all.
-            if not of.serves(rows, _row(x)):
-                return None
-            sizes = _splits(send, x, of), _splits(receive, out, of)
-            return lambda: _start(of, lambda: _to_all_rows(of, x, out, *sizes), [out], (x, out), async_op)
-        if not _fits(x, out, 1, 1) or x.shape[0] % of.group.size() or not of.serves(equal, _flat(x)):
-            return None
-        return lambda: _start(of, lambda: _run(of, all_to_all, x, out), [out], (x, out), async_op)
-
-    return read
+def _functional_all_gather(
+    routes: Routes, x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None
+) -> Serve:
+    of = _of_name(group)
+    if of is None:
+        return None
+    fits = size == of.group.size() and x.dim() > 0 if out is None else _fits(x, out, of.group.size(), 1)
+    if not fits or not of.serves(routes[""], x if out is None else _flat(x)):
+        return None
+    return lambda: _inside(lambda: _run(of, all_gather, x, out))
 
 
-def _read_all_reduce(call: str) -> Reader:
-    in_place = call.endswith("_")
-    routes = _routes(call, "all_reduce", in_place=in_place)
-
-    def read(x: torch.Tensor, reduction: str, group: Any) -> Callable[[], Any] | None:
-        of, reduction = _of_name(group), reduction.lower()
-        if of is None or not of.serves(routes.get(reduction), x):
-            return None
-
-        def serve() -> torch.Tensor:
-            result: torch.Tensor = _inside(lambda: _reduce(of, x, reduction, x if in_place else None))
-            return x if in_place else result
-
-        return serve
-
-    return read
+def _functional_reduce_scatter(
+    routes: Routes, x: torch.Tensor, reduction: str, size: int, group: Any, *, out: torch.Tensor | None = None
+) -> Serve:
+    of = _of_name(group)
+    if of is None:
+        return None
+    fits = size == of.group.size() if out is None else _fits(x, out, 1, of.group.size())
+    if not fits or not of.serves(routes.get(reduction.lower()), x if out is None else _flat(x)):
+        return None
+    return lambda: _inside(lambda: _run(of, partial(reduce_scatter, op=reduction.lower()), x, out))
 
 
-def _read_all_gather(call: str) -> Reader:
-    route = Route(call, "all_gather", (0,))
-
-    def read(x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None) -> Callable[[], Any] | None:
-        of = _of_name(group)
-        if of is None:
-            return None
-        fits = size == of.group.size() and x.dim() > 0 if out is None else _fits(x, out, of.group.size(), 1)
-        if not fits or not of.serves(route, x if out is None else _flat(x)):
-            return None
-        return lambda: _inside(lambda: _run(of, all_gather, x, out))
-
-    return read
+def _functional_all_to_all(
+    routes: Routes, x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Any
+) -> Serve:
+    of = _of_name(group)
+    if of is None or x.dim() == 0 or not of.serves(routes[""], _row(x)):
+        return None
+    return lambda: _inside(lambda: _to_all_rows(of, x, None, list(send), list(receive)))
 
 
-def _read_reduce_scatter(call: str) -> Reader:
-    routes = _routes(call, "reduce_scatter", dim=True)
-
-    def read(
-        x: torch.Tensor, reduction: str, size: int, group: Any, *, out: torch.Tensor | None = None
-    ) -> Callable[[], Any] | None:
-        of, reduction = _of_name(group), reduction.lower()
-        if of is None:
-            return None
-        fits = size == of.group.size() if out is None else _fits(x, out, 1, of.group.size())
-        if not fits or not of.serves(routes.get(reduction), x if out is None else _flat(x)):
-            return None
-        return lambda: _inside(lambda: _run(of, partial(reduce_scatter, op=reduction), x, out))
-
-    return read
-
-
-def _read_all_to_all(call: str) -> Reader:
-    route = Route(call, "all_to_all_v")
-
-    def read(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Callable[[], Any] | None:
-        of = _of_name(group)
-        if of is None or x.dim() == 0 or not of.serves(route, _row(x)):
-            return None
-        return lambda: _inside(lambda: _to_all_rows(of, x, None, list(send), list(receive)))
-
-    return read
-
-
-_MAKERS: Mapping[str, Callable[[str], Reader]] = {
-    "c10d::allreduce_": _read_allreduce,
-    "c10d::_allgather_base_": _read_allgather_base,
-    "c10d::_reduce_scatter_base_": _read_reduce_scatter_base,
-    "c10d::alltoall_base_": _read_alltoall_base,
-    "_c10d_functional::all_reduce": _read_all_reduce,
-    "_c10d_functional::all_reduce_": _read_all_reduce,
-    "_c10d_functional::all_gather_into_tensor": _read_all_gather,
-    "_c10d_functional::all_gather_into_tensor_out": _read_all_gather,
-    "_c10d_functional::reduce_scatter_tensor": _read_reduce_scatter,
-    "_c10d_functional::reduce_scatter_tensor_out": _read_reduce_scatter,
-    "_c10d_functional::all_to_all_single": _read_all_to_all,
+_READERS: Mapping[str, tuple[Callable[..., Serve], tuple[str, ...]]] = {
+    "c10d::allreduce_": (_c10d_all_reduce, ("all_reduce",)),
+    "c10d::_allgather_base_": (_c10d_all_gather, ("all_gather",)),
+    "c10d::_reduce_scatter_base_": (_c10d_reduce_scatter, ("reduce_scatter",)),
+    "c10d::alltoall_base_": (_c10d_all_to_all, ("all_to_all", "all_to_all_v")),
+    "_c10d_functional::all_reduce": (_functional_all_reduce, ("all_reduce",)),
+    "_c10d_functional::all_reduce_": (_functional_all_reduce, ("all_reduce",)),
+    "_c10d_functional::all_gather_into_tensor": (_functional_all_gather, ("all_gather",)),
+    "_c10d_functional::all_gather_into_tensor_out": (_functional_all_gather, ("all_gather",)),
+    "_c10d_functional::reduce_scatter_tensor": (_functional_reduce_scatter, ("reduce_scatter",)),
+    "_c10d_functional::reduce_scatter_tensor_out": (_functional_reduce_scatter, ("reduce_scatter",)),
+    "_c10d_functional::all_to_all_single": (_functional_all_to_all, ("all_to_all_v",)),
 }
-_READERS = {call: make(call) for call, make in _MAKERS.items()}
 
 
 def _passed_on(namespace: str, name: str) -> Kernel:
@@ -583,7 +556,7 @@ def _passed_on(namespace: str, name: str) -> Kernel:
     return lambda keys, *arguments, **named: redispatch(keys & below, *arguments, **named)
 
 
-def _kernel(read: Reader, original: Kernel, device_keys: frozenset[str]) -> Kernel:
+def _kernel(read: Callable[..., Serve], original: Kernel, device_keys: frozenset[str]) -> Kernel:
     """Serve tensors of some devices; not the shapes that compilers try, which are meta as well."""
     wanted, meta = [getattr(torch._C.DispatchKey, key) for key in sorted(device_keys)], torch._C.DispatchKey.Meta
 
@@ -641,8 +614,9 @@ def _register() -> None:
     _unregister()
     make: Any = torch.library.Library  # untyped
     libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
-    for call, read in _READERS.items():
+    for call, (reader, ops) in _READERS.items():
         namespace, name = call.split("::")
+        read = partial(reader, *(_routes(call, op) for op in ops))
         kernel = _kernel(read, _passed_on(namespace, name), frozenset(wanted))
         libraries[namespace].impl(name, kernel, _KEY, with_keyset=True)
     _libraries.extend(libraries.values())
