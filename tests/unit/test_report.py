@@ -23,7 +23,7 @@ from report_samples import GEMM_SPEEDUPS, gemm_csv, recorded_database
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.data import Material, gather, group_up, read_csv, speedup
-from tunedcomm.report.figures import INK, SCALE, axis_of_values, best_so_far, heat_of, heat_panel, size_ticks
+from tunedcomm.report.figures import INK, SCALE, axis_of_values, heat_of, heat_panel, size_ticks
 from tunedcomm.report.page import render
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -54,7 +54,7 @@ def test_a_page_holds_every_number_in_tables_that_need_no_script(everything: Mat
     for rows in (*everything.bench.values(), *everything.stored.values()):
         for row in rows:
             assert f">{row.latency_p50_us:.2f}<" in without_scripts, row
-    for heading in ("Benchmarks", "Fused GEMMs", "Tuned", "Regret", "Sweeps", "Environment", "At a glance"):
+    for heading in ("Benchmarks", "Fused GEMMs", "Tuned", "Regret", "Environment", "At a glance"):
         assert f"<h2>{heading}</h2>" in without_scripts
 
 
@@ -159,18 +159,6 @@ def test_an_axis_of_values_has_ticks_enough(low: float, high: float) -> None:
     ticks = axis_of_values([low, high], "µs")["tickvals"]
     assert 2 <= sum(low <= tick <= high for tick in ticks) <= 12
     assert len(set(ticks)) == len(ticks)
-
-
-def test_best_so_far_falls_to_one_and_counts_failures(database: Path) -> None:
-    from tunedcomm.db.store import Database
-
-    with Database.open(database, readonly=True) as opened:
-        trials = opened.trials()
-    course = best_so_far([trial for trial in trials if trial.problem == trials[0].problem])
-    known = [value for value in course if value is not None]
-    assert len(known) > 10
-    assert known == sorted(known, reverse=True)
-    assert known[0] > 1.0 == known[-1]
 
 
 def test_other_tables_are_refused_with_what_they_lack(tmp_path: Path) -> None:

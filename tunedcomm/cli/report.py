@@ -31,7 +31,7 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "tunedcomm report",
     as_json: JsonOption = False,
 ) -> None:
-    """Draw latency and bandwidth by size, speed-ups, sweeps, failures and regret on one page; needs tunedcomm[report].
+    """Draw latency and bandwidth by size, speed-ups, failures and regret on one page; needs tunedcomm[report].
 
     Example: tunedcomm report -o report.html --db cluster.db --csv bench/results/*.csv
     """

@@ -9,17 +9,9 @@
 `_c10d_functional::*`. Kernels for these operators are registered with `torch.library` while at least one group is
 intercepted, under the dispatch key that comes right before those of devices, `BackendSelect`. They look the group up,
 and redispatch the arguments as they came to the device's kernel wherever the dispatcher would run the library, or the
-group is another one. Alternatives, and why not:
-
-- Kernels in the devices' place would have to call the ones that were there before (`torch.library.get_kernel`), which
-  keeps the interpreter's lock: a gloo group then waits for its worker and its worker for that lock, for ever.
-- `TorchDispatchMode` would see the same operators, but every other operator of the model, too, at several microseconds
-  each, and neither the autograd engine's threads nor compiled code run under the mode of the thread that entered it.
-- `TorchFunctionMode` sees functions that take part in `__torch_function__`; `torch.distributed`'s do not.
-- A backend by `Backend.register_backend` serves groups that are made with it, not those that a model already has,
-  cannot be left at the end of a block, and has to forward every method of NCCL's, public or not.
-- Replacing functions of `torch.distributed` misses who imported them earlier, DDP's reducer, which is C++, and compiled
-  code.
+group is another one. (`torch.library.get_kernel` would keep the interpreter's lock, and a gloo group then waits for its
+worker for ever; dispatch modes see every operator and neither autograd's threads nor compiled code; functions of
+`torch.distributed` may have been imported before they could be replaced.)
 
 **Consequences.** Other operators are not touched: a call of one costs the same as before. Registration is for
 the process: autograd's threads are served, and so are other threads that call on the same group inside of the block.
@@ -54,13 +46,12 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_f
 from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
-from tunedcomm.errors import NotInitializedError, UnsupportedInputError, UnsupportedVersionError
+from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.integrations import check_torch
 from tunedcomm.ops.call import is_capturing, paths
 from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 from tunedcomm.spec import why_no_kernel
 
-_INSTEAD = "call tunedcomm.all_reduce and its like directly"
 _lock = threading.RLock()
 _libraries: list[Any] = []
 _device_keys: set[str] = set()
@@ -631,25 +622,9 @@ def _unregister() -> None:
     _device_keys.clear()
 
 
-def _check() -> None:
-    check_torch("tunedcomm.intercept()", _READERS, _INSTEAD)
-    for owner, name in (
-        (torch.ops.c10d.allreduce_.default, "redispatch"),
-        (torch._C, "_dispatch_keyset_full_after"),
-        (dist.ProcessGroup, "unbox"),
-        (dist.distributed_c10d._world, "pg_names"),
-        (torch._C._distributed_c10d, "_create_work_from_future"),
-    ):
-        if not hasattr(owner, name):
-            raise UnsupportedVersionError(
-                f"tunedcomm.intercept() needs {name}, which this build of torch {torch.__version__} lacks; install a "
-                f"release of torch, or {_INSTEAD}"
-            )
-
-
 def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) -> tuple[RoutedGroup, ...]:
     """Intercept groups once more, collectively over each of them."""
-    _check()
+    check_torch("tunedcomm.intercept()", "call tunedcomm.all_reduce and its like directly")
     if max_count is not None and (not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0):
         raise UnsupportedInputError(f"max_count={max_count!r} is no number of rows; pass an integer from 0 on, or None")
     if not dist.is_available() or not dist.is_initialized():

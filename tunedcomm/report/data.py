@@ -19,8 +19,8 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.score import Scored
-from tunedcomm.selection.select import Registered, measured_pool
+from tunedcomm.selection.score import Pool
+from tunedcomm.selection.select import Decision, Registered, measured_pool
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.spec import Candidate, InputKind, Mode, Problem, format_shape, get_op, parse_shape, variants
 from tunedcomm.symm.layout import limits_for
@@ -402,32 +402,6 @@ def read_layer(layer: Layer, *, name: str, op: str | None = None) -> StoredFile:
         return StoredFile(name, str(database.path or database.url), trials, tuple(database.runs()), environments)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Dispatch's choice at a problem that was measured.
-
-    Attributes:
-        candidate: the choice; None where this tunedcomm does not have the op.
-        why: the reason.
-        scored: the candidates that it compares.
-        library_us: the library's median; None where it was never measured.
-    """
-
-    candidate: Candidate | None = None
-    why: str = ""
-    scored: Mapping[Candidate, Scored] = field(default_factory=dict)
-    library_us: float | None = None
-
-    def library_reckoned_us(self, trial: Trial) -> float | None:
-        """The library's time that dispatch sets against a trial's; None where that is the one of the trial's run."""
-        found = self.scored.get(trial.candidate)
-        if found is None or self.library_us is None or found.row.latency_p50_us != trial.latency_p50_us:
-            return None  # dispatch goes by other rows
-        reckoned_us = self.library_us / found.score * found.row.latency_p50_us
-        is_by_ratio = trial.baseline_p50_us is not None and math.isclose(reckoned_us, trial.baseline_p50_us)
-        return None if is_by_ratio else reckoned_us
-
-
 class Chooser:
     """Dispatch by the databases given, on the hardware that they were measured on."""
 
@@ -436,33 +410,18 @@ class Chooser:
         self._layers = layers
         self._snapshots: dict[tuple[Environment, int], Snapshot] = {}
 
-    def choose(self, problem: Problem, environment: Environment) -> Answer:
-        """The choice, with the candidates that it is made from."""
+    def choose(self, problem: Problem, environment: Environment) -> tuple[Decision | None, Pool]:
+        """The choice and the candidates that it is made from; none of an op that this tunedcomm does not have."""
         try:
             get_op(problem.op)
         except UnknownNameError:
-            return Answer()
+            return None, Pool((), None)
         key = (environment, problem.world_size)
         if key not in self._snapshots:
             self._snapshots[key] = load_snapshot(environment, problem.world_size, layers=self._layers)
         snapshot, limits = self._snapshots[key], limits_for(environment, problem.world_size)
-        decision = dispatcher.decide(problem, snapshot, limits)
-        found = measured_pool(snapshot, problem, Registered(limits, dispatcher.source_hash_of))
-        scored = {one.candidate: one for one in found.scored}
-        return Answer(decision.candidate, decision.why, scored, found.library_us)
-
-
-def group_of(origin: str, problem: Problem, environment: Environment) -> Group:
-    """The figure that a stored problem belongs into."""
-    return Group(origin, replace(problem, shape=()), environment.gpu, environment.fabric)
-
-
-def message_bytes(problem: Problem) -> int:
-    """By which sizes are compared; of an op that this tunedcomm does not have, the input's bytes."""
-    try:
-        return get_op(problem.op).message_bytes(problem)
-    except UnknownNameError:
-        return problem.nbytes
+        pool = measured_pool(snapshot, problem, Registered(limits, dispatcher.source_hash_of))
+        return dispatcher.decide(problem, snapshot, limits), pool
 
 
 def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
@@ -490,39 +449,51 @@ def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
 def _of_problem(
     origin: str, problem: Problem, environment: Environment, trials: dict[Candidate, Trial], chooser: Chooser
 ) -> Iterable[Measured]:
-    answer = chooser.choose(problem, environment)
-    chosen = answer.candidate
+    decision, pool = chooser.choose(problem, environment)
+    scored = {one.candidate: one for one in pool.scored}
+    chosen = None if decision is None else decision.candidate
+
+    def rank(trial: Trial) -> tuple[bool, bool, float]:
+        """What dispatch compares first, by score; then finals."""
+        found = scored.get(trial.candidate)
+        assert trial.latency_p50_us is not None
+        return found is None, not trial.final, trial.latency_p50_us if found is None else found.score
+
+    def reckoned_us(trial: Trial) -> float | None:
+        """The library's time that dispatch compares with; None where that is the one of the trial's run."""
+        found = scored.get(trial.candidate)
+        if trial.variant == LIBRARY or found is None or pool.library_us is None:
+            return None
+        if found.row.latency_p50_us != trial.latency_p50_us:
+            return None  # dispatch goes by other rows
+        library_us = pool.library_us / found.score * found.row.latency_p50_us
+        is_by_ratio = trial.baseline_p50_us is not None and math.isclose(library_us, trial.baseline_p50_us)
+        return None if is_by_ratio else library_us
+
     kept: dict[str, Trial] = {}
-    for trial in sorted(trials.values(), key=lambda trial: _rank_of(trial, answer)):
+    for trial in sorted(trials.values(), key=rank):
         kept.setdefault(trial.variant, trial)
-    if chosen is not None and chosen in trials:
+    if chosen in trials:
         kept[chosen.variant] = trials[chosen]
     for name, trial in kept.items():
         assert trial.latency_p50_us is not None
-        is_chosen = chosen == trial.candidate or (chosen is not None and name == LIBRARY == chosen.variant)
+        is_chosen = chosen is not None and (chosen == trial.candidate or name == LIBRARY == chosen.variant)
         yield Measured(
-            group=group_of(origin, problem, environment),
+            group=Group(origin, replace(problem, shape=()), environment.gpu, environment.fabric),
             shape=format_shape(problem.shape),
-            message_bytes=message_bytes(problem),
+            message_bytes=problem.nbytes if decision is None else get_op(problem.op).message_bytes(problem),
             contender=name,
             config=str(trial.candidate),
             latency_p50_us=trial.latency_p50_us,
             latency_p10_us=trial.latency_p10_us,
             latency_p90_us=trial.latency_p90_us,
             library_us=trial.latency_p50_us if name == LIBRARY else trial.baseline_p50_us,
-            library_reckoned_us=None if name == LIBRARY else answer.library_reckoned_us(trial),
+            library_reckoned_us=reckoned_us(trial),
             date=trial.created_at.isoformat(timespec="seconds"),
             run_id="" if trial.run_id is None else str(trial.run_id),
             is_chosen=is_chosen,
-            why=answer.why if is_chosen else "",
+            why=decision.why if decision is not None and is_chosen else "",
         )
-
-
-def _rank_of(trial: Trial, answer: Answer) -> tuple[bool, bool, float]:
-    """Order of one variant's trials: what dispatch compares first, then finals, then by what they are taken to need."""
-    assert trial.latency_p50_us is not None
-    found = answer.scored.get(trial.candidate)
-    return found is None, not trial.final, trial.latency_p50_us if found is None else found.score
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunedcomm.db.query import BEST_OF_VARIANT
 from tunedcomm.db.records import Trial
 from tunedcomm.report.data import (
     CHOSEN,
@@ -25,13 +24,10 @@ from tunedcomm.report.data import (
     RegretRule,
     StoredFile,
     best_by_shape,
-    group_of,
     in_order,
     lines,
-    message_bytes,
     speedup,
 )
-from tunedcomm.spec import Problem, format_shape
 
 # After Okabe and Ito's colours, which can be told apart by the colour-blind, the darkest a little lighter.
 _COLOURS = "#2f86d6 #e69f00 #00a37a #d678ac #8b6cf0 #56b4e9 #a39a00 #b0764a #1fb5b0 #e06c75".split()
@@ -142,7 +138,6 @@ def _line(
     unit: str = "",
     *,
     note: str = "",
-    shape: str = "linear",
 ) -> Trace:
     return {
         "type": "scatter",
@@ -154,7 +149,7 @@ def _line(
         "y": list(y),
         "text": list(hover),
         "hovertemplate": f"<b>%{{fullData.name}}</b> %{{y:.4~g}} {unit}<br>%{{text}}<extra></extra>",
-        "line": {"color": style.colour, "dash": style.dash, "width": style.width, "shape": shape},
+        "line": {"color": style.colour, "dash": style.dash, "width": style.width},
         "marker": {"symbol": style.symbol, "size": 8 if style.width > 2 else 6, "color": style.colour},
     }
 
@@ -217,7 +212,6 @@ def sections(material: Material) -> list[Section]:
             [heat_panel(group, groups[group]) for group in in_order(groups) if group.is_gemm],
         ),
         Section("Regret", "regret", "What is lost at sizes that were not tuned.", regret),
-        Section("Sweeps", "sweeps", "How fast the search came to its best.", sweep_panels(material.databases)),
         Section(
             "Failures", "failures", "Trials that failed or could not run, by kind.", failure_panels(material.databases)
         ),
@@ -544,112 +538,6 @@ def _rules_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> P
         figures=[_bar_figure("Regret, %", "% over the best candidate", bars, is_stacked=False, height=height)],
         tables=[Table(("rule", "sizes", "mean", "worst"), rows, summary=f"Table of {len(rows)} rules")],
     )
-
-
-# Sweeps: best so far against trial number.
-
-# Fewer trials of the search show no course.
-_LEAST_TRIALS = 12
-_NO_SEARCH = (
-    f"No database here holds a search of {_LEAST_TRIALS} trials of one problem; fewer show no course. One that was "
-    "exported keeps the finals: after a sweep, report from the database that tune wrote, which is the user database "
-    "unless --db named another one."
-)
-
-
-def best_so_far(trials: Iterable[Trial]) -> list[float | None]:
-    """After each trial of the search, in the order of their times, the least latency until then over that of the end.
-
-    Trials that failed count as trials; None until one has run.
-    """
-    ordered = sorted((t for t in trials if not t.final), key=lambda t: (t.created_at, t.id or 0))
-    best: float | None = None
-    course: list[float | None] = []
-    for trial in ordered:
-        if trial.status == "ok" and trial.latency_p50_us is not None:
-            best = trial.latency_p50_us if best is None else min(best, trial.latency_p50_us)
-        course.append(best)
-    return [None if value is None or best is None else value / best for value in course]
-
-
-def sweep_panels(databases: Sequence[StoredFile]) -> list[Panel]:
-    """The courses of all searches; where there is none, a sentence that says why. Nothing of no databases."""
-    panels = [panel for stored in databases for panel in _sweeps_of(stored)]
-    return [Panel("", "no-sweeps", _NO_SEARCH)] if databases and not panels else panels
-
-
-def _sweeps_of(stored: StoredFile) -> list[Panel]:
-    """One for each op, dtype, world size and mode whose search is stored."""
-    searched: dict[Group, dict[Problem, list[Trial]]] = {}
-    for trial in stored.trials:
-        group = group_of(stored.name, trial.problem, trial.environment)
-        searched.setdefault(group, {}).setdefault(trial.problem, []).append(trial)
-    panels = []
-    for group in in_order(searched):
-        courses = {problem: best_so_far(trials) for problem, trials in searched[group].items() if _is_whole(trials)}
-        shown = {p: course for p, course in courses.items() if len(course) >= _LEAST_TRIALS and course[-1] is not None}
-        if shown:
-            panels.append(_sweep_panel(group, shown))
-    return panels
-
-
-def _is_whole(trials: Iterable[Trial]) -> bool:
-    """An export keeps no more of a search than the few best of each variant, which show no course."""
-    counts = Counter(trial.variant for trial in trials if trial.status == "ok" and not trial.final)
-    return max(counts.values(), default=0) > BEST_OF_VARIANT
-
-
-def _sweep_panel(group: Group, courses: Mapping[Problem, Sequence[float | None]]) -> Panel:
-    ordered = sorted(courses, key=lambda problem: (message_bytes(problem), problem.shape))
-    traces = [
-        _course(size_text(message_bytes(problem)), courses[problem], Style("#56b4e9", "", width=1.2))
-        for problem in ordered
-    ]
-    for trace in traces:
-        trace["showlegend"] = False
-    middle = _median([courses[problem] for problem in ordered])
-    traces.append(_course("median of the problems", middle, Style(_STRONG, "", width=3.5)))
-    rows = [
-        [
-            size_text(message_bytes(p)),
-            format_shape(p.shape),
-            str(len(courses[p])),
-            _first(courses[p], 1.05),
-            _first(courses[p], 1.0),
-        ]
-        for p in ordered
-    ]
-    columns = ("size", "shape", "trials", "within 5 % after", "best after")
-    decades = {float(10**power): str(10**power) for power in range(len(str(max(map(len, courses.values())))) + 1)}
-    values = axis_of_values([value for course in courses.values() for value in course if value], "× the best")
-    layout = {"xaxis": _log_axis("trial", decades), "yaxis": values}
-    return Panel(
-        title=group.title,
-        anchor=f"convergence-{group.slug}",
-        note=f"Best latency so far over the best in the end, by trial; one line a problem. From {group.origin}.",
-        figures=[Figure("Best so far over best", traces, layout)],
-        tables=[Table(columns, rows, summary=f"Table of {len(rows)} problems")],
-    )
-
-
-def _course(name: str, course: Sequence[float | None], style: Style) -> Trace:
-    trials = range(1, len(course) + 1)
-    return _line(name, style, trials, course, [f"trial {trial}" for trial in trials], "×", shape="hv")
-
-
-def _first(course: Sequence[float | None], ratio: float) -> str:
-    """The number of the first trial after which no more than `ratio` was lost."""
-    return next((str(i) for i, value in enumerate(course, 1) if value is not None and value <= ratio), "–")
-
-
-def _median(courses: Sequence[Sequence[float | None]]) -> list[float | None]:
-    found: list[float | None] = []
-    for i in range(max(len(course) for course in courses)):
-        # A search that ended keeps what it found.
-        values = [course[min(i, len(course) - 1)] for course in courses]
-        known = [value for value in values if value is not None]
-        found.append(statistics.median(known) if known else None)
-    return found
 
 
 # Failures: trials that failed, by variant and kind, with their reasons.

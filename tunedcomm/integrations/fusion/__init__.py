@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 _functional: Any = torch.ops._c10d_functional
 _GATHER, _SCATTER = _functional.all_gather_into_tensor.default, _functional.reduce_scatter_tensor.default
 _REDUCE = _functional.all_reduce.default
-_OPERATORS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
 _INSTEAD = "call tunedcomm.ag_gemm and its like directly"
 
 
@@ -250,7 +249,7 @@ def fusion_pass(
     What was fused and what was left, and why, is in the pass's `records` and printed by TORCH_LOGS with this module's
     name, `TORCH_LOGS=tunedcomm.integrations.fusion`.
     """
-    check_torch("tunedcomm.fusion_pass()", [f"_c10d_functional::{name}" for name in _OPERATORS], _INSTEAD)
+    check_torch("tunedcomm.fusion_pass()", _INSTEAD)
     if not hasattr(config, "post_grad_custom_post_pass"):
         raise UnsupportedVersionError(
             f"tunedcomm.fusion_pass() needs Inductor's post_grad_custom_post_pass, which torch {torch.__version__} "

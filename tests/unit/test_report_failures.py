@@ -1,4 +1,4 @@
-"""What a report shows of searches and of trials that failed, and what it says where there are none."""
+"""What a report shows of trials that failed, and what it says where there are none."""
 
 from __future__ import annotations
 
@@ -7,47 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
 
-from report_samples import recorded_database, recorded_trials, stored_trials
+from report_samples import recorded_trials, stored_trials
 
-from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.db.store import Database
 from tunedcomm.report.data import StoredFile, gather
-from tunedcomm.report.figures import failure_panels, sweep_panels, template
+from tunedcomm.report.figures import failure_panels, template
 
 
 def read(path: Path) -> list[StoredFile]:
     return gather(named_layers(str(path)), []).databases
-
-
-def test_a_sweeps_own_database_shows_its_search_and_an_export_of_it_says_why_not(tmp_path: Path) -> None:
-    whole = recorded_database(tmp_path / "whole.db")
-    (panel,) = sweep_panels(read(whole))
-    assert panel.figures
-    assert len(panel.tables[0].rows) > 5
-    exported = CliRunner().invoke(main.app, ["db", "export", "--db", str(whole), str(tmp_path / "short.db")])
-    assert exported.exit_code == 0, exported.output
-    (panel,) = sweep_panels(read(tmp_path / "short.db"))
-    assert not panel.figures
-    assert "exported" in panel.note
-    assert "12 trials of one problem" in panel.note
-    assert sweep_panels([]) == []
-
-
-def test_the_few_searched_trials_that_an_export_keeps_are_no_search(tmp_path: Path) -> None:
-    """It keeps the two best of each variant that has no finals."""
-    (sample,) = read(stored_trials(tmp_path / "t.db", {"library": (10.0, 10.0)}))
-    (like,) = sample.trials
-    few = [replace(like, variant=f"v{i // 2}", config={"i": i}, final=False) for i in range(16)]
-    (panel,) = sweep_panels([replace(sample, trials=tuple(few))])
-    assert not panel.figures
-    more = [*few, replace(like, variant="v0", config={"i": 16}, final=False)]
-    (panel,) = sweep_panels([replace(sample, trials=tuple(more))])
-    assert panel.figures
 
 
 def test_pruned_trials_are_no_failures(tmp_path: Path) -> None:
