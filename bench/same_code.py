@@ -233,7 +233,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
 
             return launch
 
-        return bound_kernel(fix, 32, 0)
+        return bound_kernel(fix)
 
     def allocate(group: Any, device: Any, nbytes: int) -> Any:
         return made_buffer(recorder, f"buffer{len(addresses.names)}[{nbytes}]", nbytes)
@@ -367,7 +367,7 @@ def launch_record(variant: Any, spec: Any, problem: Any, config: Any, layout: An
         recorder.writing = True
         launch = variant.bind(problem, config, workspace)
         for _ in range(2):  # plans may count their calls
-            recorder.note("call", type(launch).__name__ if hasattr(launch, "by_address") else "")
+            recorder.note("call", "by address" if hasattr(launch, "by_address") else "")
             launch(inputs, outputs, _STREAM)
         recorder.writing = False
     return recorder.events, recorder.requests

@@ -13,7 +13,7 @@ import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.kernels.all_gather import progress
 from tunedcomm.kernels.common import copies
-from tunedcomm.kernels.common.launch import ManyLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.gemm import ag_chunked, ar
 from tunedcomm.kernels.gemm.op import operands_of
 from tunedcomm.ops import gemm, run_problem
@@ -64,14 +64,14 @@ def planted_body(rank: int, world_size: int) -> bool:
     seen: list[tuple[int, ...]] = []
 
     def plant(op: str) -> None:
-        def bind(problem: Problem, config: Any, workspace: Any) -> ManyLaunch:
+        def bind(problem: Problem, config: Any, workspace: Any) -> AddressLaunch:
             def arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
                 a, b, bias, *scales = operands_of(problem, inputs)
                 tensors = (a, b, *([bias] if op == "gemm_ar" else []), *scales, *outputs)
                 found = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
                 return (*found, 0) if op == "ag_gemm" and len(outputs) == 1 else found
 
-            return ManyLaunch(lambda stream, *addresses: seen.append(addresses), arrange)
+            return AddressLaunch(lambda stream, *addresses: seen.append(addresses), arrange)
 
         register_variant(
             Variant(

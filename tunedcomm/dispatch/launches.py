@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from tunedcomm.errors import NanInputError
-from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, WIDTHS, count_nan_request
 from tunedcomm.spec import Problem, ops
 
@@ -99,7 +99,7 @@ def wrap_launch(
         turns: the group's order of lanes, for an eager call once graphs and eager calls take turns.
         nan_watch: looks for NaN in the inputs first.
     """
-    by_address = isinstance(launch, (AddressLaunch, ManyLaunch))
+    by_address = isinstance(launch, AddressLaunch)
     bare: Callable[..., None] = launch.by_address if by_address else launch  # type: ignore[attr-defined]
     run = bare
     if device_type and not by_address:

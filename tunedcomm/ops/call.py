@@ -29,7 +29,7 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_f
 from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
 from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
-from tunedcomm.kernels.common.launch import AddressLaunch, ManyLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops.checks import (
     check_apart,
     check_differentiable,
@@ -633,7 +633,7 @@ def make_fast_call(
     if looks_alike is None:
         return None
     of |= dict(zip(form.outputs, results, strict=True))
-    by_address = plan.launch.by_address if isinstance(plan.launch, (AddressLaunch, ManyLaunch)) else None
+    by_address = plan.launch.by_address if isinstance(plan.launch, AddressLaunch) else None
     options = [declared.split()[-1] for declared in form.options]
     values: dict[str, Any] = {
         "looks_alike": looks_alike, "want_numerics": asked.numerics, "want_max_sms": asked.max_sms,

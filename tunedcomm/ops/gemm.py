@@ -4,8 +4,8 @@
 is served as it lies (layout `nk`), and so is a contiguous [K, N] one (`kn`); others are copied into the nearer of the
 two. So which problem a call is depends on how `b` is stored, which must be alike on every rank.
 
-Launches by address (`ManyLaunch`) take the addresses of the op's `inputs` in order, then of out and, of ag_gemm, of the
-gathered a; 0 for what there is not.
+An `AddressLaunch` takes the addresses of the op's `inputs` in order, then of out and, of ag_gemm, of the gathered a; 0
+for what there is not.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import ManyLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import add_extras, arm, insert_own, packets_of, sum_packets
 from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, outputs_like, with_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
@@ -342,7 +342,7 @@ class _WithBias:
         return (None, None, None, total, total // problem.shape[0])
 
     def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
-        return ManyLaunch(by_address, _arrange)
+        return AddressLaunch(by_address, _arrange)
 
 
 class BiasLamport(_WithBias, Lamport):
@@ -413,7 +413,7 @@ class BiasUnfused(UnfusedVariant):
             reduce(stream, x, out)
             add(stream, out, bias)
 
-        return ManyLaunch(by_address, _arrange)
+        return AddressLaunch(by_address, _arrange)
 
 
 class BiasLibrary(LibraryVariant):

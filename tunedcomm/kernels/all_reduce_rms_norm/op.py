@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import ManyLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, with_extras
 from tunedcomm.kernels.common.variant import KernelVariant
@@ -199,9 +199,9 @@ def _arrange(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]
     return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))
 
 
-def many_launch(problem: Problem, by_address: Callable[..., None]) -> ManyLaunch:
+def many_launch(problem: Problem, by_address: Callable[..., None]) -> AddressLaunch:
     """A launch of tensors from one by addresses."""
-    return ManyLaunch(by_address, functools.partial(_arrange, problem))
+    return AddressLaunch(by_address, functools.partial(_arrange, problem))
 
 
 def row_packets(problem: Problem) -> int:

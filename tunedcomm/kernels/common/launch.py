@@ -153,23 +153,14 @@ def fewer_registers(grid: int, threads: int, num_sms: int, limit: float) -> int:
     return max(_REGISTERS_PER_SM // (blocks_of_sm * threads) // 8 * 8, 24)
 
 
+def input_and_output(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+    """Addresses of the one input and the one output."""
+    return inputs[0].data_ptr(), outputs[0].data_ptr()
+
+
 @dataclass(frozen=True, slots=True)
 class AddressLaunch:
-    """A launch that needs nothing of its one input and its one output but their addresses.
-
-    Attributes:
-        by_address: `(stream, input's address, output's address)`, for callers in a hurry.
-    """
-
-    by_address: Callable[..., None]
-
-    def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        self.by_address(stream, inputs[0].data_ptr(), outputs[0].data_ptr())
-
-
-@dataclass(frozen=True, slots=True)
-class ManyLaunch:
-    """A launch that needs nothing of its several inputs and outputs but their addresses.
+    """A launch that needs nothing of its inputs and outputs but their addresses.
 
     Attributes:
         by_address: `(stream, address of every input and output that the op may have, further numbers)`, in an order
@@ -178,7 +169,7 @@ class ManyLaunch:
     """
 
     by_address: Callable[..., None]
-    arrange: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[int, ...]]
+    arrange: Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[int, ...]] = input_and_output
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         self.by_address(stream, *self.arrange(inputs, outputs))
@@ -190,12 +181,9 @@ class BoundKernel:
 
     Attributes:
         fix: takes the runtime arguments, None for those that vary, and returns a launch `(stream, *varying)`.
-        num_registers, num_spills: of the binary; 0 where it is interpreted.
     """
 
     fix: Callable[[Sequence[int | None]], Callable[..., None]]
-    num_registers: int
-    num_spills: int
 
 
 def _as_int64(value: int) -> Any:
@@ -218,7 +206,7 @@ def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
         del stream
         kernel[(grid,)](*(_as_int64(value) for value in args), **constants)
 
-    return BoundKernel(functools.partial(_fill_in, launch), 0, 0)
+    return BoundKernel(functools.partial(_fill_in, launch))
 
 
 def _fill_in(launch: Callable[..., None], arguments: Sequence[int | None]) -> Callable[..., None]:
@@ -343,5 +331,4 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
     tail = tuple(constants[name] for name in names if name in constants)
     needed = compiled.metadata.global_scratch_size * request.num_ctas * grid
     scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
-    fix = functools.partial(_through_triton, compiled, grid, tail, scratch)
-    return BoundKernel(fix, compiled.n_regs, compiled.n_spills)
+    return BoundKernel(functools.partial(_through_triton, compiled, grid, tail, scratch))

@@ -68,7 +68,7 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, add_extras, load_reduce, narrow, store_all, widen
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import lane_arguments
@@ -553,7 +553,7 @@ class SlotVariant(GemmVariant):
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
         data = (panels.data, *(peer + PANEL_DATA if peer else 0 for peer in panels.peers))
         lane, further = lane_arguments(problem, workspace), self.further(problem, config, panels)
-        return ManyLaunch(kernel.fix((*(None,) * 6, *problem.shape, *lane, *data, *further)), addresses(problem))
+        return AddressLaunch(kernel.fix((*(None,) * 6, *problem.shape, *lane, *data, *further)), addresses(problem))
 
 
 class OneShot(SlotVariant):

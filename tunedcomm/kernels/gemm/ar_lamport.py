@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, arm
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import lane_arguments
@@ -250,7 +250,7 @@ class Lamport(GemmVariant):
         lane, stage = lane_arguments(problem, workspace), (workspace.layout.arena, workspace.layout.stage_bytes)
         launch: Any = kernel.fix((*(None,) * 6, *problem.shape, *memory, *lane, *stage))
         launch.keep = counters  # live as long as the launch
-        return ManyLaunch(launch, addresses(problem))
+        return AddressLaunch(launch, addresses(problem))
 
 
 LAMPORT = Lamport().register()

@@ -25,7 +25,7 @@ from tunedcomm.kernels.all_reduce.lamport import LAMPORT, TWO_SHOT_LAMPORT
 from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, ManyLaunch
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.variant import LibraryVariant, VariantBase, all_gather_single, reduce_scatter_single
 from tunedcomm.kernels.gemm.ag import gathered_in, panel_bytes, refuse_gather, scales_in
@@ -379,12 +379,11 @@ def bind_reduction(
 ) -> Callable[[int, int, int], None]:
     """`(stream, address of the rows, address of the bias or 0)` to that all_reduce, in place."""
     launch = reduction_of(problem, config, rows).bind(workspace)
-    if isinstance(launch, ManyLaunch):
-        with_bias = launch.by_address
-        return lambda stream, address, bias: with_bias(stream, address, bias, address)
     assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
-    plain = launch.by_address
-    return lambda stream, address, bias: plain(stream, address, address)
+    reduce = launch.by_address
+    if adds_bias(problem, str(config["algorithm"])):
+        return lambda stream, address, bias: reduce(stream, address, bias, address)
+    return lambda stream, address, bias: reduce(stream, address, address)
 
 
 class TunedReduce(_LibraryTuned):

@@ -52,7 +52,7 @@ import triton.language as tl
 from tunedcomm.kernels.common.copies import copies_of
 from tunedcomm.kernels.common.feasibility import Launch, refuse_multicast
 from tunedcomm.kernels.common.lane import address_of
-from tunedcomm.kernels.common.launch import ManyLaunch, bind_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, mean_packets, num_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, rows_of
@@ -555,7 +555,7 @@ class ScatterVariant(GemmVariant):
             begin(stream)
             gemm(stream, *given)
 
-        return ManyLaunch(by_address, addresses(problem))
+        return AddressLaunch(by_address, addresses(problem))
 
 
 def _unsuited_grid(problem: Problem, config: Config, limits: Limits, blocks: int) -> str | None:
@@ -730,7 +730,7 @@ class CopyEngine(ScatterVariant):
             if not at_once:
                 gemm(stream, *given, foreign, tiles)
 
-        return ManyLaunch(by_address, addresses(problem))
+        return AddressLaunch(by_address, addresses(problem))
 
 
 PUSH_REDUCE = PushReduce().register()
