@@ -1,30 +1,6 @@
 """Every exception tunedcomm raises on purpose.
 
-The hierarchy::
-
-    TunedCommError
-    ├── NotInitializedError (RuntimeError)      torch.distributed is not up
-    ├── GroupError (ValueError)                 the caller is no member of the group, or its backend does not fit
-    ├── UnsupportedInputError (ValueError)      a tensor or option that the op does not take
-    ├── ConfigError (ValueError)                a config outside its variant's space
-    ├── SettingError (ValueError)               an environment variable holds a value that it does not take
-    ├── UnknownNameError (ValueError)           no such op, variant, environment or problem; nearest names in the text
-    ├── InfeasibleError (RuntimeError)          a forced candidate cannot run this problem here
-    ├── AgreementError (RuntimeError)           the ranks of a group disagree
-    ├── NanInputError (ValueError)              TUNEDCOMM_NAN_CHECK found NaN in an input
-    ├── PeerTimeoutError (TimeoutError)         a peer did not arrive in time; the group is unusable from here on
-    ├── WorkspaceError (RuntimeError)           symmetric memory could not be allocated or mapped
-    ├── TuningError (RuntimeError)              a sweep could not be started or carried on
-    ├── MissingPackageError (ImportError)       an optional package is not installed; the text names the extra
-    ├── UnsupportedVersionError (RuntimeError)  a feature is not known to work with the installed torch
-    └── DatabaseError (RuntimeError)
-        ├── DatabaseAccessError                 missing, a directory, unreadable or read-only
-        ├── DatabaseCorruptError                not a SQLite database, or damaged
-        ├── DatabaseVersionError                written by a newer tunedcomm, or in need of `tunedcomm db upgrade`
-        ├── DatabaseBusyError                   locked by another writer for longer than the busy timeout
-        ├── DatabaseAwayError                   the server does not answer, restarts or takes no more connections
-        └── DatabaseFullError                   no space left where the database lies
-
+Each is a `TunedCommError` and the built-in error that fits, as its class says; those of databases are `DatabaseError`s.
 Every message says what was wrong, the value, what is allowed and what to do next.
 """
 

@@ -126,7 +126,7 @@ def _generation(compute_capability: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Hardware, fabric and software under which a number was measured.
+    """Hardware, fabric and software under which a number was measured; by default those of the host backend.
 
     Attributes:
         gpu: product name, e.g. `NVIDIA H200`, or `host-x86_64` for the host backend.
@@ -141,19 +141,19 @@ class Environment:
     """
 
     gpu: str
-    num_sms: int
-    compute_capability: int
-    memory_gib: int
-    fabric: str
-    num_links: int
-    multicast: bool
-    nodes: int
-    driver: str
-    cuda: str
-    torch: str
-    triton: str
-    nccl: str
-    tunedcomm: str
+    num_sms: int = 1
+    compute_capability: int = 0
+    memory_gib: int = 0
+    fabric: str = "host"
+    num_links: int = 0
+    multicast: bool = False
+    nodes: int = 1
+    driver: str = ""
+    cuda: str = ""
+    torch: str = ""
+    triton: str = ""
+    nccl: str = ""
+    tunedcomm: str = VERSION
 
     @property
     def is_host(self) -> bool:
@@ -258,50 +258,30 @@ def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | N
     return min(stored, key=distance, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Connections of one GPU.
-
-    Attributes:
-        fabric: its class.
-        num_links: active NVLinks.
-        driver: the driver's version, "" where unknown.
-    """
-
-    fabric: Fabric
-    num_links: int = 0
-    driver: str = ""
-
-
-_NOTHING_KNOWN = Links(Fabric(kind="pcie"))
-
-
-def links_of(index: int, *, uuid: str = "") -> Links:
-    """The links of a GPU; `pcie` where NVML cannot tell.
+def fabric_of(*, uuid: str = "") -> tuple[Fabric, str]:
+    """Fabric class of a GPU, and the driver's version; `pcie` and "" where NVML cannot tell.
 
     Args:
-        index: NVML's index of the GPU.
-        uuid: the CUDA device's UUID without prefix, which is certain where the index is a guess; "" if unknown.
+        uuid: the CUDA device's UUID without prefix; that of the first GPU where it is unknown.
     """
     import pynvml
 
+    nothing_known = Fabric(kind="pcie"), ""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return _NOTHING_KNOWN
+        return nothing_known
     try:
         driver = str(pynvml.nvmlSystemGetDriverVersion())
-        handle, is_mig = _device(pynvml, index, uuid)
-        links = _active_links(pynvml, handle)
-        is_switched = _is_switched(pynvml, handle, links)
-        return Links(_class_of(pynvml, len(links), is_switched=is_switched, is_mig=is_mig), len(links), driver)
+        gpu, is_mig = _device(pynvml, uuid)
+        return _class_of(pynvml, gpu, is_mig=is_mig), driver
     except pynvml.NVMLError:
-        return _NOTHING_KNOWN
+        return nothing_known
     finally:
         pynvml.nvmlShutdown()
 
 
-def _device(pynvml: Any, index: int, uuid: str) -> tuple[Any, bool]:
+def _device(pynvml: Any, uuid: str) -> tuple[Any, bool]:
     """The handle of the whole GPU, and True if the device is a MIG slice of it."""
     handle = None
     for prefix in ("GPU-", "MIG-") if uuid else ():
@@ -313,7 +293,7 @@ def _device(pynvml: Any, index: int, uuid: str) -> tuple[Any, bool]:
             return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle), True
         break
     if handle is None:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     try:
         # CUDA sees nothing but slices of a GPU in MIG mode.
         return handle, pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
@@ -345,12 +325,14 @@ def _is_switched(pynvml: Any, gpu: Any, links: list[int]) -> bool:
     return False
 
 
-def _class_of(pynvml: Any, num_links: int, *, is_switched: bool, is_mig: bool) -> Fabric:
-    if is_switched:
-        return Fabric(kind="nvswitch", num_links=num_links, is_mig=is_mig)
+def _class_of(pynvml: Any, gpu: Any, *, is_mig: bool) -> Fabric:
+    links = _active_links(pynvml, gpu)
+    if _is_switched(pynvml, gpu, links):
+        return Fabric(kind="nvswitch", num_links=len(links), is_mig=is_mig)
     # From here on the whole machine counts, because every rank of a group has to find the same.
-    if num_links:
-        return Fabric(kind="nvlink", num_links=num_links, is_partial=not is_mig and _is_partial(pynvml), is_mig=is_mig)
+    if links:
+        is_partial = not is_mig and _is_partial(pynvml)
+        return Fabric(kind="nvlink", num_links=len(links), is_partial=is_partial, is_mig=is_mig)
     if not is_mig and ranks_may_share_a_gpu() and pynvml.nvmlDeviceGetCount() == 1:
         return Fabric(kind="loopback")
     return Fabric(kind="pcie", has_p2p=is_mig or _has_p2p(pynvml), is_mig=is_mig)
@@ -400,7 +382,7 @@ def ranks_may_share_a_gpu() -> bool:
 
 def ranks_share_a_gpu() -> bool:
     """True if all ranks that commands start here run on one GPU: its fabric class is `loopback`."""
-    return ranks_may_share_a_gpu() and links_of(0).fabric.kind == "loopback"
+    return ranks_may_share_a_gpu() and fabric_of()[0].kind == "loopback"
 
 
 def num_gpu_ranks() -> int:
@@ -441,20 +423,11 @@ def multicast_disabled() -> bool:
     return _truthy("TORCH_SYMM_MEM_DISABLE_MULTICAST") or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
 
 
-def _physical_index(device: int) -> int:
-    """NVML's index of a CUDA device, which counts from `CUDA_VISIBLE_DEVICES`."""
-    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    if device < len(visible) and visible[device].isdigit():
-        return int(visible[device])
-    return device
-
-
 def _cuda(device: int, nodes: int) -> Environment:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    links = links_of(_physical_index(device), uuid=str(getattr(properties, "uuid", "")))
-    fabric = links.fabric
+    fabric, driver = fabric_of(uuid=str(properties.uuid))
     if " MIG " in properties.name:  # NVML may be out of reach
         fabric = replace(fabric, is_mig=True)
     nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -464,15 +437,14 @@ def _cuda(device: int, nodes: int) -> Environment:
         compute_capability=properties.major * 10 + properties.minor,
         memory_gib=round(properties.total_memory / 2**30),
         fabric=str(fabric),
-        num_links=links.num_links,
+        num_links=fabric.num_links,
         multicast=not fabric.is_mig and _has_multicast(device),
         nodes=nodes,
-        driver=links.driver,
+        driver=driver,
         cuda=torch.version.cuda or "",
         torch=torch.__version__,
         triton=_version("triton"),
         nccl=".".join(str(part) for part in nccl),
-        tunedcomm=VERSION,
     )
 
 
@@ -490,20 +462,7 @@ def _host(nodes: int) -> Environment:
     import torch
 
     return Environment(
-        gpu=f"host-{platform.machine()}",
-        num_sms=1,
-        compute_capability=0,
-        memory_gib=0,
-        fabric="host",
-        num_links=0,
-        multicast=False,
-        nodes=nodes,
-        driver="",
-        cuda="",
-        torch=torch.__version__,
-        triton=_version("triton"),
-        nccl="",
-        tunedcomm=VERSION,
+        gpu=f"host-{platform.machine()}", nodes=nodes, torch=torch.__version__, triton=_version("triton")
     )
 
 

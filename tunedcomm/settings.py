@@ -1,7 +1,7 @@
 """Every environment variable of tunedcomm: one table of typed settings, each called to read its variable.
 
 A leaf. `settings.mode()` reads TUNEDCOMM_MODE at the call and stores nothing, so that a test or a launcher may set it
-at any time before the group is made. `docs/environment.md` is this table in words; a test keeps the two equal.
+at any time before the group is made. `docs/environment.md` is this table in words.
 """
 
 from __future__ import annotations
@@ -34,18 +34,24 @@ class Setting(Generic[T]):
     Attributes:
         name: the variable; `<OP>` in it stands for an op's name in capitals.
         default: the value where the variable is unset or empty.
-        default_text: the default in words.
         allowed: the values it takes, in words; part of the error text.
         meaning: what it does, one sentence or two.
         parse: text without surrounding blanks to value; raises ValueError for what is not allowed.
+        default_in_words: the default, where its value does not say it.
     """
 
     name: str
     default: T
-    default_text: str
     allowed: str
     meaning: str
     parse: Callable[[str], T]
+    default_in_words: str = ""
+
+    @property
+    def default_text(self) -> str:
+        return self.default_in_words or (
+            f"{self.default:g}" if isinstance(self.default, float) else str(self.default or "none")
+        )
 
     def __call__(self) -> T:
         """The value now.
@@ -123,7 +129,6 @@ def _file_or_switch(text: str) -> str | bool:
 borrow: Setting[tuple[str, ...]] = Setting(
     name="TUNEDCOMM_BORROW",
     default=(),
-    default_text="none",
     parse=_parts,
     allowed="parts of GPU names, patterns such as `*H100*`, or the first digits of environment digests, separated "
     "by `,`",
@@ -134,7 +139,7 @@ borrow: Setting[tuple[str, ...]] = Setting(
 db_url: Setting[str | None] = Setting(
     name="TUNEDCOMM_DB",
     default=None,
-    default_text="`tunedcomm/tuned.db` in the user's data directory",
+    default_in_words="`tunedcomm/tuned.db` in the user's data directory",
     parse=str,
     allowed="a file path or a SQLAlchemy URL such as `postgresql+psycopg://host/name`",
     meaning="The user database: what `tunedcomm tune` writes and dispatch reads first.",
@@ -142,7 +147,6 @@ db_url: Setting[str | None] = Setting(
 db_network = Setting(
     name="TUNEDCOMM_DB_NETWORK",
     default="auto",
-    default_text="auto",
     parse=_one_of(*NETWORK_MODES),
     allowed="`auto` or `no`; what was `per-host` is now a local file on each host, shared as a site database",
     meaning="`auto` finds out whether a SQLite file lies on a network file system, where locks of several hosts do "
@@ -151,7 +155,6 @@ db_network = Setting(
 db_path: Setting[tuple[str, ...]] = Setting(
     name="TUNEDCOMM_DB_PATH",
     default=(),
-    default_text="none",
     parse=_paths,
     allowed="files or directories separated by `:`, or these and SQLAlchemy URLs separated by `;`",
     meaning="Site databases, nearest first: read after the user database and before the packaged ones. A directory "
@@ -160,7 +163,6 @@ db_path: Setting[tuple[str, ...]] = Setting(
 db_patience_s = Setting(
     name="TUNEDCOMM_DB_PATIENCE_S",
     default=600.0,
-    default_text="600",
     parse=_seconds(is_zero_allowed=True),
     allowed="a number of seconds >= 0",
     meaning="How long `tunedcomm tune` waits for a database that is away or locked before it gives up.",
@@ -168,7 +170,6 @@ db_patience_s = Setting(
 _force: Setting[str | None] = Setting(
     name="TUNEDCOMM_FORCE_<OP>",
     default=None,
-    default_text="none",
     parse=str,
     allowed="the name of a variant of the op",
     meaning="Runs this variant for every problem of the op, whatever the databases say; the group raises an error "
@@ -177,7 +178,6 @@ _force: Setting[str | None] = Setting(
 log_level = Setting(
     name="TUNEDCOMM_LOG",
     default="warning",
-    default_text="warning",
     parse=_one_of(*LOG_LEVELS),
     allowed=", ".join(f"`{level}`" for level in LOG_LEVELS),
     meaning="Least severe message that the logger `tunedcomm` prints.",
@@ -186,7 +186,7 @@ log_level = Setting(
 miss_log: Setting[str | bool] = Setting(
     name="TUNEDCOMM_MISS_LOG",
     default=True,
-    default_text="`misses.jsonl` beside the user database, in the user's data directory where that is on a server",
+    default_in_words="`misses.jsonl` beside the user database, in the user's data directory where that is on a server",
     parse=_file_or_switch,
     allowed="a file path; `0` for none, `1` for the default",
     meaning="Where a group's first rank notes the problems that it called without their having been tuned, for "
@@ -195,7 +195,6 @@ miss_log: Setting[str | bool] = Setting(
 mode = Setting(
     name="TUNEDCOMM_MODE",
     default="cached",
-    default_text="cached",
     parse=_one_of(*MODES),
     allowed=", ".join(f"`{mode}`" for mode in MODES),
     meaning="`cached` dispatches from the databases. `off` always runs the library. `force` is `cached`, but a "
@@ -204,7 +203,7 @@ mode = Setting(
 nan_check = Setting(
     name="TUNEDCOMM_NAN_CHECK",
     default=False,
-    default_text="0",
+    default_in_words="0",
     parse=_yes_or_no,
     allowed="`1` for yes, `0` for no",
     meaning="Looks for NaN in the inputs of every op before it is launched, and raises `NanInputError` with op, "
@@ -215,7 +214,7 @@ nan_check = Setting(
 node_of_rank: Setting[tuple[int, ...]] = Setting(
     name="TUNEDCOMM_NODE_OF_RANK",
     default=(),
-    default_text="ranks with the same host name share a node",
+    default_in_words="ranks with the same host name share a node",
     parse=_whole_numbers,
     allowed="whole numbers from 0 on separated by `,`, one for each rank of the default group, e.g. `0,0,1,1`",
     meaning="Which ranks share a node and so each other's memory, where host names do not say it, and for tests on "
@@ -224,7 +223,6 @@ node_of_rank: Setting[tuple[int, ...]] = Setting(
 peer_timeout_s = Setting(
     name="TUNEDCOMM_PEER_TIMEOUT_S",
     default=60.0,
-    default_text="60",
     parse=_seconds(is_zero_allowed=False, most=_MOST_PEER_TIMEOUT_S),
     allowed="a number of seconds > 0, at most 1000000000",
     meaning="How long a kernel waits for a peer before the group raises `PeerTimeoutError`.",
@@ -232,7 +230,7 @@ peer_timeout_s = Setting(
 workspace_bytes = Setting(
     name="TUNEDCOMM_WORKSPACE_MIB",
     default=64 << 20,
-    default_text="64",
+    default_in_words="64",
     parse=_mebibytes,
     allowed="a whole number of MiB from 1 to 65536",
     meaning="Largest message that two-shot staging holds. A group's symmetric memory grows with it; larger "
@@ -262,25 +260,3 @@ def unknown_variables(known_ops: tuple[str, ...]) -> list[str]:
     """
     known = {setting.name for setting in SETTINGS} | {FORCE_PREFIX + op.upper() for op in known_ops}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
-
-
-def render_markdown() -> str:
-    """The text of `docs/environment.md`."""
-    lines = [
-        "# Environment variables",
-        "",
-        "This page is the table in `tunedcomm/settings.py`. A variable is read when a group or database is opened, not",
-        "at import. A value that a variable does not take raises `SettingError`. All ranks of a group should see the",
-        "same values; `tunedcomm doctor` prints those that are set and names the ones that it does not know.",
-    ]
-    for setting in SETTINGS:
-        lines += [
-            "",
-            f"## `{setting.name}`",
-            "",
-            setting.meaning,
-            "",
-            f"- Allowed: {setting.allowed}",
-            f"- Default: {setting.default_text}",
-        ]
-    return "\n".join(lines) + "\n"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 
 import pytest
 
@@ -19,21 +18,8 @@ def test_all_is_sorted_and_complete() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_every_error_is_documented_and_drawn(name: str) -> None:
-    error = ALL[name]
-    assert error.__doc__
-    assert re.search(rf"\b{name}\b", errors.__doc__ or ""), f"{name} is missing in the hierarchy at the top"
-
-
-def test_drawing_tells_the_second_base() -> None:
-    """`Name (Base)` in the drawing is true: callers catch ValueError, RuntimeError and TimeoutError by it."""
-    drawn = re.findall(r"─ (\w+) \((\w+)\)", errors.__doc__ or "")
-    assert len(drawn) >= 10
-    builtin = {
-        "ImportError": ImportError,
-        "ValueError": ValueError,
-        "RuntimeError": RuntimeError,
-        "TimeoutError": TimeoutError,
-    }
-    for name, base in drawn:
-        assert issubclass(ALL[name], builtin[base]), name
+def test_every_error_is_documented_and_caught_as_a_builtin_one(name: str) -> None:
+    assert ALL[name].__doc__
+    builtin = (ImportError, ValueError, RuntimeError, TimeoutError)
+    assert name == "TunedCommError" or issubclass(ALL[name], builtin)
+    assert issubclass(ALL[name], errors.DatabaseError) is name.startswith("Database")

@@ -15,7 +15,7 @@ from db_samples import H200
 
 from tunedcomm import hardware
 from tunedcomm.dispatch.communicator import limits_for
-from tunedcomm.hardware import HARD_FIELDS, Fabric, describe_fabric, links_of, nearest
+from tunedcomm.hardware import HARD_FIELDS, Fabric, describe_fabric, fabric_of, nearest
 
 SWITCH, GPU, CPU = "switch", "gpu", "cpu"
 
@@ -117,9 +117,9 @@ CUBE_MESH = [[1, 1, 2, 3, 3, 4], [0, 0, 2, 2, 3, 5], [0, 1, 1, 3, 3, 6], [0, 0, 
              [5, 5, 6, 7, 7, 0], [4, 4, 6, 6, 7, 1], [4, 5, 5, 7, 7, 2], [4, 4, 5, 6, 6, 3]]  # fmt: skip
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, index: int = 0, uuid: str = "") -> hardware.Links:
+def ask(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, uuid: str = "") -> tuple[Fabric, str]:
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
-    found = links_of(index, uuid=uuid)
+    found = fabric_of(uuid=uuid)
     assert fake.is_open == 0
     return found
 
@@ -150,7 +150,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, index: int = 0, uuid: s
 )
 def test_class_of_a_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml, expected: str, num_links: int) -> None:
     found = ask(monkeypatch, fake)
-    assert (str(found.fabric), found.num_links, found.driver) == (expected, num_links, "580.1")
+    assert (str(found[0]), found[0].num_links, found[1]) == (expected, num_links, "580.1")
 
 
 def test_ranks_share_one_gpu_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,29 +158,29 @@ def test_ranks_share_one_gpu_only_where_that_is_asked_for(monkeypatch: pytest.Mo
     sliced, linked = FakeNvml([[]], mig=frozenset({0})), FakeNvml([[SWITCH] * 18])
     for asked, expected in (("0", "pcie"), ("1", "loopback")):
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", asked)
-        found = [str(ask(monkeypatch, fake).fabric) for fake in (alone, two, sliced, linked)]
+        found = [str(ask(monkeypatch, fake)[0]) for fake in (alone, two, sliced, linked)]
         assert found == [expected, "pcie", "pcie-mig", "nvswitch-18"]
 
 
 def test_every_rank_finds_the_same_class(monkeypatch: pytest.MonkeyPatch) -> None:
     for links, p2p in ((CUBE_MESH, None), ([[]] * 4, lambda one, other: {one, other} != {0, 1})):
-        assert len({ask(monkeypatch, FakeNvml(links, p2p=p2p), index) for index in range(len(links))}) == 1
+        uuids = {f"GPU-{index}": index for index in range(len(links))}
+        fake = FakeNvml(links, p2p=p2p, uuids=uuids)
+        assert len({ask(monkeypatch, fake, str(index)) for index in range(len(links))}) == 1
 
 
-def test_the_uuid_is_certain_and_the_index_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml([[SWITCH] * 18, []], uuids={"GPU-b": 1, "MIG-s": 0})
-    assert ask(monkeypatch, fake, 0, "b").num_links == 0
-    assert ask(monkeypatch, fake, 1, "s") == hardware.Links(
-        Fabric(kind="nvswitch", num_links=18, is_mig=True), 18, "580.1"
-    )
-    assert ask(monkeypatch, fake, 0, "unknown").num_links == 18
+    assert ask(monkeypatch, fake, "b")[0].num_links == 0
+    assert ask(monkeypatch, fake, "s") == (Fabric(kind="nvswitch", num_links=18, is_mig=True), "580.1")
+    assert ask(monkeypatch, fake, "unknown")[0].num_links == 18
 
 
 def test_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml([[SWITCH] * 18])
-    assert ask(monkeypatch, fake, index=7) == hardware.Links(Fabric(kind="pcie"), 0, "")
+    assert ask(monkeypatch, FakeNvml([])) == (Fabric(kind="pcie"), "")
     monkeypatch.setattr(fake, "nvmlInit", fake._refuse)
-    assert ask(monkeypatch, fake) == hardware.Links(Fabric(kind="pcie"), 0, "")
+    assert ask(monkeypatch, fake) == (Fabric(kind="pcie"), "")
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])

@@ -120,9 +120,8 @@ def test_stored_environments_need_no_torch() -> None:
 def test_ranks_that_share_the_only_gpu_are_as_many_as_kernels_serve(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     import torch
 
-    links = hardware.links_of(0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(hardware, "links_of", lambda index: dataclasses.replace(links, fabric=Fabric(kind=kind)))
+    monkeypatch.setattr(hardware, "fabric_of", lambda: (Fabric(kind=kind), ""))
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
         monkeypatch.setenv(name, "")  # so that it is taken back at the end, whoever sets it
         monkeypatch.delenv(name)

@@ -1,19 +1,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from tunedcomm import settings
 from tunedcomm.errors import SettingError
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_documentation_is_the_table() -> None:
-    written = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    assert written == settings.render_markdown(), "write settings.render_markdown() to docs/environment.md"
 
 
 def test_table_is_sorted_and_complete() -> None:
