@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Sql, str, str]] = {
     "text for a latency": (
         "UPDATE trial SET latency_p50_us = 'fast' WHERE id = 2",
         "trials",
-        "latency_p50_us is not a number",
+        "latency_p50_us is not a time",
     ),
     "ok without a latency": ("UPDATE trial SET latency_p50_us = NULL WHERE id = 2", "trials", "without latency_p50_us"),
     "percentiles that fall": ("UPDATE trial SET latency_p10_us = 9 WHERE id = 2", "trials", "percentiles do not rise"),

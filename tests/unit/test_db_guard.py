@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from db_samples import H200, problem, trial
 
-from tunedcomm.db import copying
+from tunedcomm.db import jsonl
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError
@@ -183,12 +183,12 @@ def test_a_row_that_a_damaged_index_has_under_another_problem_is_left_out(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index some of whose entries lie where they do not belong hands out rows that were not asked for."""
-    rows = copying.SoundRows._rows
-    monkeypatch.setattr(copying.SoundRows, "_rows", lambda self, model, *where: rows(self, model))
+    rows = jsonl.SoundRows._rows
+    monkeypatch.setattr(jsonl.SoundRows, "_rows", lambda self, model, problem_id: rows(self, model, None))
     change(path, "UPDATE trial SET problem_id = 0 WHERE problem_id = 2")
     bad: list[str] = []
     with Database.open(path, readonly=True) as database, database.reading() as connection:
-        found = list(copying.lines(connection, lambda name, id_, why: bad.append(f"{name} {id_}: {why}")))
+        found = list(jsonl.lines(connection, lambda name, id_, why: bad.append(f"{name} {id_}: {why}")))
     assert [line["problem"]["shape"] for line in found if line.get("kind") == "trial"] == ["2048"]
-    assert "trial 2: an index has it under problem 1, it says 0" in bad
-    assert "trial 1: an index has it under problem 2, it says 1" in bad
+    assert any("trial 2: a damaged index has it under problem 1" in text for text in bad)
+    assert any("trial 1: a damaged index has it under problem 2" in text for text in bad)

@@ -73,7 +73,7 @@ def test_each_filter_narrows(database: Database) -> None:
     assert [t.id for t in database.trials(after_id=ids[1])] == ids[2:]
     assert database.trials(after_id=ids[-1]) == database.trials(op="all_gather") == []
     assert len(database.trials(op="all_reduce", problem=problem(), final=False)) == 3
-    with pytest.raises(ValueError, match=r"unknown status 'good'; the statuses are ok,"):
+    with pytest.raises(ValueError, match=r"unknown status 'good'"):
         database.trials(status="good")  # type: ignore[arg-type]
 
 
@@ -133,13 +133,13 @@ def test_stats_count_every_table_and_status(database: Database) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"latency_us": None}, "needs latency_p50_us"),
-        ({"latency_us": 0.0}, "must be finite and > 0, got 0.0"),
-        ({"baseline_p50_us": math.nan}, "baseline_p50_us must be finite"),
+        ({"latency_us": None}, "without latency_p50_us"),
+        ({"latency_us": 0.0}, "latency_p50_us is not a time in µs: 0.0"),
+        ({"baseline_p50_us": math.nan}, "baseline_p50_us is not a time"),
         ({"status": "fine"}, "unknown status 'fine'"),
         ({"numerics": "exact"}, "unknown numerics class 'exact'"),
         ({"config": {"num_blocks": 1.5}}, "values are int, bool or str"),
-        ({"samples": -1}, "samples must be >= 0"),
+        ({"samples": -1}, "samples is not an integer >= 0"),
         ({"variant": ""}, "needs the name of its variant"),
         ({"created_at": datetime(2026, 1, 1)}, "has no time zone"),
     ],

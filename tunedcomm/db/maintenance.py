@@ -33,7 +33,6 @@ from sqlalchemy import (
 
 from tunedcomm.db import query
 from tunedcomm.db import records as parse
-from tunedcomm.db.copying import SoundRows
 from tunedcomm.db.engine import (
     BUSY_TIMEOUT_S,
     Target,
@@ -48,6 +47,7 @@ from tunedcomm.db.engine import (
     translated,
     warn_once,
 )
+from tunedcomm.db.jsonl import SoundRows
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.migrate import upgrade_database
 from tunedcomm.db.query import raw, table

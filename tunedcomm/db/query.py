@@ -35,7 +35,6 @@ def raw(column: Any) -> ColumnElement[Any]:
     return type_coerce(column, String()).label(column.key)
 
 
-_LATENCIES = ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us")
 _RAW_TRIAL = tuple(raw(column) for column in table(TrialRow).columns)
 
 
@@ -141,16 +140,9 @@ def _record(row: Any, problem: Problem, environment: Environment, variant: Store
         variant=variant.name,
         numerics=variant.numerics,
         source_hash=variant.source_hash,
-        config=dict(reader.config(row["config"])),
-        status=parse.status_of(row["status"]),
-        reason=parse.text_of(row["reason"], "reason"),
-        samples=parse.int_of(row["samples"], "samples"),
-        error=parse.number_of(row["error"], "error"),
-        final=parse.bool_of(row["final"], "final"),
         run_id=None if row["run_id"] is None else parse.id_of(row["run_id"]),
-        created_at=parse.time_of(row["created_at"]),
         id=parse.id_of(row["id"]),
-        **{name: parse.latency_of(row[name], name) for name in _LATENCIES},
+        **{**parse.parse_row(TrialRow, row), "config": dict(reader.config(row["config"]))},
     )
 
 
@@ -184,17 +176,10 @@ def pins(connection: Connection, reader: Reader, *where: Any) -> list[Pin]:
         if problem is None or environment is None:
             continue
         try:
-            variant = parse.text_of(row["variant"], "variant")
+            own = parse.parse_row(PinRow, dict(row))
+            chosen = reader.candidate(problem.op, own.pop("variant"), own.pop("config"))
             found.append(
-                Pin(
-                    problem=problem,
-                    environment=environment,
-                    candidate=reader.candidate(problem.op, variant, row["config"]),
-                    reason=parse.text_of(row["reason"], "reason"),
-                    user=parse.text_of(row["user"], "user"),
-                    created_at=parse.time_of(row["created_at"]),
-                    id=parse.id_of(row["id"]),
-                )
+                Pin(problem=problem, environment=environment, candidate=chosen, id=parse.id_of(row["id"]), **own)
             )
         except ValueError as error:
             reader.skipped.add(f"pin {row['id']}: {error}")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
+from sqlalchemy import BigInteger, Boolean, Column, Float, Integer
+
 from tunedcomm.db.rekey import current_hash
+from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, RunRow, UtcDateTime, VariantRow
 from tunedcomm.errors import TunedCommError
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, InputKind, Mode, Numerics, Problem, parse_shape
+from tunedcomm.spec import Candidate, Numerics, Problem, parse_shape
 
 Status: TypeAlias = Literal["ok", "infeasible", "compile_error", "incorrect", "crashed", "hung", "pruned"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -39,35 +42,13 @@ def config_digest(config: Mapping[str, Value]) -> str:
     return hashlib.sha256(canonical_json(dict(config)).encode()).hexdigest()[:16]
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
-    for axis, value in config.items():
-        if not isinstance(axis, str) or not isinstance(value, (bool, int, str)):
-            raise ValueError(f"config axis {axis!r}={value!r}: axes are str and values are int, bool or str")
-
-
-def _check_aware(name: str, when: datetime) -> None:
-    if when.tzinfo is None:
-        raise ValueError(f"{name}={when!r} has no time zone; pass an aware datetime, e.g. in timezone.utc")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One candidate tried on one problem in one environment.
+    """One candidate tried on one problem in one environment; `schema.TrialRow` explains the fields.
 
     Attributes:
-        problem: what was asked.
-        environment: where it was measured.
-        variant: name of the variant.
-        numerics: the variant's numerics class.
-        source_hash: hash of the variant's source when it was measured.
         config: a point of the variant's space, as a plain dict.
-        status: how the trial ended.
-        reason: why it is not `ok`, as a sentence.
-        latency_p10_us, latency_p50_us, latency_p90_us: percentiles over iterations of the slowest rank.
-        samples: iterations behind the percentiles.
-        baseline_p50_us: median of the library in the same interleaved run.
         error: ||out - ref|| / ||ref||. SQLite stores NaN as NULL.
-        final: measured in the finals, with every finalist on every shape of the sweep.
         run_id: what `Database.start_run` gave.
         created_at: when, aware.
         id: the stored row's id; ignored when recording.
@@ -96,22 +77,19 @@ class Trial:
     id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.status not in STATUSES:
-            raise ValueError(f"unknown status {self.status!r}; the statuses are {', '.join(STATUSES)}")
-        if self.numerics not in _NUMERICS:
-            raise ValueError(f"unknown numerics class {self.numerics!r}; the classes are {', '.join(_NUMERICS)}")
+        check_one_of(self.numerics, _NUMERICS, "numerics class")
         if not self.variant:
             raise ValueError("a trial needs the name of its variant, got ''")
-        _check_config(self.config)
-        _check_aware("created_at", self.created_at)
-        if self.status == "ok" and self.latency_p50_us is None:
-            raise ValueError(f"an ok trial of {self.variant} on {self.problem} needs latency_p50_us, got None")
-        if self.samples < 0:
-            raise ValueError(f"samples must be >= 0, got {self.samples}")
-        for name in ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be finite and > 0, got {value!r}")
+        if not _is_flat(self.config):
+            raise ValueError(f"config {self.config!r}: axes are str and values are int, bool or str")
+        if self.created_at.tzinfo is None:
+            raise ValueError(
+                f"created_at={self.created_at!r} has no time zone; pass an aware one, e.g. in timezone.utc"
+            )
+        int_of(self.samples, "samples")
+        for name in LATENCIES:
+            latency_of(getattr(self, name), name)
+        check_outcome(self.status, self.latency_p50_us)
 
     @property
     def candidate(self) -> Candidate:
@@ -171,12 +149,13 @@ def fastest(trials: Iterable[Trial]) -> Trial | None:
 # A database may come from elsewhere or be damaged. A value that makes no sense raises ValueError here and is counted in
 # a `Skipped` by the caller, who goes on without the row.
 
+LATENCIES = ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us")
+# A thousandth of a nanosecond, and two weeks.
+LEAST_US, MOST_US = 1e-6, 1e12
 _MAX_TEXT = 100_000
 _MAX_CONFIG = 10_000
 _MAX_EXTENTS = 16
 _MAX_EXTENT = 2**63
-# A thousandth of a nanosecond, and two weeks.
-LEAST_US, MOST_US = 1e-6, 1e12
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON can name and UTF-8 cannot
 
 
@@ -202,7 +181,8 @@ class StoredVariant:
     source_hash: str
 
 
-def _refuse_constant(text: str) -> NoReturn:
+def refuse_constant(text: str) -> NoReturn:
+    """For `json.loads`, which takes NaN and Infinity unless it is told not to."""
     raise ValueError(f"{text} is not JSON")
 
 
@@ -213,16 +193,16 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def int_of(value: object, name: str, *, low: int = 0) -> int:
-    """An integer that is no boolean."""
-    if type(value) is not int or value < low:
-        raise ValueError(f"{name} is not an integer >= {low}: {value!r:.80}")
+def int_of(value: object, name: str, *, low: int = 0, below: int = 2**31) -> int:
+    """An integer that is no boolean, and that its column can hold."""
+    if type(value) is not int or not low <= value < below:
+        raise ValueError(f"{name} is not an integer >= {low} of {below.bit_length()} bits: {value!r:.80}")
     return value
 
 
-def id_of(value: object) -> int:
+def id_of(value: object, name: str = "id") -> int:
     """A row id."""
-    return int_of(value, "id", low=-(2**63))
+    return int_of(value, name, low=-(2**63), below=2**63)
 
 
 def bool_of(value: object, name: str) -> bool:
@@ -239,7 +219,7 @@ def latency_of(value: object, name: str) -> float | None:
     if type(value) is float and LEAST_US <= value <= MOST_US:  # nearly all of them
         return value
     if type(value) not in (int, float) or not LEAST_US <= cast(float, value) <= MOST_US:
-        raise ValueError(f"{name} is not a time: {value!r:.80}")
+        raise ValueError(f"{name} is not a time in µs: {value!r:.80}")
     return float(cast(float, value))
 
 
@@ -271,11 +251,56 @@ def time_text(value: object) -> str:
     return time_of(value).isoformat()
 
 
-def status_of(value: object) -> Status:
-    """A status of a trial."""
-    if value not in STATUSES:
-        raise ValueError(f"unknown status {value!r:.80}")
-    return cast(Status, value)
+def check_one_of(value: object, allowed: Sequence[str], name: str) -> None:
+    """Refuse a text that is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"unknown {name} {value!r:.80}; known are {', '.join(allowed)}")
+
+
+def check_outcome(status: object, latency_p50_us: float | None) -> None:
+    """Refuse an unknown status, and an `ok` trial without a latency."""
+    check_one_of(status, STATUSES, "status")
+    if status == "ok" and latency_p50_us is None:
+        raise ValueError("an ok trial without latency_p50_us")
+
+
+@functools.cache
+def own_columns(model: type[Base]) -> tuple[Column[Any], ...]:
+    """The columns that say something of themselves: no ids, no references, no digests of other columns."""
+    return tuple(
+        column
+        for column in Base.metadata.tables[model.__tablename__].columns
+        if not column.primary_key and not column.foreign_keys and column.name not in ("digest", "config_digest")
+    )
+
+
+def typed(column: Column[Any], value: object) -> Any:
+    """A stored value in Python's form, checked by the column's type."""
+    kind, name = column.type, column.name
+    if value is None:
+        if not column.nullable:
+            raise ValueError(f"{name} is missing")
+        return None
+    if isinstance(kind, Float):
+        return latency_of(value, name) if name in LATENCIES else number_of(value, name)
+    if isinstance(kind, Boolean):
+        return bool_of(value, name)
+    if isinstance(kind, UtcDateTime):
+        return time_of(value)
+    if isinstance(kind, BigInteger):
+        return id_of(value, name)
+    return int_of(value, name) if isinstance(kind, Integer) else text_of(value, name)
+
+
+def parse_row(model: type[Base], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a row's own columns."""
+    return {column.name: typed(column, row.get(column.name)) for column in own_columns(model)}
+
+
+def _is_flat(config: object) -> bool:
+    return isinstance(config, dict) and all(
+        isinstance(axis, str) and isinstance(value, (bool, int, str)) for axis, value in config.items()
+    )
 
 
 def parse_config(value: object) -> dict[str, Value]:
@@ -284,56 +309,43 @@ def parse_config(value: object) -> dict[str, Value]:
     if len(text) > _MAX_CONFIG:
         raise ValueError(f"config is too long: {len(text)} characters")
     try:
-        config = json.loads(text, parse_constant=_refuse_constant)
+        config = json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
         raise ValueError("config is nested too deeply") from None
-    if not isinstance(config, dict) or not all(isinstance(v, (bool, int, str)) for v in config.values()):
+    if not _is_flat(config):
         raise ValueError(f"config is not a flat JSON object of int, bool and str: {text!r:.80}")
     if any(_SURROGATE.search(part) for item in config.items() for part in item if isinstance(part, str)):
         raise ValueError(f"config holds half a character, which nothing can print: {text!r:.80}")
-    return config
+    return cast(dict[str, Value], config)
 
 
 def parse_problem(row: Mapping[str, Any]) -> Problem:
     """The problem of a row, checked like any other."""
-    shape = text_of(row["shape"], "shape")
+    values = parse_row(ProblemRow, row)
+    shape = values["shape"]
     if shape.count("x") >= _MAX_EXTENTS:
         raise ValueError(f"shape has too many extents: {shape:.80}")
     extents = parse_shape(shape) if shape else ()
     if any(extent >= _MAX_EXTENT for extent in extents):
         raise ValueError(f"shape has an extent of more than 63 bits: {shape:.80}")
     try:
-        return Problem(
-            op=text_of(row["op"], "op"),
-            shape=extents,
-            dtype=text_of(row["dtype"], "dtype"),
-            world_size=int_of(row["world_size"], "world_size", low=1),
-            reduction=text_of(row["reduction"], "reduction"),
-            input_kind=cast(InputKind, row["input_kind"]),
-            in_place=bool_of(row["in_place"], "in_place"),
-            layout=text_of(row["layout"], "layout"),
-            scaling=text_of(row["scaling"], "scaling"),
-            mode=cast(Mode, row["mode"]),
-        )
+        return Problem(**{**values, "shape": extents})
     except TunedCommError as error:
         raise ValueError(str(error)) from None
 
 
 def parse_environment(row: Mapping[str, Any]) -> Environment:
     """The environment of a row."""
-    texts = {n: text_of(row[n], n) for n in ("gpu", "fabric", "driver", "cuda", "torch", "triton", "nccl", "tunedcomm")}
-    ints = {n: int_of(row[n], n) for n in ("num_sms", "compute_capability", "memory_gib", "num_links", "nodes")}
-    return Environment.from_dict({**texts, **ints, "multicast": bool_of(row["multicast"], "multicast")})
+    return Environment.from_dict(parse_row(EnvironmentRow, row))
 
 
 def parse_variant(row: Mapping[str, Any]) -> StoredVariant:
     """The variant of a row, with the source hash that replaced its own."""
-    numerics = row["numerics"]
-    if numerics not in ("ordered", "library", "unordered"):
-        raise ValueError(f"unknown numerics class {numerics!r:.80}")
-    op, name = text_of(row["op"], "op"), text_of(row["name"], "name")
-    source_hash = current_hash(op, name, text_of(row["source_hash"], "source_hash"))
-    return StoredVariant(op, name, numerics, source_hash)
+    variant = StoredVariant(**parse_row(VariantRow, row))
+    check_one_of(variant.numerics, _NUMERICS, "numerics class")
+    if not variant.name:
+        raise ValueError("a variant without a name")
+    return replace(variant, source_hash=current_hash(variant.op, variant.name, variant.source_hash))
 
 
 def check_op(variant: StoredVariant, problem: Problem) -> None:
@@ -344,15 +356,7 @@ def check_op(variant: StoredVariant, problem: Problem) -> None:
 
 def parse_run(row: Mapping[str, Any]) -> Run:
     """The run of a row."""
-    texts = {name: text_of(row[name], name) for name in ("command", "budget", "host", "user", "version")}
-    seed, finished_at = row["seed"], row["finished_at"]
-    return Run(
-        id=id_of(row["id"]),
-        seed=None if seed is None else int_of(seed, "seed", low=-(2**63)),
-        started_at=time_of(row["started_at"]),
-        finished_at=None if finished_at is None else time_of(finished_at),
-        **texts,
-    )
+    return Run(id=id_of(row["id"]), **parse_row(RunRow, row))
 
 
 class Reader:

@@ -27,9 +27,10 @@ from typing import Any, Literal, TextIO, TypeAlias, get_args
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from tunedcomm.db.copying import FORMAT, Absorbed, Source, absorb, as_sqlite, lines
+from tunedcomm.db.copying import Absorbed, Source, absorb, as_sqlite
 from tunedcomm.db.diff import Answers, Comparison, answers, compare, measured
 from tunedcomm.db.engine import IMMEDIATE, Target, connected, make_engine, parse_target, prepare_file, translated
+from tunedcomm.db.jsonl import FORMAT, lines
 from tunedcomm.db.manifest import Manifest, holdings, manifest_path, verify_manifest
 from tunedcomm.db.migrate import create_file, ensure_schema
 from tunedcomm.db.nccl_csv import nccl_csv

@@ -1,0 +1,405 @@
+"""Databases as JSON lines: one row a line, keys and lines sorted, nothing that depends on ids or on the driver.
+
+The first line names format and schema, the last one counts the lines before it. Between them are environments, runs,
+the variants of each name from the oldest source to the newest, trials and pins. A trial holds its problem and its
+variant in full, and refers to environment and run by their digests, so that a line says in a diff what it means. Times
+are ISO 8601 in UTC; an infinite error is "inf". Fields are the columns of the models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from sqlalchemy import Boolean, Connection, Float, Table, insert, select
+
+from tunedcomm.db import records as parse
+from tunedcomm.db.query import raw, table
+from tunedcomm.db.records import Reader, canonical_json, config_digest
+from tunedcomm.db.schema import (
+    HEAD,
+    REVISIONS,
+    Base,
+    EnvironmentRow,
+    PinRow,
+    ProblemRow,
+    RunRow,
+    TrialRow,
+    VariantRow,
+)
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
+from tunedcomm.spec import Problem, format_shape
+
+FORMAT = "tunedcomm-jsonl"
+_VERSION = 1
+# Longer than any line that is written: the longest texts are bounded.
+_MAX_LINE = 1 << 20
+_BATCH = 2000
+# Columns by which a run of one database is the same as one of another, which alone may know when it ended.
+RUN_IDENTITY = ("command", "seed", "budget", "host", "user", "version", "started_at")
+
+Line: TypeAlias = dict[str, Any]
+# Told of a row that makes no sense, by table and id, and of what is wrong with it.
+OnBad: TypeAlias = Callable[[str, Any, str], None]
+
+
+# Rows to lines
+
+
+def lines(connection: Connection, on_bad: OnBad) -> Iterator[Line]:
+    """Every row that makes sense, between the first line and the last one.
+
+    Args:
+        connection: in a transaction that reads a database of this schema.
+        on_bad: told of every row that makes no sense; a trial whose problem makes none is one itself.
+    """
+    yield {"format": FORMAT, "version": _VERSION, "schema": HEAD}
+    count = 1
+    for line in _ordered(SoundRows(connection, on_bad)):
+        yield line
+        count += 1
+    yield _end(count)
+
+
+def _end(count: int) -> Line:
+    """The last line, after `count` others."""
+    return {"kind": "end", "lines": count}
+
+
+def _ordered(sound: SoundRows) -> Iterator[Line]:
+    yield from sorted(sound.environments.values(), key=canonical_json)
+    # Each run once, with its end if that is known.
+    runs = sorted(sound.runs.values(), key=lambda run: run["finished_at"] or "")
+    yield from sorted({run["run"]: run for run in runs}.values(), key=canonical_json)
+    # Ids are in the order in which sources were first measured; the last of a name is its newest.
+    yield from sorted(sound.variants.values(), key=lambda line: (line["op"], line["variant"]))
+
+    def place(id_: int) -> tuple[Any, ...]:  # families together, each from the smallest shape to the largest
+        problem, _ = sound.problems[id_]
+        return (problem.op, problem.world_size, problem.family, problem.shape, id_)
+
+    problems = sorted(sound.problems, key=place)
+    for id_ in problems:
+        yield from sorted((line for _, line in sound.trials(id_)), key=_trial_order)
+    yield from sorted((line for id_ in problems for _, line in sound.pins(id_)), key=canonical_json)
+    sound.report_orphans()
+
+
+def _trial_order(line: Line) -> tuple[Any, ...]:
+    names = ("environment", "variant", "source_hash", "numerics")
+    plain = canonical_json(line["config"])
+    return (*(line[name] for name in names), plain, line["final"], line["created_at"], canonical_json(line))
+
+
+def _plain(values: Mapping[str, Any]) -> Line:
+    """Typed values as JSON values. JSON has neither times nor infinity; NaN, which SQLite cannot store, is None."""
+    found = dict(values)
+    for name, value in values.items():
+        if isinstance(value, datetime):
+            found[name] = value.isoformat(timespec="microseconds")
+        elif isinstance(value, float) and not math.isfinite(value):
+            found[name] = None if math.isnan(value) else str(value)
+    return found
+
+
+def _key_of(model: type[Base], values: Mapping[str, Any]) -> str:
+    """The digest by which lines refer to an environment or a run; of a run without its end."""
+    if model is EnvironmentRow:
+        return parse.parse_environment(values).digest
+    identity = _plain({name: values[name] for name in RUN_IDENTITY})
+    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
+
+
+class SoundRows:
+    """The rows of a database that make sense, as lines; every other row is reported.
+
+    Attributes:
+        environments, runs, variants: lines by id, in the order of ids.
+        problems: by id, with their plain values.
+    """
+
+    def __init__(self, connection: Connection, on_bad: OnBad) -> None:
+        self._connection = connection
+        self._on_bad = on_bad
+        self._reader = Reader()
+        self._run_ids = set(connection.execute(select(raw(RunRow.id))).scalars())
+        self.environments: dict[int, Line] = dict(self._sound(EnvironmentRow, self._named))
+        self.runs: dict[int, Line] = dict(self._sound(RunRow, self._named))
+        self.variants: dict[int, Line] = dict(self._sound(VariantRow, self._variant))
+        self.problems: dict[int, tuple[Problem, Line]] = dict(self._sound(ProblemRow, self._problem))
+
+    def trials(self, problem_id: int) -> Iterator[tuple[Any, Line]]:
+        """Id and line of each trial of a sound problem."""
+        return self._sound(TrialRow, self._trial, problem_id)
+
+    def pins(self, problem_id: int) -> Iterator[tuple[Any, Line]]:
+        """Id and line of each pin of a sound problem."""
+        return self._sound(PinRow, self._of_problem, problem_id)
+
+    def report_orphans(self) -> None:
+        """Report the trials and pins of problems that are not there or make no sense."""
+        for model in (TrialRow, PinRow):
+            columns = table(model).c
+            for id_, problem_id in self._connection.execute(select(raw(columns.id), raw(columns.problem_id))):
+                if problem_id not in self.problems:
+                    what = f"it refers to problem {problem_id!r:.20}, which is not there or makes no sense"
+                    self._on_bad(model.__tablename__, id_, what)
+
+    def _sound(
+        self, model: type[Base], line_of: Callable[[type[Base], Any], Any], problem_id: int | None = None
+    ) -> Iterator[tuple[Any, Any]]:
+        for row in self._rows(model, problem_id):
+            try:
+                if problem_id is not None and row["problem_id"] != problem_id:
+                    raise ValueError(f"a damaged index has it under problem {problem_id}")
+                line = line_of(model, row)
+            except ValueError as error:
+                self._on_bad(model.__tablename__, row["id"], str(error))
+            else:
+                yield row["id"], line
+
+    def _rows(self, model: type[Base], problem_id: int | None) -> Iterator[Mapping[str, Any]]:
+        columns = table(model).c
+        # As they lie: a result processor would raise in the middle of a fetch.
+        query = select(*map(raw, columns)).order_by(columns.id)
+        if problem_id is not None:
+            query = query.where(columns.problem_id == problem_id)
+        yield from self._connection.execute(query).mappings()  # type: ignore[misc]
+
+    def _named(self, model: type[Base], row: Mapping[str, Any]) -> Line:
+        values, kind = parse.parse_row(model, row), model.__tablename__
+        key = _key_of(model, values)
+        _check_digest(row.get("digest", key), key)
+        return {**_plain(values), "kind": kind, kind: key}
+
+    def _variant(self, _: type[Base], row: Mapping[str, Any]) -> Line:
+        variant = parse.parse_variant(row)
+        named = {"op": variant.op, "variant": variant.name}
+        return {"kind": "variant", **named, "numerics": variant.numerics, "source_hash": variant.source_hash}
+
+    def _problem(self, model: type[Base], row: Mapping[str, Any]) -> tuple[Problem, Line]:
+        problem = parse.parse_problem(row)
+        _check_digest(row["digest"], problem.digest)
+        return problem, {**parse.parse_row(model, row), "shape": format_shape(problem.shape)}
+
+    def _trial(self, model: type[Base], row: Mapping[str, Any]) -> Line:
+        line = self._of_problem(model, row)
+        parse.check_outcome(line["status"], line["latency_p50_us"])
+        if row["config_digest"] != config_digest(line["config"]):
+            raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not that of {row['config']:.80}")
+        variant = _referred(self.variants, row["variant_id"], "variant")
+        if variant["op"] != line["problem"]["op"]:
+            raise ValueError(f"a variant of {variant['op']!r:.80} on a problem of {line['problem']['op']!r:.80}")
+        run_id = row["run_id"]
+        if run_id is not None and run_id not in self._run_ids:
+            raise ValueError(f"it refers to run {run_id!r:.20}, which is not there")
+        named = {name: variant[name] for name in ("variant", "numerics", "source_hash")}
+        return {**line, **named, "run": self.runs[run_id]["run"] if run_id in self.runs else None}
+
+    def _of_problem(self, model: type[Base], row: Mapping[str, Any]) -> Line:
+        return {
+            **_plain(parse.parse_row(model, row)),
+            "kind": model.__tablename__,
+            "problem": self.problems[row["problem_id"]][1],
+            "environment": _referred(self.environments, row["environment_id"], "environment")["environment"],
+            "config": self._reader.config(row["config"]),
+        }
+
+
+def _referred(found: Mapping[int, Line], id_: Any, name: str) -> Line:
+    if id_ not in found:
+        raise ValueError(f"it refers to {name} {id_!r:.20}, which is not there or makes no sense")
+    return found[id_]
+
+
+def _check_digest(said: Any, digest: str) -> None:
+    if said != digest:
+        raise ValueError(f"its digest is {said!r:.80}, that of its fields is {digest!r}")
+
+
+# Lines to rows
+
+
+class RowWriter:
+    """Takes lines in the order in which `lines` gives them and adds their rows to a database without any.
+
+    Args:
+        connection: in a transaction that writes.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._batches: dict[Table, list[dict[str, Any]]] = {}
+        self._ids: dict[type[Base], dict[Any, int]] = {}
+        self._problems: dict[str, int] = {}
+        self._configs: dict[str, str] = {}
+
+    def add(self, line: Line) -> None:
+        """Take one line; ValueError if it makes no sense, or not after the lines before it."""
+        match line.get("kind"):
+            case "environment":
+                self._add_named(EnvironmentRow, line)
+            case "run":
+                self._add_named(RunRow, line)
+            case "variant":
+                values = self._values(VariantRow, {**line, "name": line.get("variant")}, "kind", "variant")
+                variant = parse.parse_variant(values)
+                self._put(VariantRow, variant, values | {"source_hash": variant.source_hash})
+            case "trial":
+                self._add_trial(line)
+            case "pin":
+                values = self._of_problem(PinRow, line)
+                key = (values["problem_id"], values["environment_id"])
+                if key in self._ids.get(PinRow, ()):
+                    raise ValueError("a second pin of the same problem in the same environment")
+                self._put(PinRow, key, values)
+            case kind:
+                raise ValueError(f"kind is {kind!r:.80}, not one of environment, run, variant, trial, pin")
+
+    def finish(self) -> None:
+        """Add the rows that were held back, to add many at once."""
+        for ours in Base.metadata.sorted_tables:
+            if rows := self._batches.pop(ours, None):
+                self._connection.execute(insert(ours), rows)
+
+    def _put(self, model: type[Base], key: Any, values: Mapping[str, Any]) -> int:
+        """The id of the row with that key, which is added if it is new."""
+        ids = self._ids.setdefault(model, {})
+        if key not in ids:
+            ids[key] = len(ids) + 1
+            self._batches.setdefault(table(model), []).append({"id": ids[key], **values})
+        return ids[key]
+
+    def _known(self, model: type[Base], key: Any) -> int:
+        try:
+            return self._ids[model][key]
+        except (KeyError, TypeError):
+            raise ValueError(f"no line before this one gives {model.__tablename__} {key!r:.200}") from None
+
+    def _values(self, model: type[Base], line: Mapping[str, Any], *others: str) -> dict[str, Any]:
+        """The typed values of the model's columns; the line has fields of these names, and `others`."""
+        values = {}
+        for column in parse.own_columns(model):
+            value = line.get(column.name)
+            if isinstance(value, str):
+                value.encode()  # half of a character raises ValueError
+                if "\x00" in value:
+                    raise ValueError(f"{column.name} holds a NUL character: {value!r:.80}")
+            if isinstance(column.type, Boolean) and type(value) is not bool:
+                raise ValueError(f"{column.name} is not true or false: {value!r:.80}")
+            if isinstance(column.type, Float) and value in ("inf", "-inf"):
+                value = float(value)
+            values[column.name] = parse.typed(column, value)
+        if unknown := [name for name in line if name not in values and name not in others]:
+            raise ValueError(f"unknown field {unknown[0]!r:.80}")
+        return values
+
+    def _add_named(self, model: type[Base], line: Line) -> None:
+        kind = model.__tablename__
+        values = self._values(model, line, "kind", kind)
+        key = _key_of(model, values)
+        _check_digest(line.get(kind), key)
+        self._put(model, key, {**values, "digest": key} if model is EnvironmentRow else values)
+
+    def _add_trial(self, line: Line) -> None:
+        values = self._of_problem(TrialRow, line, "variant", "numerics", "source_hash", "run")
+        parse.check_outcome(values["status"], values["latency_p50_us"])
+        run = line.get("run")
+        variant = {**line, "op": line["problem"]["op"], "name": line.get("variant")}
+        values["variant_id"] = self._known(VariantRow, parse.parse_variant(variant))
+        values["run_id"] = None if run is None else self._known(RunRow, run)
+        batch = self._batches.setdefault(table(TrialRow), [])
+        batch.append(values)
+        if len(batch) >= _BATCH:
+            self.finish()
+
+    def _of_problem(self, model: type[Base], line: Line, *others: str) -> dict[str, Any]:
+        """The values of a trial or a pin, with the ids of its problem and environment."""
+        config = canonical_json(line.get("config"))
+        if config not in self._configs:
+            self._configs[config] = config_digest(parse.parse_config(config))
+        values = self._values(model, {**line, "config": config}, "kind", "problem", "environment", *others)
+        if model is TrialRow:
+            values["config_digest"] = self._configs[config]
+        values["problem_id"] = self._problem_id(line.get("problem"))
+        values["environment_id"] = self._known(EnvironmentRow, line.get("environment"))
+        return values
+
+    def _problem_id(self, plain: Any) -> int:
+        if not isinstance(plain, dict):
+            raise ValueError(f"problem is not an object: {plain!r:.80}")
+        text = canonical_json(plain)
+        if text not in self._problems:
+            values = self._values(ProblemRow, plain)
+            problem = parse.parse_problem(values)
+            values |= {"shape": format_shape(problem.shape), "digest": problem.digest}
+            self._problems[text] = self._put(ProblemRow, problem.digest, values)
+        return self._problems[text]
+
+
+def is_jsonl(path: Path) -> bool:
+    """True if the file begins as JSON lines do; a file that cannot be read does not."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == b"{"
+    except OSError:
+        return False
+
+
+def read_lines(path: Path, connection: Connection) -> None:
+    """Add the rows of a file of JSON lines to a database without any.
+
+    Raises:
+        DatabaseAccessError: the file cannot be read.
+        DatabaseCorruptError: a line makes no sense; it is named.
+        DatabaseVersionError: a later tunedcomm wrote it.
+    """
+    number, is_whole, writer = 0, False, RowWriter(connection)
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
+                line = _parse_line(text)
+                if is_whole:
+                    raise ValueError("it comes after the end")
+                if number == 1:
+                    _check_header(path, line)
+                elif line.get("kind") == "end":
+                    is_whole = line == _end(number - 1)
+                else:
+                    writer.add(line)
+        if not is_whole:
+            raise ValueError("the last line does not count the lines before it: some are missing, or were added")
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise DatabaseCorruptError(
+            f"{path}, line {number}: {error}; nothing was imported: correct the line, or export the file again"
+        ) from None
+    except OSError as error:
+        raise DatabaseAccessError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    writer.finish()
+
+
+def _parse_line(text: bytes) -> Line:
+    if len(text) > _MAX_LINE:
+        raise ValueError(f"it is longer than {_MAX_LINE} bytes")
+    if not text.endswith(b"\n"):
+        raise ValueError("it is cut off")
+    line = json.loads(text, parse_constant=parse.refuse_constant)
+    if not isinstance(line, dict):
+        raise ValueError(f"it is no JSON object: {text!r:.80}")
+    return line
+
+
+def _check_header(path: Path, line: Line) -> None:
+    if line.get("format") != FORMAT:
+        raise ValueError(f"the first line must begin a file of the format {FORMAT}: {line!r:.80}")
+    version, schema = line.get("version"), line.get("schema")
+    if version != _VERSION or schema not in REVISIONS:
+        raise DatabaseVersionError(
+            f"{path} was written by another tunedcomm (format version {version!r:.20}, schema {schema!r:.20}; this one "
+            f"reads {_VERSION} and up to {HEAD}): upgrade tunedcomm, or import the database that it was made of"
+        )
