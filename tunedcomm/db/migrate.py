@@ -1,7 +1,7 @@
-"""The schema version of a database, and bringing it up to date with Alembic.
+"""The schema version of a database, and bringing it up to date.
 
-An upgrade is one transaction: killed at any moment the database is as it was, or upgraded. A SQLite file is copied
-before, under the lock that keeps writers out.
+A new database gets the tables of the models. An older one is upgraded by Alembic in one transaction: killed at any
+moment it is as it was, or upgraded. A SQLite file is copied before, under the lock that keeps writers out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, String, column, inspect, select, table
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    insert,
+    inspect,
+    select,
+)
 
-from tunedcomm.db import engine as engines
 from tunedcomm.db.engine import (
+    BUSY_TIMEOUT_S,
     IMMEDIATE,
     Target,
     connected,
@@ -27,16 +38,24 @@ from tunedcomm.db.engine import (
     exclusive,
     file_uri,
     is_immutable,
+    make_engine,
     parse_target,
     prepare_file,
     translated,
 )
-from tunedcomm.db.schema import HEAD, READABLE, REVISIONS, VERSION_TABLE
+from tunedcomm.db.schema import HEAD, READABLE, REVISIONS, VERSION_TABLE, Base, WorkingBase
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _log = logging.getLogger("tunedcomm")
+# As Alembic makes it.
 _MAX_VERSION = 32
+_VERSIONS = Table(
+    VERSION_TABLE,
+    MetaData(),
+    Column("version_num", String(_MAX_VERSION)),
+    PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
+)
 # Alembic keeps its context in module globals.
 _alembic_lock = threading.Lock()
 
@@ -82,7 +101,7 @@ def upgrade_database(target: str | Path, *, check: bool = False) -> Upgrade:
     before = known_revision(where, stored_revision(where))
     copy = None
     if before != HEAD and not check:
-        engine = engines.make_engine(where, readonly=False)
+        engine = make_engine(where, readonly=False)
         try:
             with translated(where):
                 copy = _migrate(engine, where, create=False)
@@ -103,7 +122,7 @@ def schema_version(connection: Connection) -> str | None:
     """The stored revision, or None where there is no version table."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
-    version = connection.execute(select(column("version_num", String)).select_from(table(VERSION_TABLE))).scalar()
+    version = connection.execute(select(_VERSIONS.c.version_num)).scalar()
     return str(version)[:_MAX_VERSION] if version is not None else None
 
 
@@ -152,7 +171,10 @@ def create_file(path: Path) -> Target:
     """Give a SQLite file the tables of this schema: a new one, or one of an older schema, of which no copy is kept."""
     target = parse_target(path)
     with connected(target) as connection, connection.begin():
-        _run_alembic(connection)
+        if schema_version(connection) is None:
+            _create_tables(connection)
+        else:
+            _upgrade_tables(connection)
     return target
 
 
@@ -164,14 +186,14 @@ def _migrate(engine: Engine, target: Target, *, create: bool) -> Path | None:
         version = schema_version(connection)
         # A shared server's other tables are none of our business.
         if version is None and create and not (target.is_sqlite and inspect(connection).get_table_names()):
-            _run_alembic(connection)
+            _create_tables(connection)
             return None
         version = known_revision(target, version)
         if version == HEAD:
             return None
         copy = _back_up(target.path, f"bak-{version}") if target.path is not None else None
         try:
-            _run_alembic(connection)
+            _upgrade_tables(connection)
         except BaseException:
             if copy is not None:  # The file stays as it was.
                 copy.unlink()
@@ -179,7 +201,13 @@ def _migrate(engine: Engine, target: Target, *, create: bool) -> Path | None:
         return copy
 
 
-def _run_alembic(connection: Connection) -> None:
+def _create_tables(connection: Connection) -> None:
+    for metadata in (Base.metadata, WorkingBase.metadata, _VERSIONS.metadata):
+        metadata.create_all(connection, checkfirst=False)
+    connection.execute(insert(_VERSIONS).values(version_num=HEAD))
+
+
+def _upgrade_tables(connection: Connection) -> None:
     # Imported here: readers and up-to-date databases never pay for it.
     from alembic import command
     from alembic.config import Config
@@ -221,7 +249,7 @@ def copy_file(path: Path, copy: Path) -> None:
     """Copy a SQLite file as it is at one moment, its log included, to one new file."""
     with (
         translated(parse_target(path)),
-        closing(sqlite3.connect(file_uri(path, readonly=True), uri=True, timeout=engines.BUSY_TIMEOUT_S)) as source,
+        closing(sqlite3.connect(file_uri(path, readonly=True), uri=True, timeout=BUSY_TIMEOUT_S)) as source,
         closing(sqlite3.connect(copy)) as to,
     ):
         source.backup(to)
