@@ -255,4 +255,4 @@ def test_a_log_that_cannot_be_read(sweeps: Sweeps, tmp_path: Path) -> None:
     (tmp_path / "misses.jsonl").mkdir()
     error = start().exception
     assert isinstance(error, DatabaseAccessError)
-    assert "misses.jsonl: Is a directory; check it, or set TUNEDCOMM_MISS_LOG" in str(error)
+    assert "misses.jsonl: not a regular file; check it, or set TUNEDCOMM_MISS_LOG" in str(error)

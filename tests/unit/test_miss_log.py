@@ -217,18 +217,6 @@ def test_compacting_leaves_out_what_is_tuned(path: Path) -> None:
     assert len(path.read_bytes().splitlines()) == 2
 
 
-def test_what_a_killed_reader_moved_away_is_taken_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append(path, [miss(count=5)])
-    path.rename(path.with_name("misses.jsonl.1.2.0.old"))
-    append(path, [miss(count=2)])
-    assert read(path)[0][0].count == 2, "its reader may be at work"
-    monkeypatch.setattr(miss_log, "_LEFT_BEHIND_S", -1.0)
-    assert read(path)[0][0].count == 7
-    compact(path)
-    assert read(path)[0][0].count == 7
-    assert [entry.name for entry in path.parent.iterdir()] == ["misses.jsonl"]
-
-
 def test_where_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data"
     monkeypatch.setattr(engine.platformdirs, "user_data_dir", lambda *_, **__: str(data))

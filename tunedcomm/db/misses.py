@@ -1,18 +1,18 @@
 """The file of problems that dispatch met untuned: JSON lines that many processes add to, and one command reads.
 
-A line is one `write` to a file opened for appending, so that lines of several processes do not mix and nobody waits for
-a lock. Each says how often one problem was called since the process' last line about it; a reader adds them up. Lines
-may still be torn or be somebody else's: reading trusts none of them and skips what makes no sense.
+A line is one `write` to a file opened for appending, so that lines of several processes do not mix. It says how often
+one problem was called since the process' last line about it; a reader adds them up. A shared lock keeps writers from
+adding to a file that is being compacted. Lines may still be torn or be somebody else's: invalid ones are skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import stat
-import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -26,18 +26,12 @@ from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.hardware import HARD_FIELDS
 from tunedcomm.spec import Problem, format_shape
 
-__all__ = ["MAX_BYTES", "HardKey", "Miss", "append", "compact", "log_path", "read"]
-
 HardKey: TypeAlias = tuple[Any, ...]
 
 # A file of this size is not added to: some 20,000 lines, far more than anybody tunes.
 MAX_BYTES = 8 << 20
 # Below PIPE_BUF: a write of this size is not split.
 _MAX_LINE = 4000
-# A process has the file open for the time of a few writes.
-_WRITERS_DONE_S = 0.2
-# What a reader that was killed has moved away is taken up by another one after this time.
-_LEFT_BEHIND_S = 60.0
 _MAX_COUNT = 2**63
 
 
@@ -61,12 +55,10 @@ class Miss:
 
 
 def log_path() -> Path:
-    """Where misses are noted: TUNEDCOMM_MISS_LOG, else beside the user database.
-
-    A database on a server has no place beside it: the user's data directory stands in.
+    """The path of the log: TUNEDCOMM_MISS_LOG, else beside a user database that is a file, else in the data directory.
 
     Raises:
-        DatabaseAccessError: there is no such place, for the user has no home directory.
+        DatabaseAccessError: the user has no home directory.
     """
     named = settings.miss_log()
     if isinstance(named, str):
@@ -87,22 +79,30 @@ def append(path: Path, misses: Iterable[Miss]) -> None:
     with contextlib.suppress(DatabaseAccessError):  # no home directory: the file was named
         if path.parent == data_directory():
             path.parent.mkdir(parents=True, exist_ok=True)
-    # Not blocking: opening a FIFO would wait for a reader.
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError("not a regular file")
-        if found.st_size >= MAX_BYTES:
+    with _opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_SH) as file:
+        size = os.fstat(file).st_size
+        if size >= MAX_BYTES:
             raise OSError(f"it has reached {MAX_BYTES >> 20} MiB; `tunedcomm tune --from-misses` makes it smaller")
-        # Behind a line that was torn when the disk was full: ours begins on a line of its own. Another process in the
-        # middle of a write looks the same and costs an empty line.
-        torn = found.st_size > 0 and os.pread(file, 1, found.st_size - 1) != b"\n"
+        # Begin on a new line after one that was torn when the disk was full. Another process in the middle of a write
+        # looks the same and costs an empty line.
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         for miss in misses:
             line = b"\n" * torn + _line(miss)
             if len(line) <= _MAX_LINE and os.write(file, line) < len(line):
                 raise OSError("no space left for a whole line")
             torn = False
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int, lock: int) -> Iterator[int]:
+    # Not blocking: opening a FIFO would wait for the other end.
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError("not a regular file")
+        with contextlib.suppress(OSError):  # not every file system has locks, and a lost count does little harm
+            fcntl.flock(file, lock)
+        yield file
     finally:
         os.close(file)
 
@@ -119,33 +119,25 @@ def _line(miss: Miss) -> bytes:
 
 
 def read(path: Path) -> tuple[list[Miss], int]:
-    """Every problem of every environment once, most called first, and the number of lines that made no sense.
+    """Every problem of every environment once, most called first, and the number of invalid lines.
 
-    A file that was never made holds nothing.
+    A missing file is read as an empty one.
 
     Raises:
         OSError: the file cannot be read.
     """
-    lines: list[bytes] = []
-    for part in (path, *_moved_away(path)):
-        with contextlib.suppress(FileNotFoundError):
-            lines += _read_lines(part)
-    return _merge(lines)
+    try:
+        with _opened(path, os.O_RDONLY, fcntl.LOCK_SH) as file:
+            return _merge(file)
+    except FileNotFoundError:
+        return [], 0
 
 
-def _read_lines(path: Path) -> list[bytes]:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(file, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        # Writers check the size before they write, so a few lines more than this may be there.
-        return stream.read(2 * MAX_BYTES).splitlines()
-
-
-def _merge(lines: Iterable[bytes]) -> tuple[list[Miss], int]:
+def _merge(file: int) -> tuple[list[Miss], int]:
     found: dict[tuple[HardKey, Problem], Miss] = {}
     skipped = 0
-    for line in filter(None, lines):
+    # Writers check the size before they write, so a few lines more than the limit may be there.
+    for line in filter(None, os.pread(file, 2 * MAX_BYTES, 0).splitlines()):
         try:
             miss = _parse(line)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -177,40 +169,18 @@ def _parse(line: bytes) -> Miss:
     )
 
 
-def _moved_away(path: Path) -> list[Path]:
-    """What another reader moved away to compact and left behind."""
-    now = time.time()
-    found = []
-    for left in sorted(path.parent.glob(f"{path.name}.*.old")):
-        with contextlib.suppress(OSError):
-            found += [left] if now - left.stat().st_ctime > _LEFT_BEHIND_S else []
-    return found
-
-
 def compact(path: Path, *, without: Collection[tuple[HardKey, Problem]] = ()) -> None:
-    """Replace the file by one line a problem; lines that are added meanwhile are kept.
-
-    The file is moved away, so that writers begin a new one, and what it held is added to that. A reader that is killed
-    in between leaves it behind for the next one.
+    """Rewrite the file with one line a problem; writers wait meanwhile.
 
     Args:
-        path: the file.
+        path: the file; nothing is done if there is none.
         without: problems to leave out, each with its environment's hard key.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the file cannot be read or written.
     """
-    moved = path.with_name(f"{path.name}.{os.getpid()}.{time.time_ns()}.old")
-    parts: list[Path] = []
-    for part in (path, *_moved_away(path)):
-        with contextlib.suppress(FileNotFoundError):
-            target = moved.with_name(f"{moved.name[: -len('.old')]}.{len(parts)}.old")
-            part.rename(target)
-            parts.append(target)
-    if not parts:
-        return
-    time.sleep(_WRITERS_DONE_S)
-    misses, _ = _merge(line for part in parts for line in _read_lines(part))
-    append(path, [miss for miss in misses if (miss.hard_key, miss.problem) not in without])
-    for part in parts:
-        part.unlink()
+    with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDWR, fcntl.LOCK_EX) as file:
+        misses, _ = _merge(file)
+        kept = b"".join(_line(miss) for miss in misses if (miss.hard_key, miss.problem) not in without)
+        os.pwrite(file, kept, 0)
+        os.ftruncate(file, len(kept))
