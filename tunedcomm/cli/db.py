@@ -376,7 +376,7 @@ _STATS_COLUMNS: dict[str, Callable[[GroupStats], object]] = {
     "finals": lambda group: group.finals,
     "ok": lambda group: group.trials.get("ok", 0),
     "not ok": lambda group: counted({status: n for status, n in sorted(group.trials.items()) if status != "ok"}) or "-",
-    "winners": lambda group: counted(group.winners) or "-",
+    "winners": lambda group: counted(dict(group.winners.most_common())) or "-",
     "library wins": lambda group: "-" if group.library_share is None else f"{group.library_share:.0%}",
     "speed-up": lambda group: "-" if group.speedup is None else f"{group.speedup:.2f}x",
     "stale": lambda group: group.stale,

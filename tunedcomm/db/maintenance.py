@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import functools
+import json
 import sqlite3
 import stat
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import (
     BigInteger,
@@ -20,9 +21,9 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     MetaData,
+    Select,
     String,
     Table,
-    case,
     delete,
     func,
     insert,
@@ -50,18 +51,8 @@ from tunedcomm.db.engine import (
 from tunedcomm.db.jsonl import SoundRows
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.migrate import upgrade_database
-from tunedcomm.db.query import raw, table
-from tunedcomm.db.records import FAILED, Reader, StoredVariant, utc_now
-from tunedcomm.db.schema import (
-    SOUND,
-    Base,
-    EnvironmentRow,
-    PinRow,
-    ProblemRow,
-    RunRow,
-    TrialRow,
-    VariantRow,
-)
+from tunedcomm.db.records import FAILED, Reader, StoredVariant, Trial, canonical_json, utc_now
+from tunedcomm.db.schema import SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, ok_rows
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
@@ -73,7 +64,7 @@ from tunedcomm.errors import (
     DatabaseVersionError,
     InfeasibleError,
 )
-from tunedcomm.hardware import HARD_FIELDS, Environment
+from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import pool
 from tunedcomm.selection.snapshot import Row
 from tunedcomm.space import Value
@@ -84,7 +75,6 @@ Level: TypeAlias = Literal["ok", "warn", "fail"]
 SourceHash: TypeAlias = Callable[[str, str], str | None]
 
 _LIBRARY = "library"
-_CHUNK = 500
 
 
 def is_current(variant: StoredVariant | None, source_hash: SourceHash) -> bool | None:
@@ -134,7 +124,7 @@ _RESTORE = (
     "move it away and restore a copy or an exported file; the `.recover` of the program sqlite3 may save what it held, "
     "else tune again"
 )
-_PRUNE_INVALID = "`tunedcomm db prune --invalid` removes them"
+_PRUNE_INVALID = "`tunedcomm db prune --invalid` removes them and the trials that refer to them"
 _MEND_PIN = "`tunedcomm db unpin` it, or `tunedcomm db pin` something that can run"
 
 
@@ -160,7 +150,7 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
 
     Args:
         target: a file or any SQLAlchemy URL.
-        source_hash: what the variants' sources are now; the variants must be registered.
+        source_hash: hashes of the variants' sources now; the variants must be registered.
 
     Returns:
         A finding for everything that was looked at; the database is sound where none has the level `fail`.
@@ -175,97 +165,83 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
             prepare_file(where.path, create=False)
         except DatabaseError as error:
             return [Finding("file", "fail", str(error), _RESTORE if where.path.is_file() else "give another path")]
-        found += [*_side_files(where.path), *_permissions(where.path), _file_system(where.path)]
-        damage = _damage(where)
-        found += damage
-        if any(finding.name == "integrity" and finding.level == "fail" for finding in damage):
+        damage = _damage(where, where.path)
+        found = [*_surroundings(where.path), *damage]
+        if damage[0].level == "fail":
             return found  # what its rows hold means nothing then
-    return [*found, *_content(target, source_hash)]
-
-
-def _content(target: str | Path, source_hash: SourceHash) -> list[Finding]:
     try:
         state = upgrade_database(target, check=True)
         if state.before not in SOUND:
             text = f"revision {state.before}, and this tunedcomm reads {state.after}"
-            return [Finding("schema", "fail", text, f"`tunedcomm db upgrade --db {state.target}`")]
+            return [*found, Finding("schema", "fail", text, f"`tunedcomm db upgrade --db {state.target}`")]
         with Database.open(target, readonly=True) as database:
-            schema = Finding("schema", "ok", f"revision {database.schema_version}")
-            return [schema, *check_rows(database, source_hash).findings]
+            found.append(Finding("schema", "ok", f"revision {database.schema_version}"))
+            return [*found, *check_rows(database, source_hash).findings]
     except DatabaseVersionError as error:
-        return [Finding("schema", "fail", str(error), "upgrade tunedcomm")]
+        return [*found, Finding("schema", "fail", str(error), "upgrade tunedcomm")]
     except DatabaseBusyError:
         raise
     except DatabaseError as error:
-        return [Finding("content", "fail", str(error), _RESTORE)]
+        return [*found, Finding("content", "fail", str(error), _RESTORE)]
 
 
-def _side_files(path: Path) -> list[Finding]:
-    """SQLite keeps files beside one that is open, and they stay when its process is killed."""
-    found = []
+def _surroundings(path: Path) -> list[Finding]:
+    """Findings about the files beside a database, its permissions and its file system."""
+    sides, rights = [], []
     for side in leftovers(path):
         text = f"{side.name} holds {side.stat().st_size} bytes: a process has the database open, or one was killed"
         mend = f"nothing while one has; the next command that writes folds it in. Never move {path.name} without it"
-        found.append(Finding("side files", "warn", text, mend))
-    return found or [Finding("side files", "ok", "none")]
-
-
-def _permissions(path: Path) -> list[Finding]:
-    found = []
+        sides.append(Finding("side files", "warn", text, mend))
     writable, folder = may_write(path), may_write(path.parent)
     if writable and not folder:
         text = f"{path} may be written and its directory may not, so that SQLite cannot write it either"
-        found.append(Finding("permissions", "warn", text, "make the directory writable, or the file read-only"))
+        rights.append(Finding("permissions", "warn", text, "make the directory writable, or the file read-only"))
     for place in (path, path.parent):
         mode = place.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             text = f"every user may change {place}, and with it which kernels run for others"
-            found.append(Finding("permissions", "warn", text, f"chmod o-w {place}"))
-    rights = "it can be read and written" if writable and folder else "it can be read, not written"
-    return found or [Finding("permissions", "ok", rights)]
+            rights.append(Finding("permissions", "warn", text, f"chmod o-w {place}"))
+    system = Finding("file system", "ok", "local to this host")
+    if kind := network_of(path):
+        text = f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold between hosts"
+        system = Finding("file system", "warn", text, "only read it, as a site database")
+    may = "it can be read and written" if writable and folder else "it can be read, not written"
+    return [*_or_ok("side files", sides, "none"), *_or_ok("permissions", rights, may), system]
 
 
-def _file_system(path: Path) -> Finding:
-    kind = network_of(path)
-    if not kind:
-        return Finding("file system", "ok", "local to this host")
-    text = f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold between hosts"
-    return Finding("file system", "warn", text, "only read it, as a site database")
+def _or_ok(name: str, found: list[Finding], well: str) -> list[Finding]:
+    return found or [Finding(name, "ok", well)]
 
 
-def _damage(where: Target) -> list[Finding]:
+def _damage(where: Target, path: Path) -> list[Finding]:
     """Faults that SQLite itself finds, and objects that only an intruder would have put into the file."""
-    assert where.path is not None
-    uri = file_uri(where.path, readonly=True, immutable=is_immutable(where.path))
+    uri = file_uri(path, readonly=True, immutable=is_immutable(path))
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
-            connection.text_factory = bytes
+            connection.text_factory = lambda text: text.decode("utf-8", "replace")
             connection.execute("PRAGMA trusted_schema=OFF")
-            faults = [_text(row[0]) for row in connection.execute(f"PRAGMA integrity_check({_MAX_FAULTS})")]
+            faults = [str(row[0]) for row in connection.execute(f"PRAGMA integrity_check({_MAX_FAULTS})")]
             dangling = connection.execute("PRAGMA foreign_key_check").fetchall() if faults == ["ok"] else []
             strange = connection.execute("SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view')")
-            made = [f"{_text(kind)} {_text(name)}" for kind, name in strange]
+            made = [f"{kind} {name}" for kind, name in strange]
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the last of what SQLite says of names
         if "locked" in str(error):
             raise DatabaseBusyError(f"{where} is locked by another process ({error}); run the command again") from error
         return [Finding("integrity", "fail", f"SQLite cannot read it: {error}", _RESTORE)]
     if faults != ["ok"]:
         return [Finding("integrity", "fail", f"SQLite finds it damaged: {'; '.join(faults)[:600]}", _RESTORE)]
-    found = [Finding("integrity", "ok", "SQLite finds nothing wrong")]
+    found = [
+        Finding("integrity", "ok", "SQLite finds nothing wrong"),
+        Finding("references", "ok", "every row that another one refers to is there"),
+    ]
     if dangling:
-        first = ", ".join(f"{_text(row[0])} {row[1]}" for row in dangling[:3])
+        first = ", ".join(f"{row[0]} {row[1]}" for row in dangling[:3])
         text = f"{len(dangling)} rows refer to rows that are not there: {first}"
-        found.append(Finding("references", "fail", text, "`tunedcomm db prune --invalid` removes them"))
-    else:
-        found.append(Finding("references", "ok", "every row that another one refers to is there"))
+        found[1] = Finding("references", "fail", text, _PRUNE_INVALID)
     if made:
         text = f"it holds what tunedcomm does not make: {', '.join(made)[:300]}"
         found.append(Finding("objects", "fail", text, "do not write to it; export what it holds to a new file"))
     return found
-
-
-def _text(raw: object) -> str:
-    return raw.decode("utf-8", "replace") if isinstance(raw, bytes) else str(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +253,8 @@ class RowReport:
         invalid: table to the ids of rows that no reader uses; a trial that refers to such a row is one itself.
     """
 
-    findings: tuple[Finding, ...]
-    invalid: Mapping[str, frozenset[int]]
+    findings: Sequence[Finding]
+    invalid: Mapping[str, Set[int]]
 
 
 @dataclass(slots=True)
@@ -303,139 +279,102 @@ class _Faults:
 def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
     """Check values, digests and references of every row, and that configs lie in their variants' spaces.
 
-    Readers skip a row that makes no sense and go on; here each is found and counted. Nothing is changed.
+    Readers skip an invalid row and go on; here each is found and counted. Nothing is changed.
 
     Args:
         database: open, for reading at least.
-        source_hash: what the variants' sources are now; the variants must be registered.
+        source_hash: hashes of the variants' sources now; the variants must be registered.
     """
+    faults = {name: _Faults() for name in Base.metadata.tables}
+    invalid: dict[str, set[int]] = {name: set() for name in Base.metadata.tables}
+
+    def add(name: str, id_: Any, what: str) -> None:
+        faults[name].add(f"{name} {id_}: {what}")
+        invalid[name].add(id_)
+
+    restore = f"{_PRUNE_INVALID}; or restore a copy"
+    found: list[Finding] = []
     with database.reading() as connection:
-        return _RowCheck(connection, source_hash).report()
-
-
-class _RowCheck:
-    def __init__(self, connection: Connection, source_hash: SourceHash) -> None:
-        self._connection = connection
-        self._source_hash = source_hash
-        self._latest = (utc_now() + _AHEAD).isoformat()
-        self._faults = {name: _Faults() for name in Base.metadata.tables}
-        self._invalid: dict[str, set[int]] = {name: set() for name in Base.metadata.tables}
-        self._objections: dict[tuple[StoredVariant, str], str | None] = {}
-        self._by_variant: Counter[StoredVariant] = Counter()
-        self._findings: list[Finding] = []
-        self._sound = SoundRows(connection, self._add)
-
-    def _add(self, name: str, id_: Any, what: str) -> None:
-        self._faults[name].add(f"{name} {id_}: {what}")
-        self._invalid[name].add(id_)
-
-    def report(self) -> RowReport:
-        mend = f"{_PRUNE_INVALID} with the trials that refer to them; or restore a copy"
-        loaded: dict[str, Mapping[int, Any]] = {
-            "environment": self._sound.environments,
-            "problem": self._sound.problems,
-            "variant": self._sound.variants,
-            "run": self._sound.runs,
-        }
-        for name, held in loaded.items():
-            found = self._faults[name].finding(f"{name}s", "rows make no sense", mend)
-            self._report(f"{name}s", found, f"{len(held)}, all sound")
-        self._check_trials_and_pins()
-        self._check_sources()
-        self._check_unused()
-        return RowReport(tuple(self._findings), {name: frozenset(ids) for name, ids in self._invalid.items()})
-
-    def _report(self, name: str, found: list[Finding], well: str) -> None:
-        self._findings += found or [Finding(name, "ok", well)]
-
-    def _check_trials_and_pins(self) -> None:
-        outside, unknown = _Faults(), _Faults()
-        num_trials = num_pins = 0
-        for problem_id, (problem, _) in self._sound.problems.items():
-            for id_, line in self._sound.trials(problem_id):
-                num_trials += 1
-                if reason := self._contradiction(line):
-                    self._add("trial", id_, reason)
-                    continue
+        sound = SoundRows(connection, add)
+        loaded: dict[str, Mapping[int, Any]] = {"environment": sound.environments, "problem": sound.problems}
+        for name, held in {**loaded, "variant": sound.variants, "run": sound.runs}.items():
+            wrong = faults[name].finding(f"{name}s", "rows make no sense", restore)
+            found += _or_ok(f"{name}s", wrong, f"{len(held)}, all sound")
+        outside, unknown, by_variant = _Faults(), _Faults(), Counter[StoredVariant]()
+        num_pins = 0
+        latest, objection = (utc_now() + _AHEAD).isoformat(), functools.cache(_objection)
+        for problem_id, (problem, _) in sound.problems.items():
+            for id_, line in sound.trials(problem_id):
                 variant = StoredVariant(problem.op, line["variant"], line["numerics"], line["source_hash"])
-                self._by_variant[variant] += 1
-                if reason := self._outside(variant, line["config"]):
+                by_variant[variant] += 1
+                if reason := _contradiction(line, latest):
+                    add("trial", id_, reason)
+                elif is_current(variant, source_hash) and (
+                    reason := objection(problem.op, variant.name, canonical_json(line["config"]))
+                ):
                     outside.add(f"trial {id_}: {reason}")
-                    self._invalid["trial"].add(id_)
-            for id_, line in self._sound.pins(problem_id):
+                    invalid["trial"].add(id_)
+            for id_, line in sound.pins(problem_id):
                 num_pins += 1
                 if line["variant"] not in variants(problem.op):
                     unknown.add(f"pin {id_}: {problem.op} has no variant {line['variant']!r} here")
-                elif reason := _objection(problem.op, line["variant"], line["config"]):
-                    self._add("pin", id_, reason)
-        self._sound.report_orphans()
-        mend = f"{_PRUNE_INVALID}; or restore a copy"
-        found = self._faults["trial"].finding("trials", "make no sense, readers skip them", mend)
-        found += outside.finding("trials", "have configs outside of their variants' spaces", _PRUNE_INVALID)
-        self._report("trials", found, f"{num_trials}, all sound")
-        found = self._faults["pin"].finding("pins", "are of no effect", _MEND_PIN)
-        found += unknown.finding("pins", "name variants that this tunedcomm does not have", _MEND_PIN, level="warn")
-        self._report("pins", found, f"{num_pins}, all sound")
-
-    def _contradiction(self, line: Mapping[str, Any]) -> str | None:
-        low, middle, high = (line[f"latency_{name}_us"] for name in ("p10", "p50", "p90"))
-        if not (low or 0.0) <= (middle or low or 0.0) <= (high or middle or low or 0.0):
-            return f"its percentiles do not rise: p10 {low}, p50 {middle}, p90 {high}"
-        if line["created_at"] > self._latest:
-            return f"it was made in the future, {line['created_at']}, and would outrank what comes"
-        return None
-
-    def _outside(self, variant: StoredVariant, config: Mapping[str, Value]) -> str | None:
-        """Why a config is not one of its variant's; None where it is, or where the source was another one."""
-        key = (variant, str(config))
-        if key not in self._objections:
-            current = is_current(variant, self._source_hash)
-            self._objections[key] = _objection(variant.op, variant.name, config) if current else None
-        return self._objections[key]
-
-    def _check_sources(self) -> None:
-        stale, unknown, current = Counter[str](), Counter[str](), 0
-        for variant, count in self._by_variant.items():
-            state = is_current(variant, self._source_hash)
-            current += count if state else 0
-            if state is None:
-                unknown[f"{variant.op} {variant.name}"] += count
-            elif not state:
-                stale[f"{variant.op} {variant.name}"] += count
-        found = []
-        if stale:
-            text = f"kernels have changed since these trials, which are not used any more: {_listed(stale)}"
-            mend = "`tunedcomm tune` measures them again; `tunedcomm db prune --stale` removes the old trials"
-            found.append(Finding("sources", "warn", text, mend))
-        if unknown:
-            text = f"variants that this tunedcomm does not have: {_listed(unknown)}"
-            found.append(Finding("sources", "warn", text, "nothing, where another tunedcomm reads the database too"))
-        self._report("sources", found, f"{current} trials, all of kernels as they are now")
-
-    def _check_unused(self) -> None:
-        held = {"environment": self._sound.environments.keys(), "problem": self._sound.problems.keys()}
-        unused = {name: len(ids - self._used(f"{name}_id")) for name, ids in held.items()}
-        told = ", ".join(f"{count} {name}s" for name, count in unused.items() if count > 0)
-        mend = "nothing: they do no harm, and `tunedcomm db prune` removes them on its way"
-        found = [Finding("unused rows", "warn", f"{told} that no trial and no pin refers to", mend)] if told else []
-        self._report("unused rows", found, "none")
-
-    def _used(self, column: str) -> set[Any]:
-        """The values of a column that trials and pins have."""
-        columns = (table(TrialRow).c[column], table(PinRow).c[column])
-        return {id_ for one in columns for id_ in self._connection.execute(select(raw(one)).distinct()).scalars()}
+                elif reason := objection(problem.op, line["variant"], canonical_json(line["config"])):
+                    add("pin", id_, reason)
+        sound.report_orphans()
+        unused = query.unused_rows(true())
+        idle = {name: query.count(connection, unused[model]) for name, model in _UNUSED.items()}
+    wrong = faults["trial"].finding(
+        "trials", "make no sense, readers skip them", f"{_PRUNE_INVALID}; or restore a copy"
+    )
+    wrong += outside.finding("trials", "have configs outside of their variants' spaces", _PRUNE_INVALID)
+    found += _or_ok("trials", wrong, f"{by_variant.total()}, all sound")
+    wrong = faults["pin"].finding("pins", "are of no effect", _MEND_PIN)
+    wrong += unknown.finding("pins", "name variants that this tunedcomm does not have", _MEND_PIN, level="warn")
+    found += _or_ok("pins", wrong, f"{num_pins}, all sound")
+    found += _sources(by_variant, source_hash)
+    text = ", ".join(f"{count} {name}" for name, count in idle.items() if count)
+    mend = "nothing: they do no harm, and `tunedcomm db prune` removes them on its way"
+    wrong = [Finding("unused rows", "warn", f"{text} that no trial and no pin refers to", mend)] if text else []
+    return RowReport([*found, *_or_ok("unused rows", wrong, "none")], invalid)
 
 
-def _objection(op: str, name: str, config: Mapping[str, Value]) -> str | None:
+_UNUSED: Mapping[str, type[Base]] = {"environments": EnvironmentRow, "problems": ProblemRow}
+
+
+def _contradiction(line: Mapping[str, Any], latest: str) -> str | None:
+    low, middle, high = (line[f"latency_{name}_us"] for name in ("p10", "p50", "p90"))
+    if not (low or 0.0) <= (middle or low or 0.0) <= (high or middle or low or 0.0):
+        return f"its percentiles do not rise: p10 {low}, p50 {middle}, p90 {high}"
+    if line["created_at"] > latest:
+        return f"it was made in the future, {line['created_at']}, and would outrank what comes"
+    return None
+
+
+def _objection(op: str, name: str, config: str) -> str | None:
+    """Why a config, as JSON, is not in the space of its variant; None if it is."""
     try:
-        variants(op)[name].space.validate(dict(config))
+        variants(op)[name].space.validate(json.loads(config))
     except ConfigError as error:
         return f"{name}: {error}"
     return None
 
 
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
+def _sources(by_variant: Mapping[StoredVariant, int], source_hash: SourceHash) -> list[Finding]:
+    states: dict[bool | None, Counter[str]] = {state: Counter() for state in (True, False, None)}
+    for variant, count in by_variant.items():
+        states[is_current(variant, source_hash)][f"{variant.op} {variant.name}"] += count
+    stale, unknown = (
+        ", ".join(f"{count} of {name}" for name, count in sorted(states[state].items())) for state in (False, None)
+    )
+    found = []
+    if stale:
+        text = f"kernels have changed since these trials, which are not used any more: {stale}"
+        mend = "`tunedcomm tune` measures them again; `tunedcomm db prune --stale` removes the old trials"
+        found.append(Finding("sources", "warn", text, mend))
+    if unknown:
+        text = f"variants that this tunedcomm does not have: {unknown}"
+        found.append(Finding("sources", "warn", text, "nothing, where another tunedcomm reads the database too"))
+    return _or_ok("sources", found, f"{states[True].total()} trials, all of kernels as they are now")
 
 
 # Prune
@@ -443,14 +382,10 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 # What `failed` selects. That a candidate is infeasible is no failure, and costs nobody a launch.
 FAILURES = ("compile_error", "incorrect", "crashed", "hung")
-
-
-def _ids(name: str) -> Table:
-    return Table(name, MetaData(), Column("id", BigInteger, primary_key=True), prefixes=["TEMPORARY"])
-
-
-# Of one connection, for as long as a plan is made and carried out.
-_SELECTED, _INVALID = _ids("tunedcomm_selected"), _ids("tunedcomm_invalid")
+# With `ok` what a search counts as measured, and as checked.
+_RAN = ("ok", "pruned")
+# Ids of one connection, for as long as a plan is made and carried out.
+_SELECTED = Table("tunedcomm_selected", MetaData(), Column("id", BigInteger, primary_key=True), prefixes=["TEMPORARY"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,7 +479,7 @@ def prune(
     Args:
         database: open; to write unless it is a dry run.
         selection: which trials.
-        source_hash: what the variants' sources are now; the variants must be registered.
+        source_hash: hashes of the variants' sources now; the variants must be registered.
         dry_run: remove nothing, only say what would be.
         elsewhere: the other databases that dispatch reads, see `layers_beside`; only looked at.
 
@@ -555,24 +490,35 @@ def prune(
     invalid = check_rows(database, source_hash).invalid if selection.invalid else {}
 
     def carry_out(connection: Connection) -> Pruned:
-        with _selected(connection, selection, source_hash, invalid.get("trial", ())):
-            along, kept = _reach_out(connection, elsewhere) if selection.failed else (0, 0)
-            held = int(connection.execute(select(func.count()).select_from(TrialRow)).scalar_one())
-            groups = _groups(connection)
-            unused = {} if database.path is None else _unused(connection, invalid)
-            if not dry_run:
-                connection.execute(delete(TrialRow).where(TrialRow.id.in_(select(_SELECTED.c.id))))
-                for model, ids in unused.items():
-                    _remove(connection, model, ids)
+        conditions = _conditions(connection, selection, source_hash)
+        ids = set(connection.execute(select(TrialRow.id).where(*conditions)).scalars())
+        if selection.invalid:
+            ids &= invalid["trial"]
+        along, kept = _hidden_by_failures(connection, ids, elsewhere) if selection.failed else (set(), set())
+        along -= ids
+        _SELECTED.create(connection)  # an error rolls it back with all the rest
+        if ids := (ids | along) - kept:
+            connection.execute(insert(_SELECTED), [{"id": id_} for id_ in ids])
+        selected = select(_SELECTED.c.id)
+        held, groups = query.count(connection, select(TrialRow.id)), _groups(connection)
+        unused: dict[type[Base], Select[Any]] = {}
+        if database.path is not None:
+            unused = query.unused_rows(TrialRow.id.not_in(selected), invalid.get("variant", ()))
+        counts = {model.__tablename__: query.count(connection, rows) for model, rows in unused.items()}
+        if not dry_run:
+            connection.execute(delete(TrialRow).where(TrialRow.id.in_(selected)))
+            for model, rows in unused.items():
+                connection.execute(delete(model).where(query.table(model).c.id.in_(rows)))
+        _SELECTED.drop(connection)
         return Pruned(
             target=str(database.path or database.url),
             dry_run=dry_run,
             held=held,
             groups=groups,
-            unused={model.__tablename__: len(ids) for model, ids in unused.items() if ids},
+            unused={name: count for name, count in counts.items() if count},
             bytes_before=before,
-            along=along,
-            kept=kept,
+            along=len(along),
+            kept=len(kept),
         )
 
     if dry_run:
@@ -585,114 +531,97 @@ def prune(
     return replace(done, compacted=compacted, bytes_after=num_bytes(database.path))
 
 
-@contextmanager
-def _selected(
-    connection: Connection, selection: Selection, source_hash: SourceHash, invalid: Collection[int]
-) -> Iterator[None]:
-    """The ids of the selected trials in a table of this connection; an error rolls it back with all the rest."""
-    made = [_SELECTED, _INVALID]
-    for temporary in made:
-        temporary.create(connection)
-    if invalid:
-        connection.execute(insert(_INVALID), [{"id": id_} for id_ in invalid])
-    where = list(_conditions(connection, selection, source_hash))
-    connection.execute(insert(_SELECTED).from_select(["id"], select(TrialRow.id).where(*where)))
-    yield
-    for temporary in made:
-        temporary.drop(connection)
-
-
-def _conditions(connection: Connection, selection: Selection, source_hash: SourceHash) -> Iterator[ColumnElement[bool]]:
+def _conditions(connection: Connection, selection: Selection, source_hash: SourceHash) -> list[ColumnElement[bool]]:
+    found: list[ColumnElement[bool]] = []
     if selection.stale:
         stored = query.load_variants(connection, Reader())
-        yield TrialRow.variant_id.in_([key for key, v in stored.items() if is_current(v, source_hash) is False])
+        stale = [key for key, variant in stored.items() if is_current(variant, source_hash) is False]
+        found.append(TrialRow.variant_id.in_(stale))
     if selection.superseded:
-        yield TrialRow.id.not_in(needed_trials())
-        # No answer rests on these, but a search that finds them does not try them again.
-        yield TrialRow.status.not_in(("compile_error", "infeasible"))
+        # No answer rests on trials that could not run, but a search that finds them does not try them again.
+        found += [TrialRow.id.not_in(needed_trials()), TrialRow.status.not_in(("compile_error", "infeasible"))]
     if selection.failed:
-        yield TrialRow.status.in_(FAILURES)
-    if selection.invalid:
-        yield TrialRow.id.in_(select(_INVALID.c.id))
+        found.append(TrialRow.status.in_(FAILURES))
     if selection.environments:
         same = select(EnvironmentRow.id).where(EnvironmentRow.digest.in_(selection.environments))
-        yield TrialRow.environment_id.in_(same)
+        found.append(TrialRow.environment_id.in_(same))
     if selection.before is not None:
-        yield TrialRow.created_at < selection.before
+        found.append(TrialRow.created_at < selection.before)
+    return found
 
 
-def _reach_out(connection: Connection, elsewhere: Sequence[Layer]) -> tuple[int, int]:
-    """Select what must go with the selected failures, and not those that must stay; returns how many of each."""
-    found = hidden_by_failures(connection, TrialRow.id.in_(select(_SELECTED.c.id)), elsewhere)
-    selected = set(connection.execute(select(_SELECTED.c.id)).scalars())
-    if along := found.good - selected:
-        connection.execute(insert(_SELECTED), [{"id": id_} for id_ in along])
-    for ids in _chunks(found.kept):
-        connection.execute(delete(_SELECTED).where(_SELECTED.c.id.in_(ids)))
-    return len(along), len(found.kept)
+def _hidden_by_failures(
+    connection: Connection, ids: Collection[int], elsewhere: Iterable[Layer]
+) -> tuple[set[int], set[int]]:
+    """Ids of good trials that selected failures keep from being used, and of those failures that must stay.
+
+    A failure counts until the candidate is good at the same problem again. While it counts, the candidate does not run
+    that problem, and nothing is predicted of it in the whole family. A failure that hides good trials of another
+    database stays.
+
+    Args:
+        connection: in a transaction.
+        ids: of the selected trials.
+        elsewhere: other databases that dispatch reads beside this one. One that cannot be read is left out with a
+            warning.
+    """
+
+    def reach(trial: Trial) -> tuple[Any, ...]:
+        return (trial.environment.hard_key, trial.problem.family, trial.candidate, trial.source_hash)
+
+    def load(connection: Connection, statuses: Sequence[str]) -> list[Trial]:
+        reader = Reader()
+        stored = query.load_variants(connection, reader).items()
+        known = [key for key, variant in stored if (variant.op, variant.name, variant.source_hash) in names]
+        where = [TrialRow.status.in_(statuses), TrialRow.variant_id.in_(known)]
+        return [trial for trial in query.trials(connection, reader, where, ()) if reach(trial) in reaches]
+
+    failed = [
+        trial for trial in query.trials(connection, Reader(), [TrialRow.status.in_(FAILED)], ()) if trial.id in ids
+    ]
+    reaches = {reach(trial) for trial in failed}
+    names = {(trial.problem.op, trial.variant, trial.source_hash) for trial in failed}
+    here, there = load(connection, _RAN) if failed else [], []
+    for layer in elsewhere if failed else ():
+        immutable = True if layer.name == "packaged" else None
+        try:
+            with Database.open(layer.target, readonly=True, immutable=immutable) as other, other.reading() as reading:
+                there += load(reading, ("ok",))
+        except DatabaseError as error:
+            warn_once(f"what failures hide in a database of the {layer.name} layer is not known: {error}")
+    good = {(reach(t), t.problem): t.created_at for t in sorted((*here, *there), key=_made) if t.status == "ok"}
+    counting = [t for t in failed if t.created_at >= good.get((reach(t), t.problem), t.created_at)]
+    outside = {reach(trial) for trial in there}
+    gone = {reach(trial) for trial in counting} - outside
+    along, kept = [t for t in here if reach(t) in gone], [t for t in counting if reach(t) in outside]
+    return {t.id for t in along if t.id is not None}, {t.id for t in kept if t.id is not None}
+
+
+def _made(trial: Trial) -> datetime:
+    return trial.created_at
 
 
 def _groups(connection: Connection) -> tuple[PrunedGroup, ...]:
     """The selected trials, counted."""
-    what = (EnvironmentRow.digest, EnvironmentRow.gpu, ProblemRow.op, VariantRow.name, TrialRow.status)
+    what = {
+        "gpu": EnvironmentRow.gpu,
+        "environment": EnvironmentRow.digest,
+        "op": ProblemRow.op,
+        "variant": VariantRow.name,
+        "status": TrialRow.status,
+    }
     counted = (
-        select(*what, func.count(), func.sum(case((TrialRow.final == true(), 1), else_=0)))
+        select(*what.values(), func.count(), func.count().filter(TrialRow.final))
         .select_from(TrialRow)
         .join(_SELECTED, _SELECTED.c.id == TrialRow.id)
         # Rows that are not sound may refer to nothing.
         .outerjoin(EnvironmentRow, EnvironmentRow.id == TrialRow.environment_id)
         .outerjoin(ProblemRow, ProblemRow.id == TrialRow.problem_id)
         .outerjoin(VariantRow, VariantRow.id == TrialRow.variant_id)
-        .group_by(*what)
+        .group_by(*what.values())
     )
-    names = ("environment", "gpu", "op", "variant", "status")
-    groups = [
-        PrunedGroup(
-            **dict(zip(names, (str(text or "") for text in texts), strict=True)),
-            trials=int(trials),
-            finals=int(finals or 0),
-        )
-        for *texts, trials, finals in connection.execute(counted)
-    ]
-    return tuple(sorted(groups, key=lambda g: (g.gpu, g.environment, g.op, g.variant, g.status)))
-
-
-def _unused(connection: Connection, invalid: Mapping[str, Collection[int]]) -> dict[type[Base], list[int]]:
-    """Rows that neither a trial that stays nor a pin refers to.
-
-    The newest source of a variant stays: it says that older ones are out of date. So do runs that have not ended,
-    whose command may be about to add its first trial.
-    """
-    stays = TrialRow.id.not_in(select(_SELECTED.c.id))
-    newest = select(func.max(VariantRow.id)).group_by(VariantRow.op, VariantRow.name)
-    running = select(RunRow.id).where(RunRow.finished_at.is_(None))
-    kept: dict[type[Base], list[Any]] = {
-        EnvironmentRow: [select(TrialRow.environment_id).where(stays), select(PinRow.environment_id)],
-        ProblemRow: [select(TrialRow.problem_id).where(stays), select(PinRow.problem_id)],
-        VariantRow: [select(TrialRow.variant_id).where(stays), newest],
-        RunRow: [select(TrialRow.run_id).where(stays, TrialRow.run_id.is_not(None)), running],
-    }
-    found: dict[type[Base], list[int]] = {}
-    for model, uses in kept.items():
-        id_ = table(model).c.id
-        used = {key for use in uses for key in connection.execute(use).scalars()}
-        if model is VariantRow:  # one that makes no sense is nobody's newest source
-            needed = set(connection.execute(uses[0]).scalars())
-            used -= {key for key in invalid.get("variant", ()) if key not in needed}
-        found[model] = [key for key in connection.execute(select(id_)).scalars() if key not in used]
-    return found
-
-
-def _remove(connection: Connection, model: type[Base], ids: list[int]) -> None:
-    id_ = table(model).c.id
-    for chunk in _chunks(ids):
-        connection.execute(delete(model).where(id_.in_(chunk)))
-
-
-def _chunks(ids: Iterable[int]) -> Iterator[list[int]]:
-    left = sorted(ids)
-    for start in range(0, len(left), _CHUNK):
-        yield left[start : start + _CHUNK]
+    rows = sorted(([str(text or "") for text in texts], n, f) for *texts, n, f in connection.execute(counted))
+    return tuple(PrunedGroup(**dict(zip(what, texts, strict=True)), trials=n, finals=f) for texts, n, f in rows)
 
 
 def _compact(path: Path) -> bool:
@@ -710,139 +639,22 @@ def _compact(path: Path) -> bool:
     return not busy
 
 
-# Failures and the good trials that they hide
-
-
-_FAMILY = tuple(item.name for item in fields(Problem) if item.name != "shape")
-_OK = ("ok",)
-# With `ok` what a search counts as measured, and as checked.
-_RAN = ("ok", "pruned")
-_Reach: TypeAlias = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """Winners that removing failures would bring back.
-
-    Attributes:
-        good: ids of trials in the same database that would be used again, or count as measured.
-        kept: ids of failures that keep good trials of other databases from being used.
-    """
-
-    good: frozenset[int]
-    kept: frozenset[int]
-
-
-class _Mark(NamedTuple):
-    """The end of one trial; `reach` is the hardware, the family of its problem, and the candidate with its source."""
-
-    id: int
-    reach: _Reach
-    shape: str
-    status: str
-    created_at: str
-
-
-def hidden_by_failures(connection: Connection, failures: ColumnElement[bool], elsewhere: Iterable[Layer]) -> Hidden:
-    """The good trials that failures keep from being used.
-
-    A failure counts until the candidate is good at the same problem again. While it counts, the candidate does not run
-    that problem, and nothing is predicted of it in the whole family.
-
-    Args:
-        connection: in a transaction.
-        failures: true of the trials whose removal is thought of; of these only failures that count matter.
-        elsewhere: other databases that dispatch reads beside this one. One that cannot be read is left out with a
-            warning.
-    """
-    failed = _marks(connection, FAILED, None, failures)
-    if not failed:
-        return Hidden(frozenset(), frozenset())
-    asked = {mark.reach for mark in failed}
-    here = _marks(connection, _RAN, asked)
-    there = [mark for layer in elsewhere for mark in _marks_of(layer, asked)]
-    good: dict[tuple[_Reach, str], str] = {}
-    for mark in (*here, *there):
-        if mark.status == "ok":
-            key = (mark.reach, mark.shape)
-            good[key] = max(mark.created_at, good.get(key, ""))
-    counting = [mark for mark in failed if mark.created_at >= good.get((mark.reach, mark.shape), "")]
-    hidden = {mark.reach for mark in there}
-    gone = {mark.reach for mark in counting} - hidden
-    return Hidden(
-        good=frozenset(mark.id for mark in here if mark.reach in gone),
-        kept=frozenset(mark.id for mark in counting if mark.reach in hidden),
-    )
-
-
-def _marks_of(layer: Layer, asked: Collection[_Reach]) -> list[_Mark]:
-    immutable = True if layer.name == "packaged" else None
-    try:
-        with (
-            Database.open(layer.target, readonly=True, immutable=immutable) as database,
-            database.reading() as connection,
-        ):
-            return _marks(connection, _OK, asked)
-    except DatabaseError as error:
-        warn_once(f"what failures hide in a database of the {layer.name} layer is not known: {error}")
-        return []
-
-
-def _marks(
-    connection: Connection, statuses: Sequence[str], asked: Collection[_Reach] | None, *where: ColumnElement[bool]
-) -> list[_Mark]:
-    """Trials that ended so, of these reaches where they are given; rows that make no sense are no trials."""
-    hardware = _by_id(connection, EnvironmentRow, HARD_FIELDS)
-    family, shape = _by_id(connection, ProblemRow, _FAMILY), _by_id(connection, ProblemRow, ("shape",))
-    variants = _by_id(connection, VariantRow, ("op", "name", "source_hash"))
-    names = None if asked is None else {reach[2] for reach in asked}
-    ids = [key for key, variant in variants.items() if names is None or variant in names]
-    columns = (
-        TrialRow.id,
-        TrialRow.environment_id,
-        TrialRow.problem_id,
-        TrialRow.variant_id,
-        TrialRow.config_digest,
-        TrialRow.status,
-        TrialRow.created_at,
-    )
-    query = select(*map(raw, columns)).where(TrialRow.status.in_(statuses), TrialRow.variant_id.in_(ids), *where)
-    found = []
-    for id_, environment, problem, variant, config, status, created_at in connection.execute(query):
-        try:
-            reach = (hardware[environment], family[problem], variants[variant], config)
-            if asked is None or reach in asked:
-                found.append(_Mark(id_, reach, shape[problem][0], status, parse.time_text(created_at)))
-        except (KeyError, ValueError):
-            continue
-    return found
-
-
-def _by_id(connection: Connection, model: type[Base], names: Sequence[str]) -> dict[Any, tuple[Any, ...]]:
-    columns = table(model).c
-    rows = connection.execute(select(raw(columns.id), *(raw(columns[name]) for name in names)))
-    return {row[0]: tuple(row[1:]) for row in rows}
-
-
 # Stats
 
 
-_Key: TypeAlias = tuple[int, str, int, str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GroupStats:
     """Problems of one op, world size, dtype and mode in one environment.
 
     Attributes:
         environment: where they were measured.
-        op, world_size, dtype, mode: what they have in common.
+        op, world_size, dtype, mode: shared by the problems.
         problems: those with a trial.
         trials: status to how many ended so.
         finals: trials of the finals.
         winners: variant to the problems that dispatch answers with it under the default numerics policy, at the very
             problem; `library` where no challenger beats it by more than the noise.
-        speedup: geometric mean over these problems of the library's latency over the winner's; None if none is known.
+        speedups: the library's latency over the winner's, of the problems where both are known.
         stale: trials of sources that have changed since, which dispatch does not use.
         unknown: trials of variants that this tunedcomm does not have.
         oldest, newest: times of the first and the last trial; None if no time can be read.
@@ -853,15 +665,20 @@ class GroupStats:
     world_size: int
     dtype: str
     mode: str
-    problems: int
-    trials: dict[str, int]
-    finals: int
-    winners: dict[str, int]
-    speedup: float | None
-    stale: int
-    unknown: int
-    oldest: datetime | None
-    newest: datetime | None
+    problems: int = 0
+    trials: Counter[str] = field(default_factory=Counter)
+    finals: int = 0
+    winners: Counter[str] = field(default_factory=Counter)
+    speedups: list[float] = field(default_factory=list)
+    stale: int = 0
+    unknown: int = 0
+    oldest: datetime | None = None
+    newest: datetime | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """Geometric mean of the speed-ups; None if none is known."""
+        return statistics.geometric_mean(self.speedups) if self.speedups else None
 
     @property
     def library_share(self) -> float | None:
@@ -889,131 +706,81 @@ class DatabaseStats:
     groups: tuple[GroupStats, ...]
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts of one group while they are gathered."""
-
-    problems: int = 0
-    finals: int = 0
-    stale: int = 0
-    unknown: int = 0
-    trials: Counter[str] = field(default_factory=Counter)
-    winners: Counter[str] = field(default_factory=Counter)
-    logs: list[float] = field(default_factory=list)
-    times: list[datetime] = field(default_factory=list)
-
-
 def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
-    """Sum up an open database; rows that make no sense are left out and warned of.
+    """Sum up an open database; invalid rows are left out with a warning.
 
     Args:
         database: open, for reading at least.
-        source_hash: what the variants' sources are now; the variants must be registered.
+        source_hash: hashes of the variants' sources now; the variants must be registered.
     """
-    rows = database.stats()
     reader = Reader()
+    found: dict[tuple[str, str, str, int, str, str], GroupStats] = {}
+
+    def group_of(environment: Environment, problem: Problem) -> GroupStats:
+        same = {name: getattr(problem, name) for name in ("op", "world_size", "dtype", "mode")}
+        key = (environment.gpu, environment.digest, *same.values())
+        return found.setdefault(key, GroupStats(environment=environment, **same))
+
     with database.reading() as connection:
-        environments = query.load_environments(connection, reader)
-        tallies = _count(connection, environments, query.load_variants(connection, reader), source_hash)
-        for environment_id, world_size in sorted({(key[0], key[2]) for key in tallies}):
-            environment = environments[environment_id]
-            trials = ok_rows(connection, {environment_id: environment}, world_size, reader)
-            _add_winners(tallies, environment_id, trials, source_hash)
+        environments, problems = query.load_environments(connection, reader), query.load_problems(connection, reader)
+        stored = query.load_variants(connection, reader)
+        seen: set[tuple[int, int]] = set()
+        for environment_id, problem_id, variant_id, status, count, finals, *times in _count(connection):
+            if environment_id not in environments or problem_id not in problems:
+                continue
+            group = group_of(environments[environment_id], problems[problem_id])
+            group.problems += (environment_id, problem_id) not in seen
+            seen.add((environment_id, problem_id))
+            group.trials[str(status)] += count
+            group.finals += finals
+            current = is_current(stored.get(variant_id), source_hash)
+            group.unknown += count if current is None else 0
+            group.stale += count if current is False else 0
+            for time in filter(None, map(_time, times)):
+                group.oldest, group.newest = min(group.oldest or time, time), max(group.newest or time, time)
+        for key, world_size in sorted({(key, problems[problem].world_size) for key, problem in seen}):
+            by_problem: dict[Problem, list[Row]] = {}
+            for row in ok_rows(connection, {key: environments[key]}, world_size, reader):
+                by_problem.setdefault(row.problem, []).append(row)
+            for problem, rows in by_problem.items():
+                group = group_of(environments[key], problem)
+                variant, speedup = _winner(problem, rows, source_hash)
+                group.winners[variant] += 1
+                group.speedups += [] if speedup is None else [speedup]
     database.warn_skipped(reader)
-    groups = [_group(environments[key[0]], key, tally) for key, tally in tallies.items()]
     return DatabaseStats(
         target=str(database.path or database.url),
         num_bytes=None if database.path is None else num_bytes(database.path),
         schema=database.schema_version,
-        rows=rows,
-        groups=tuple(sorted(groups, key=_order)),
+        rows=database.stats(),
+        groups=tuple(found[key] for key in sorted(found)),
     )
 
 
-def _order(group: GroupStats) -> tuple[Any, ...]:
-    there = group.environment
-    return (there.gpu, there.digest, group.op, group.world_size, group.dtype, group.mode)
-
-
-_GROUP = (TrialRow.environment_id, ProblemRow.op, ProblemRow.world_size, ProblemRow.dtype, ProblemRow.mode)
-
-
-def _count(
-    connection: Connection,
-    environments: dict[int, Environment],
-    stored: dict[int, StoredVariant],
-    source_hash: SourceHash,
-) -> dict[_Key, _Tally]:
-    """Every group's counts, without its winners."""
-    found: dict[_Key, _Tally] = {}
-    what = (*_GROUP, TrialRow.variant_id, TrialRow.status)
+def _count(connection: Connection) -> Iterable[Any]:
+    """Trials and finals, and the first and the last time, of each environment, problem, variant and status."""
+    same = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.status)
     times = [type_coerce(end(TrialRow.created_at), String()) for end in (func.min, func.max)]
-    finals = func.sum(case((TrialRow.final == true(), 1), else_=0))
-    counted = select(*what, func.count(), finals, *times).join(ProblemRow).group_by(*what)
-    for *group, variant_id, status, count, num_finals, first, last in connection.execute(counted):
-        key = _key(group, environments)
-        if key is None:
-            continue
-        tally = found.setdefault(key, _Tally())
-        tally.trials[str(status)] += count
-        tally.finals += int(num_finals or 0)
-        current = is_current(stored.get(variant_id), source_hash)
-        tally.unknown += count if current is None else 0
-        tally.stale += count if current is False else 0
-        tally.times += _times(first, last)
-    problems = select(*_GROUP, func.count(TrialRow.problem_id.distinct())).join(ProblemRow).group_by(*_GROUP)
-    for *group, count in connection.execute(problems):
-        key = _key(group, environments)
-        if key is not None:
-            found[key].problems = count
-    return found
+    finals = func.count().filter(TrialRow.final)
+    return connection.execute(select(*same, func.count(), finals, *times).group_by(*same)).all()
 
 
-def _key(group: Sequence[Any], environments: dict[int, Environment]) -> _Key | None:
-    """The group's key; None where its values make no sense, which `db check` lists."""
-    environment_id, op, world_size, dtype, mode = group
-    texts = all(isinstance(text, str) for text in (op, dtype, mode))
-    known = environment_id in environments and type(world_size) is int and world_size >= 1
-    return (environment_id, op, world_size, dtype, mode) if texts and known else None
+def _time(value: object) -> datetime | None:
+    try:
+        return parse.time_of(value)
+    except ValueError:
+        return None
 
 
-def _times(*values: Any) -> list[datetime]:
-    found = []
-    for value in values:
-        try:
-            found.append(parse.time_of(value))
-        except ValueError:
-            continue
-    return found
-
-
-def _add_winners(
-    tallies: dict[_Key, _Tally], environment_id: int, trials: Iterable[Row], source_hash: SourceHash
-) -> None:
-    by_problem: dict[Problem, list[Row]] = {}
-    for trial in trials:
-        by_problem.setdefault(trial.problem, []).append(trial)
-    for problem, rows in by_problem.items():
-        tally = tallies.get((environment_id, problem.op, problem.world_size, problem.dtype, problem.mode))
-        if tally is not None:
-            variant, speedup = _winner(problem, rows, source_hash)
-            tally.winners[variant] += 1
-            tally.logs += [] if speedup is None else [math.log(speedup)]
-
-
-def _winner(problem: Problem, rows: list[Row], source_hash: SourceHash) -> tuple[str, float | None]:
+def _winner(problem: Problem, rows: Iterable[Row], source_hash: SourceHash) -> tuple[str, float | None]:
     """Dispatch's answer at a measured problem, near ties aside, and its speed-up over the library."""
-    known = variants(problem.op)
+    known = {name: each for name, each in variants(problem.op).items() if name != _LIBRARY}
+    current = {name: source_hash(problem.op, name) for name in known}
+    fresh = [row for row in rows if row.is_library or current.get(row.candidate.variant) == row.source_hash]
     usable: dict[Candidate, str | None] = {}
-    fresh = []
-    for row in rows:
-        variant = known.get(row.candidate.variant)
-        if row.is_library:
-            fresh.append(row)
-        elif variant is not None and source_hash(problem.op, variant.name) == row.source_hash:
-            fresh.append(row)
-            if variant.bounded and admits("default", variant.numerics):
-                usable[row.candidate] = None
+    for candidate in {row.candidate for row in fresh if not row.is_library}:
+        if known[candidate.variant].bounded and admits("default", known[candidate.variant].numerics):
+            usable[candidate] = None
     found = pool(fresh, usable)
     if found.library_us is None:
         return _LIBRARY, None
@@ -1021,22 +788,3 @@ def _winner(problem: Problem, rows: list[Row], source_hash: SourceHash) -> tuple
         if scored.score < found.library_us * (1 - scored.noise):
             return scored.candidate.variant, found.library_us / scored.score
     return _LIBRARY, 1.0
-
-
-def _group(environment: Environment, key: _Key, tally: _Tally) -> GroupStats:
-    return GroupStats(
-        environment=environment,
-        op=key[1],
-        world_size=key[2],
-        dtype=key[3],
-        mode=key[4],
-        problems=tally.problems,
-        trials=dict(tally.trials),
-        finals=tally.finals,
-        winners=dict(tally.winners.most_common()),
-        speedup=math.exp(statistics.fmean(tally.logs)) if tally.logs else None,
-        stale=tally.stale,
-        unknown=tally.unknown,
-        oldest=min(tally.times, default=None),
-        newest=max(tally.times, default=None),
-    )

@@ -6,10 +6,10 @@ Typed columns are read as they lie (no result processors that would raise in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, String, Table, func, select, type_coerce
+from sqlalchemy import ColumnElement, Connection, Select, String, Table, func, select, type_coerce
 
 from tunedcomm.db import records as parse
 from tunedcomm.db.records import STATUSES, Pin, Reader, Run, StoredVariant, Trial
@@ -162,6 +162,30 @@ def counts(connection: Connection) -> dict[str, int]:
     finals = connection.execute(select(func.count()).where(TrialRow.final)).scalar_one()
     known = {str(status): int(count) for status, count in by_status}
     return {**rows, **{f"trials_{s}": known.get(s, 0) for s in STATUSES}, "finals": int(finals)}
+
+
+def count(connection: Connection, rows: Select[Any]) -> int:
+    """Number of rows that a query gives."""
+    return int(connection.execute(select(func.count()).select_from(rows.subquery())).scalar_one())
+
+
+def unused_rows(stays: ColumnElement[bool], invalid_variants: Collection[int] = ()) -> dict[type[Base], Select[Any]]:
+    """Queries for the ids of the rows of each table that no pin and no trial that `stays` refers to.
+
+    The newest source of a variant is in use, unless it is invalid: it says that older ones are out of date. So is a run
+    that has not ended, whose command may be about to add its first trial.
+    """
+    valid = select(func.max(VariantRow.id)).where(VariantRow.id.not_in(invalid_variants))
+    newest = valid.group_by(VariantRow.op, VariantRow.name).correlate(None)
+    uses: dict[Any, list[Select[Any]]] = {
+        EnvironmentRow: [select(TrialRow.environment_id).where(stays), select(PinRow.environment_id)],
+        ProblemRow: [select(TrialRow.problem_id).where(stays), select(PinRow.problem_id)],
+        VariantRow: [select(TrialRow.variant_id).where(stays), newest],
+        RunRow: [select(TrialRow.run_id).where(stays, TrialRow.run_id.is_not(None))],
+    }
+    unused = {model: select(model.id).where(*map(model.id.not_in, used)) for model, used in uses.items()}
+    unused[RunRow] = unused[RunRow].where(RunRow.finished_at.is_not(None))
+    return {model: rows.correlate(None) for model, rows in unused.items()}
 
 
 def pins(connection: Connection, reader: Reader, *where: Any) -> list[Pin]:

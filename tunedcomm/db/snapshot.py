@@ -19,7 +19,7 @@ from tunedcomm.db import query
 from tunedcomm.db import records as parse
 from tunedcomm.db.query import BEST_OF_VARIANT, load_problems_by_id, load_variants, raw, table
 from tunedcomm.db.records import FAILED, Pin, Reader
-from tunedcomm.db.schema import EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
 from tunedcomm.selection.snapshot import Failure, Loan, Numbers, Pinned, Row, Snapshot, is_drift, loans, matches
@@ -451,13 +451,8 @@ def needed_trials() -> Select[Any]:
 def keep_needed(connection: Connection) -> None:
     """Delete every other row of the open SQLite database."""
     connection.execute(delete(TrialRow).where(TrialRow.id.not_in(needed_trials())))
-    newest = select(func.max(VariantRow.id)).group_by(VariantRow.op, VariantRow.name)
-    variants = union_all(select(TrialRow.variant_id), newest)
-    environments = union_all(select(TrialRow.environment_id), select(PinRow.environment_id))
-    problems = union_all(select(TrialRow.problem_id), select(PinRow.problem_id))
-    runs = select(TrialRow.run_id).where(TrialRow.run_id.is_not(None))
-    for model, used in ((VariantRow, variants), (EnvironmentRow, environments), (ProblemRow, problems), (RunRow, runs)):
-        connection.execute(delete(model).where(model.id.not_in(used)))
+    for model, rows in query.unused_rows(true()).items():
+        connection.execute(delete(model).where(table(model).c.id.in_(rows)))
 
 
 def _newest_of_candidates(*where: Any) -> Select[Any]:
