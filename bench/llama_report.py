@@ -1,6 +1,6 @@
-"""The rows of `bench/llama_tp.py`: the CSV, its plot, and whether they clear the bars.
+"""The rows of `bench/llama_tp.py`: the CSV, and whether they clear the bars.
 
-    python bench/llama_report.py bench/results/model/llama_tp_h200.csv --check --plot speed_up.png
+    python bench/llama_report.py bench/results/model/llama_tp_h200.csv --check
 
 A row is a configuration of a workload: percentiles over rounds, of the slowest rank, of a step's time in µs, and its
 results' distance from those of `library_eager` (‖out − ref‖ / ‖ref‖, of the worst tensor on the worst rank). Where a
@@ -101,61 +101,15 @@ def verdicts(rows: Sequence[Row], wanted: Collection[str] = tuple(BARS)) -> list
     return found
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Bars of each configuration's speed-up over the best of PyTorch's own, as a PNG.
-
-    Raises:
-        ImportError: there is no matplotlib.
-        ValueError: no workload has figures of PyTorch's own.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    names = [*PYTORCH, *RIVALS]
-    by_workload = {workload: _times(rows, workload) for workload in dict.fromkeys(row["workload"] for row in rows)}
-    drawn = {workload: times for workload, times in by_workload.items() if any(name in times for name in PYTORCH)}
-    if not drawn:
-        raise ValueError("nothing to draw: no workload has a time of PyTorch's own")
-    figure = Figure(figsize=(1.5 + 2.2 * len(drawn), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        places, heights = [], []
-        for number, times in enumerate(drawn.values()):
-            if name in times:
-                places.append(number + (index - (len(names) - 1) / 2) * width)
-                heights.append(min(times[each] for each in PYTORCH if each in times) / times[name])
-        if places:
-            axes.bar(places, heights, width * 0.92, label=name, color=_COLORS[index])
-    for number, workload in enumerate(drawn):
-        if BARS.get(workload, 1) > 1:
-            axes.hlines(BARS[workload], number - 0.42, number + 0.42, colors="black", linestyles="dotted")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(drawn)), [workload.replace("_", ", batch ") for workload in drawn])
-    axes.set_ylabel("speed-up over the best of PyTorch's own")
-    row = rows[-1]
-    axes.set_title(f"Llama 3 70B layers, {row['world_size']} x {row['gpu']}; dotted: what is aimed at", fontsize=10)
-    axes.legend(ncols=3, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-_COLORS = ("#9e9e9e", "#616161", "#b08968", "#8ecae6", "#219ebc", "#fb8500")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--plot", type=Path, help="write a PNG")
     arguments = parser.parse_args()
     with arguments.csv.open(newline="", encoding="utf-8") as file:
         rows = last_runs(list(csv.DictReader(file)))
     for row in rows:
         print(line(row))
-    if arguments.plot:
-        draw(rows, arguments.plot)
     found = verdicts(rows)
     for verdict in found:
         print(verdict)

@@ -46,7 +46,7 @@ set_environment(tiny="--tiny" in sys.argv)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from llama_model import LLAMA_70B, TINY, Plan, build, seeded  # noqa: E402
-from llama_report import COLUMNS, Row, draw, line, verdicts  # noqa: E402
+from llama_report import COLUMNS, Row, line, verdicts  # noqa: E402
 from rows import append, of_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
@@ -511,7 +511,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--backend", help="of torch.compile (inductor; tiny: aot_eager)")
     parser.add_argument("--fuse", choices=("pays", "always"), help="the fusion pass's `when` (pays; tiny: always)")
     parser.add_argument("--csv", type=Path, help="rows are appended to it")
-    parser.add_argument("--plot", type=Path, help="write a PNG")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     asked = parser.parse_args()
     asked.layers = asked.layers or (1 if asked.tiny else 4)
@@ -528,8 +527,6 @@ def main() -> int:
     rows = Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
     code = 0
     if dist.get_rank() == 0:
-        if asked.plot:
-            draw(rows, asked.plot)
         if asked.check:
             found = verdicts(rows, list(dict.fromkeys(row["workload"] for row in rows)))
             print(*found, sep="\n", flush=True)

@@ -97,9 +97,9 @@ def test_what_was_not_measured_is_missed(report: ModuleType) -> None:
 def test_a_file_is_checked_by_its_last_runs(
     report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, image = tmp_path / "new" / "rows.csv", tmp_path / "new" / "plot.png"
+    path = tmp_path / "new" / "rows.csv"
     slow = GOOD | {"fusion_compiled": 500.0, "intercept_compiled": 500.0}
-    command = [sys.executable, str(BENCH / "llama_report.py"), str(path), "--check", "--plot", str(image)]
+    command = [sys.executable, str(BENCH / "llama_report.py"), str(path), "--check"]
     exits = []
     for times, workloads, run_id in ((slow, None, "a"), (GOOD, None, "b"), (slow, ["decode_64"], "c")):
         bench("rows", monkeypatch).append(path, rows_of(report, times, workloads=workloads, run_id=run_id))
@@ -112,27 +112,6 @@ def test_a_file_is_checked_by_its_last_runs(
     assert all("decode_64" in line for line in lost)
     with path.open(newline="", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 2 * 5 * 6 + 6
-    assert image.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_shows_every_bar(report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `report`)")
-    from matplotlib.axes import Axes
-
-    heights: dict[str, list[float]] = {}
-    bar = Axes.bar
-
-    def spy(self: Axes, x: Any, height: Any, *args: Any, **kwargs: Any) -> Any:
-        heights[kwargs["label"]] = list(height)
-        return bar(self, x, height, *args, **kwargs)
-
-    monkeypatch.setattr(Axes, "bar", spy)
-    rows = rows_of(report, GOOD)
-    report.draw(rows, tmp_path / "plot.png")
-    assert heights["async_tp_compiled"] == [1.0] * 5
-    assert heights["fusion_compiled"] == pytest.approx([190 / 150] * 5)
-    with pytest.raises(ValueError, match="nothing to draw"):
-        report.draw(rows_of(report, {"intercept_eager": 1.0}), tmp_path / "none.png")
 
 
 def test_differences(monkeypatch: pytest.MonkeyPatch) -> None:
