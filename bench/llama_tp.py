@@ -526,11 +526,10 @@ def main() -> int:
     dist.init_process_group("gloo" if asked.tiny else "nccl", device_id=None if asked.tiny else device)
     rows = Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
     code = 0
-    if dist.get_rank() == 0:
-        if asked.check:
-            found = verdicts(rows, list(dict.fromkeys(row["workload"] for row in rows)))
-            print(*found, sep="\n", flush=True)
-            code = int(not all(verdict.passed for verdict in found))
+    if dist.get_rank() == 0 and asked.check:
+        found = verdicts(rows, list(dict.fromkeys(row["workload"] for row in rows)))
+        print(*found, sep="\n", flush=True)
+        code = int(not all(verdict.passed for verdict in found))
     tunedcomm.release_communicators()
     dist.destroy_process_group()
     return code
