@@ -215,7 +215,7 @@ def test_one_copy_a_host_tunes(
     shown = CliRunner().invoke(main.app, ["tune", "--op", "all_reduce"])
     if spare:
         assert (shown.exit_code, shown.stdout) == (0, "")
-        assert "another copy of this command tunes this host's GPUs" in shown.stderr
+        assert "another copy of this command uses this host's GPUs" in shown.stderr
         assert not (tmp_path / "user.db").exists()
     else:
         assert isinstance(shown.exception, AssertionError)

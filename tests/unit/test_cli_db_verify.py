@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 from verify_samples import SIZES, Change, at_ratio, run, tuned, tuned_copy
 
-from tunedcomm.cli import main, options, verify
+from tunedcomm.cli import main, options
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate
@@ -98,7 +98,7 @@ def test_bad_tolerance(text: str, monkeypatch: pytest.MonkeyPatch, path: Path, t
 
 def test_shares() -> None:
     shares = {"10%": 0.1, "0.25": 0.25, "7.5 %": 0.075, "0": 0.0}
-    assert {text: verify.parse_share(text) for text in shares} == pytest.approx(shares)
+    assert {text: options.parse_share(text) for text in shares} == pytest.approx(shares)
 
 
 def test_missing_database_is_bad_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

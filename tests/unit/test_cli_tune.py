@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tunedcomm.cli import main, options
-from tunedcomm.cli.progress import JsonLines, LiveView, PlainLines, describe
+from tunedcomm.cli.progress import JsonLines, PlainLines, describe, live_view
 from tunedcomm.cli.tune import show_command
 from tunedcomm.db.records import Status, Trial
 from tunedcomm.db.store import Database
@@ -269,8 +269,7 @@ def test_json_lines_once_a_second_and_at_the_end() -> None:
 
 def test_live_view_has_a_line_a_gang() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    view = LiveView(console.print)
-    view(progress(PROBLEM, None, done=1, elapsed_s=60.0, seconds_left=3700.0))
+    console.print(live_view(progress(PROBLEM, None, done=1, elapsed_s=60.0, seconds_left=3700.0)))
     text = console.export_text()
     for part in ("1/2 problems", "5 trials, 5/min", "1:00, about 1:01:40 left", "failed: 1 hung", "gang 1: starting"):
         assert part in text

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from csv import Error as CsvError
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,23 +20,18 @@ from tunedcomm.cli.options import (
     LinkOption,
     OpOption,
     ScalingOption,
-    SweptKind,
-    SweptMode,
+    SweepOptions,
     backend_or_default,
     borrowed,
-    check_dtype,
-    check_layout,
+    check_option,
     check_problem,
-    check_scaling,
-    check_shape,
     kinds_of,
     known_op,
-    local_ranks,
     modes_of,
     split,
+    takes,
 )
 from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, note
-from tunedcomm.cli.tune import ModelOptions, TokensOption
 from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, format_shape, variants
 
 # Column to its unit, as nccl-tests has them in two lines.
@@ -59,21 +55,16 @@ _COLUMNS = {
 _SAME = ("shape", "dtype", "mode", "world_size", "input_kind")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options(SweepOptions):
+    op: OpOption
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; by default all GPUs.")] = None
+
+
+@takes(_Options)
 def bench(
+    options: _Options,
     *,
-    op: OpOption,
-    shape: Annotated[list[str] | None, typer.Option(help="Shapes. By default the op's sweep.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to run, instead of --shape.")] = None,
-    tp: Annotated[
-        int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
-    ] = None,
-    tokens: TokensOption = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; by default all GPUs.")] = None,
-    mode: Annotated[
-        SweptMode | None, typer.Option(help="Inside CUDA graphs, outside, or both. Default: graph, eager on the host.")
-    ] = None,
-    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain",
     layout: LayoutOption = None,
     scaling: ScalingOption = None,
     contender: Annotated[
@@ -106,15 +97,12 @@ def bench(
 
     Example: tunedcomm bench --op gemm_rs --shape 4096x8192x3584 --layout nk
     """
-    spec = known_op(op)
-    named = ModelOptions.of(model, tp=tp, tokens=tokens, shape=shape)
-    ranks = local_ranks(named.ranks(world_size))
+    spec = known_op(options.op)
+    ranks = options.ranks()
     backend = backend_or_default()
-    modes = modes_of(mode or ("graph" if backend == "cuda" else "eager"))
-    dtypes = [check_dtype(name, spec) for name in split(dtype) or named.dtypes or ["bfloat16"]]
-    shapes = list(named.shapes(spec.name, ranks)) or [check_shape(text, spec) for text in split(shape)]
-    if not shapes:
-        shapes = spec.default_shapes(backend, ITEMSIZE[dtypes[0]])
+    modes = modes_of(options.mode or ("graph" if backend == "cuda" else "eager"))
+    dtypes = options.dtypes(spec)
+    shapes = options.shapes(spec, ranks) or spec.default_shapes(backend, ITEMSIZE[dtypes[0]])
     for extents in shapes:
         check_problem(Problem(spec.name, extents, dtypes[0], ranks))
     files = _adapter_files(peers or [])
@@ -125,9 +113,9 @@ def bench(
         "shapes": [format_shape(extents) for extents in shapes],
         "dtypes": dtypes,
         "modes": list(modes),
-        "input_kinds": list(kinds_of(input_kind)),
-        "layout": check_layout(layout, spec),
-        "scalings": {name: check_scaling(scaling, spec, name) for name in dtypes},
+        "input_kinds": list(kinds_of(options.input_kind)),
+        "layout": check_option("layout", layout, spec),
+        "scalings": {name: check_option("scaling", scaling, spec, name) for name in dtypes},
         "contenders": _check_contenders(split(contender), spec.name, files) or None,
         "peers": [str(path) for path in files],
         "link_gb_s": link_gb_s,

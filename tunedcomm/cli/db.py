@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from tunedcomm.cli.options import (
     OnlyOpOption,
     ProblemOptions,
     WrittenOption,
+    changed_options,
     split,
     takes,
 )
@@ -30,6 +31,7 @@ from tunedcomm.cli.output import (
     format_bytes,
     format_ratio,
     format_us,
+    jsonable,
     kind_of,
     message_of,
     named,
@@ -40,17 +42,15 @@ from tunedcomm.cli.output import (
 )
 from tunedcomm.cli.stored import (
     Contest,
-    contests,
     environment_for,
     library_us,
     listed,
     match_environments,
     pin_to_dict,
     print_pins,
+    read_contests,
     read_each,
     read_layers,
-    read_pins,
-    read_trials,
 )
 from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError
 from tunedcomm.spec import Mode, admits, format_shape, get_variant
@@ -58,8 +58,7 @@ from tunedcomm.spec import Mode, admits, format_shape, get_variant
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
     from tunedcomm.db.maintenance import DatabaseStats, GroupStats, Pruned
-    from tunedcomm.db.records import Pin, Trial
-    from tunedcomm.db.store import Database
+    from tunedcomm.db.records import Trial
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Candidate, Limits, Problem, Variant
 
@@ -90,47 +89,32 @@ def db_list(
 
     Example: tunedcomm db list --op all_reduce --hardware H200
     """
-    found: list[Contest] = []
-    for layer, trials in read_trials(db, op=op, hardware=hardware):
-        found += contests(layer, trials)
-    pins = read_pins(db, op=op, hardware=hardware)
+    found, pins = read_contests(db, op=op, hardware=hardware)
     if as_json:
-        emit_json([*(_contest_to_dict(contest, pins) for contest in found), *_only_pinned(found, pins)])
+        emit_json([_contest_to_dict(contest) for contest in found])
         return
-    if not found and not pins:
+    if not found:
         emit("no trials stored; `tunedcomm tune --op all_reduce` makes some")
         return
-    headings: dict[tuple[str, str, str], list[Contest]] = {}
+    headings: dict[str, list[Contest]] = {}
     for contest in found:
-        headings.setdefault((contest.layer, contest.environment.digest, contest.problem.op), []).append(contest)
-    for (layer, _, name), members in headings.items():
-        title = f"{name} on {named(members[0].environment)} in the {layer} database"
-        table_of(_LIST_COLUMNS, members, title=title)
+        if contest.trials:
+            heading = f"{contest.problem.op} on {named(contest.environment)} in the {contest.layer} database"
+            headings.setdefault(heading, []).append(contest)
+    for heading, members in headings.items():
+        table_of(_LIST_COLUMNS, members, title=heading)
     print_pins(pins)
 
 
-def _is_about(contest: Contest, layer: str, pin: Pin) -> bool:
-    same_hardware = pin.environment.hard_key == contest.environment.hard_key
-    return layer == contest.layer and pin.problem == contest.problem and same_hardware
-
-
-def _only_pinned(found: list[Contest], pins: list[tuple[str, Pin]]) -> list[dict[str, Any]]:
-    """Entries for pins of problems without a trial."""
-    alone = [(name, pin) for name, pin in pins if not any(_is_about(contest, name, pin) for contest in found)]
-    return [_contest_to_dict(Contest(name, pin.environment, pin.problem), pins) for name, pin in alone]
-
-
-def _contest_to_dict(contest: Contest, pins: list[tuple[str, Pin]]) -> dict[str, Any]:
-    best = contest.best
-    pinned = [pin_to_dict(pin) for name, pin in pins if _is_about(contest, name, pin)]
-    won = None
+def _contest_to_dict(contest: Contest) -> dict[str, Any]:
+    best, won = contest.best, None
     if best is not None:
         won = attributes(best, "variant config latency_p50_us") | {"library_us": library_us(best), "trial_id": best.id}
     return {
         **attributes(contest, "layer environment problem"),
         "trials": len(contest.trials),
         "winner": won,
-        "pin": pinned[0] if pinned else None,
+        "pin": None if contest.pin is None else pin_to_dict(contest.pin),
     }
 
 
@@ -170,22 +154,21 @@ def db_show(
     """
     op, problem = options.op, options.problem()
     asked = {problem} if options.mode is not None else {replace(problem, mode="graph"), replace(problem, mode="eager")}
-    found: list[Contest] = []
-    stored: list[tuple[str, Problem]] = []
-    for layer, trials in read_trials(db, op=op, hardware=hardware):
-        found += contests(layer, [trial for trial in trials if trial.problem in asked])
-        stored += dict.fromkeys((layer, trial.problem) for trial in trials)
+    stored, pins = read_contests(db, op=op, hardware=hardware)
+    stored = [contest for contest in stored if contest.trials]
+    found = [contest for contest in stored if contest.problem in asked]
     if as_json:
         emit_json([_trial_to_dict(contest.layer, trial) for contest in found for trial in _by_speed(contest)])
-    for contest in [] if as_json else found:
-        title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
-        table_of(_SHOW_COLUMNS, _by_speed(contest)[:limit], title=title)
-        if len(contest.trials) > limit:
-            note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
-    if not as_json:
-        print_pins((name, pin) for name, pin in read_pins(db, op=op, hardware=hardware) if pin.problem in asked)
+    else:
+        for contest in found:
+            title = f"{contest.problem} on {named(contest.environment)} in the {contest.layer} database"
+            table_of(_SHOW_COLUMNS, _by_speed(contest)[:limit], title=title)
+            if len(contest.trials) > limit:
+                note(f"{len(contest.trials) - limit} more trials; --limit {len(contest.trials)} prints them all")
+        print_pins({layer: [pin for pin in members if pin.problem in asked] for layer, members in pins.items()})
     if not found:
-        note(f"no trial of {_in_words(asked)} is stored{_hint(asked, stored)}; `tunedcomm db list` prints what is")
+        hint = _hint(asked, stored)
+        note(f"no trial of {_in_words(asked)} is stored{hint}; `tunedcomm db list` prints what is")
         raise typer.Exit(1)
 
 
@@ -195,38 +178,27 @@ def _in_words(asked: set[Problem]) -> str:
     return str(first) if len(asked) == 1 else str(first).replace(f" {first.mode}", " in either mode", 1)
 
 
-def _hint(asked: set[Problem], stored: Sequence[tuple[str, Problem]]) -> str:
+def _hint(asked: set[Problem], stored: Sequence[Contest]) -> str:
     """The options under which this very shape is stored, else the nearest shapes that are."""
     problem = min(asked)
-    if same := [(layer, other) for layer, other in stored if other.shape == problem.shape]:
-        nearest = same[0][0]
-        ways = {_change_to(other, asked) for layer, other in same if layer == nearest}
+    if same := [contest for contest in stored if contest.problem.shape == problem.shape]:
+        nearest = same[0].layer
+        ways = {_change_to(contest.problem, asked) for contest in same if contest.layer == nearest}
         fewest = sorted(ways, key=lambda way: (way.count("--"), way))[:3]
         return f"; {format_shape(problem.shape)} is stored in the {nearest} database: {' or '.join(fewest)}"
     families = {one.family for one in asked}
-    near = nearest_shapes(problem, {other for _, other in stored if other.family in families})
+    others = {contest.problem for contest in stored if contest.problem.family in families}
+    by_distance = sorted(others, key=lambda one: (abs(math.log((one.numel + 1) / (problem.numel + 1))), one))
+    near = list(dict.fromkeys(format_shape(other.shape) for other in by_distance))[:3]
     return f"; the nearest shapes stored are {', '.join(near)}" if near else ""
 
 
 def _change_to(other: Problem, asked: set[Problem]) -> str:
     """The options to change in a command so that it asks for the other problem."""
     problem = next((one for one in asked if one.mode == other.mode), min(asked))
-    names = ("dtype", "world_size", "mode", "reduction", "input_kind", "layout", "scaling")
-    values = {f"--{name.replace('_', '-')}": (getattr(problem, name), getattr(other, name)) for name in names}
-    changed = [f"{option} {there or 'none'}" for option, (here, there) in values.items() if here != there]
-    changed += ["--in-place"] if other.in_place and not problem.in_place else []
-    parts = [f"pass {' '.join(changed)}"] if changed else []
-    parts += ["leave out --in-place"] if problem.in_place and not other.in_place else []
-    return " and ".join(parts)
-
-
-def nearest_shapes(problem: Problem, others: Iterable[Problem]) -> list[str]:
-    """Shapes of the problems nearest in size, at most three, nearest first, each once."""
-
-    def distance(other: Problem) -> tuple[float, Problem]:
-        return abs(math.log((other.numel + 1) / (problem.numel + 1))), other
-
-    return list(dict.fromkeys(format_shape(other.shape) for other in sorted(others, key=distance)))[:3]
+    changed = changed_options(problem, other)
+    leave = problem.in_place and not other.in_place
+    return " and ".join([f"pass {' '.join(changed)}"] * bool(changed) + ["leave out --in-place"] * leave)
 
 
 def _by_speed(contest: Contest) -> list[Trial]:
@@ -407,7 +379,17 @@ def db_stats(
     read = read_each(read_layers(db), lambda opened: collect_stats(opened, source_hash_of), is_strict=db is not None)
     found = [(layer.name, _filtered(stats, op, hardware)) for layer, stats in read]
     if as_json:
-        emit_json([_stats_to_dict(name, stats) for name, stats in found])
+        emit_json(
+            [
+                {
+                    "layer": name,
+                    "database": stats.target,
+                    **attributes(stats, "num_bytes schema rows"),
+                    "groups": [{**jsonable(group), "library_share": group.library_share} for group in stats.groups],
+                }
+                for name, stats in found
+            ]
+        )
         return
     for name, stats in found:
         _print_stats(name, stats)
@@ -449,13 +431,6 @@ def format_age(then: datetime | None) -> str:
     return "now"
 
 
-def _stats_to_dict(name: str, stats: DatabaseStats) -> dict[str, Any]:
-    shares = "library_share speedup stale unknown oldest newest"
-    names = f"environment op world_size dtype mode problems trials finals winners {shares}"
-    head = {"layer": name, "database": stats.target, **attributes(stats, "num_bytes schema rows")}
-    return {**head, "groups": [attributes(group, names) for group in stats.groups]}
-
-
 def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     """Look at a file, its schema and every row of it; exit code 1 if something is not sound.
 
@@ -469,22 +444,24 @@ def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     from tunedcomm.dispatch.dispatcher import source_hash_of
 
     kernels.discover()
-    found = {
-        (layer.name, str(parse_target(layer.target))): check_database(layer.target, source_hash_of)
+    found: list[dict[str, Any]] = [
+        {
+            "layer": layer.name,
+            "database": str(parse_target(layer.target)),
+            "findings": check_database(layer.target, source_hash_of),
+        }
         for layer in read_layers(db)
-    }
+    ]
     if as_json:
-        emit_json(
-            [{"layer": name, "database": target, "findings": findings} for (name, target), findings in found.items()]
-        )
-    for (name, target), findings in {} if as_json else found.items():
-        emit(f"{name} database {target}")
-        print_lines([Line(finding.name, finding.level, finding.detail, finding.mend) for finding in findings])
-    if any(finding.level == "fail" for findings in found.values() for finding in findings):
+        emit_json(found)
+    else:
+        for one in found:
+            emit(f"{one['layer']} database {one['database']}")
+            print_lines([Line(*astuple(finding)) for finding in one["findings"]])
+    if any(finding.level == "fail" for one in found for finding in one["findings"]):
         raise typer.Exit(1)
 
 
-_PRUNE_COLUMNS = ("environment", "gpu", "op", "variant", "status", "trials", "finals")
 _AGE = re.compile(r"(\d{1,7})\s*([hdw])")
 _HOURS = {"h": 1, "d": 24, "w": 168}
 # A longer time ago no calendar reaches.
@@ -523,9 +500,7 @@ def db_prune(
     ] = None,
     older_than: Annotated[str | None, typer.Option(help="Trials stored longer ago than, e.g., 36h, 90d, 12w.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them; without it they are only counted.")] = False,
-    db: Annotated[
-        str | None, typer.Option("--db", help="File or SQLAlchemy URL to prune; by default the user database.")
-    ] = None,
+    db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count the trials that all of the options given apply to, and with --yes remove them.
@@ -549,12 +524,17 @@ def db_prune(
         )
     before = None if older_than is None else datetime.now(timezone.utc) - parse_age(older_than)
     with Database.open(writable_database(db), readonly=not yes) as opened:
+        stored = [] if environment is None else opened.environments()
+        matching = match_environments(environment or "", stored)
+        if environment is not None and not matching:
+            why = f"no stored environment matches --environment {environment!r}; stored are: {listed(stored)}"
+            raise UnknownNameError(why)
         selection = Selection(
             stale=stale,
             superseded=superseded,
             failed=failed,
             invalid=invalid,
-            environments=() if environment is None else _matching(environment, opened),
+            environments=tuple(there.digest for there in matching),
             before=before,
         )
         elsewhere = layers_beside(db) if failed else []
@@ -565,17 +545,10 @@ def db_prune(
         _print_pruned(done)
 
 
-def _matching(text: str, database: Database) -> tuple[str, ...]:
-    stored = database.environments()
-    if found := match_environments(text, stored):
-        return tuple(there.digest for there in found)
-    raise UnknownNameError(f"no stored environment matches --environment {text!r}; stored are: {listed(stored)}")
-
-
 def _print_pruned(done: Pruned) -> None:
     if done.groups:
         cells = [(g.environment[:8], g.gpu, g.op, g.variant, g.status, g.trials, g.finals) for g in done.groups]
-        table(_PRUNE_COLUMNS, cells)
+        table(("environment", "gpu", "op", "variant", "status", "trials", "finals"), cells)
     unused = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in done.unused.items())
     what = f"{done.trials} of {done.held} trials" + (f", with {unused} that nothing else refers to" if unused else "")
     if done.along:
@@ -585,24 +558,18 @@ def _print_pruned(done: Pruned) -> None:
             f"failures that stay, for they keep good trials of other databases from being used: {done.kept}; "
             "`tunedcomm tune --retry` tries those candidates again"
         )
-    if done.dry_run:
-        emit(f"would be removed from {done.target}: {what}")
-        if done.trials or done.unused:
-            note("nothing was removed; the same command with --yes does it")
-        return
-    emit(f"removed from {done.target}: {what}")
-    if done.bytes_before is None or done.bytes_after is None:
-        return
-    emit(f"{format_bytes(done.bytes_before)} before, {format_bytes(done.bytes_after)} now")
-    if not done.compacted:
-        note("the file was not compacted, for another process uses it or the disk is full; prune it again later")
+    emit(f"{'would be removed' if done.dry_run else 'removed'} from {done.target}: {what}")
+    if done.dry_run and (done.trials or done.unused):
+        note("nothing was removed; the same command with --yes does it")
+    if done.bytes_before is not None and done.bytes_after is not None:
+        emit(f"{format_bytes(done.bytes_before)} before, {format_bytes(done.bytes_after)} now")
+        if not done.compacted:
+            note("the file was not compacted, for another process uses it or the disk is full; prune it again later")
 
 
 def db_upgrade(
     *,
-    db: Annotated[
-        str | None, typer.Option("--db", help="File or SQLAlchemy URL to upgrade; by default the user database.")
-    ] = None,
+    db: WrittenOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit code 1 if there is something to upgrade.")
     ] = False,

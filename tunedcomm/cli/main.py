@@ -71,7 +71,7 @@ class _DatabaseVerbs(LazyGroup):
         "pin": "db",
         "unpin": "db",
         "check": "db",
-        "verify": "verify",
+        "verify": "tune",
         "prune": "db",
         "upgrade": "db",
         "export": "transfer",

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
@@ -26,6 +26,7 @@ from tunedcomm.spec import (
     get_variant,
     parse_shape,
 )
+from tunedcomm.tuner.models import DEFAULT_TOKENS, Model, find_model, shapes_for
 
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
@@ -75,6 +76,10 @@ WrittenOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--db", help="Database to write, a path or a SQLAlchemy URL; by default the user database."),
 ]
+GangsOption: TypeAlias = Annotated[
+    str,
+    typer.Option(help="Groups of ranks that measure side by side, each on GPUs of its own; auto fills the machine."),
+]
 LinkOption: TypeAlias = Annotated[
     float | None,
     typer.Option(min=1e-3, help="What one GPU sends to its peers at most, in 1e9 bytes/s. Known for H200."),
@@ -117,11 +122,11 @@ class ProblemOptions:
             shape=check_shape(self.shape, spec, may_be_empty=True),
             dtype=check_dtype(self.dtype),
             world_size=self.world_size,
-            reduction=check_reduction(self.reduction, spec),
+            reduction=check_option("reduction", self.reduction, spec),
             input_kind=self.input_kind,
             in_place=self.in_place,
-            layout=check_layout(self.layout, spec),
-            scaling=check_scaling(self.scaling, spec, self.dtype),
+            layout=check_option("layout", self.layout, spec),
+            scaling=check_option("scaling", self.scaling, spec, self.dtype),
             mode=self.mode or "graph",
         )
         return check_problem(problem)
@@ -148,7 +153,81 @@ class CallOptions(ProblemOptions):
     ] = None
 
 
-Options = TypeVar("Options", bound=ProblemOptions)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """The options that name the problems of a sweep, as typed: of `tune` and of `bench`."""
+
+    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce. May be left out with --from-misses.")] = None
+    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's, 1 KiB to 256 MiB.")] = None
+    model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to take, instead of --shape.")] = None
+    tp: Annotated[
+        int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
+    ] = None
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Tokens a step of --model; by default the powers of two from {DEFAULT_TOKENS[0]} to "
+            f"{DEFAULT_TOKENS[-1]}."
+        ),
+    ] = None
+    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None
+    world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None
+    mode: Annotated[
+        SweptMode | None,
+        typer.Option(help="Inside CUDA graphs, outside, or both. By default graph, eager on the host."),
+    ] = None
+    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain"
+
+    def models(self) -> list[Model]:
+        """The models of `--model`.
+
+        Raises:
+            BadParameter: options that do not go together.
+            UnknownNameError: no such model.
+        """
+        models = [find_model(name) for name in split(self.model)]
+        if models and split(self.shape):
+            raise typer.BadParameter(
+                "a model's shapes and shapes of your own are two sweeps: pass --model or --shape, then the other",
+                param_hint="--model",
+            )
+        for option, value in (("--tp", self.tp), ("--tokens", self.tokens)):
+            if not models and value is not None:
+                raise typer.BadParameter("it needs a model: pass --model as well", param_hint=option)
+        return models
+
+    def ranks(self, backend: Backend | None = None) -> int:
+        """The number of ranks, which is the degree of tensor parallelism where that is given; see `local_ranks`."""
+        self.models()
+        if self.tp is not None and self.world_size is not None and self.tp != self.world_size:
+            raise typer.BadParameter(
+                f"--tp {self.tp} and --world-size {self.world_size} are the same number for a model; pass one of them",
+                param_hint="--tp",
+            )
+        return local_ranks(self.tp or self.world_size, backend)
+
+    def dtypes(self, spec: OpSpec) -> tuple[str, ...]:
+        """The dtypes that are named, else the models', each once, else bfloat16."""
+        named = split(self.dtype) or list(dict.fromkeys(model.dtype for model in self.models())) or ["bfloat16"]
+        return tuple(check_option("dtype", name, spec) for name in named)
+
+    def shapes(self, spec: OpSpec, world_size: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes that are named, or the op's in all of the models; none for the op's default shapes.
+
+        Raises:
+            BadParameter: a shape that is not of the op's form, or a count of tokens that is none.
+            UnsupportedInputError: the models do not split over that many ranks, or the op has no shapes of models.
+        """
+        tokens = split(self.tokens)
+        for text in tokens:
+            if not text.isdecimal() or int(text) < 1:
+                raise typer.BadParameter(f"{text!r} is not a number of tokens, 1 or more", param_hint="--tokens")
+        if models := self.models():
+            return shapes_for(models, world_size, tuple(map(int, tokens)) or DEFAULT_TOKENS, spec.name)
+        return tuple(check_shape(text, spec) for text in split(self.shape))
+
+
+Options = TypeVar("Options", bound="ProblemOptions | SweepOptions")
 
 
 def takes(options: type[Options]) -> Callable[[Callable[Concatenate[Options, ...], None]], Callable[..., None]]:
@@ -224,38 +303,43 @@ def kinds_of(kind: SweptKind) -> tuple[InputKind, ...]:
     return get_args(InputKind) if kind == "both" else (kind,)
 
 
-def _one_of(value: str | None, allowed: Sequence[str], what: str, option: str) -> str:
-    """The value, `none` for the one without a name, or the first where none is given."""
+def check_option(
+    name: Literal["dtype", "layout", "reduction", "scaling"], value: str | None, spec: OpSpec, dtype: str = ""
+) -> str:
+    """The value of an option where the op has it; `none` for the one without a name; by default the op's first.
+
+    Raises:
+        BadParameter: the op has no such value; the scalings are those of `dtype`.
+    """
+    allowed = spec.scalings_of(dtype) if name == "scaling" else tuple(getattr(spec, f"{name}s")) or ("",)
     if value is None:
         return allowed[0]
     meant = "" if value == "none" else value
     if meant not in allowed:
         named = [name or "none" for name in allowed]
+        whose = f"{spec.name} of {dtype}" if dtype else spec.name
         raise typer.BadParameter(
-            f"{value!r} is not {what}{did_you_mean(value, named)} Allowed: {', '.join(named)}", param_hint=option
+            f"{value!r} is not a {name} of {whose}{did_you_mean(value, named)} Allowed: {', '.join(named)}",
+            param_hint=f"--{name}",
         )
     return meant
 
 
-def check_dtype(dtype: str, spec: OpSpec | None = None) -> str:
-    """Refuse as bad usage a dtype that does not exist, or that no kernel of the op takes."""
-    what = "a dtype" if spec is None else f"a dtype of {spec.name}"
-    return _one_of(dtype, DTYPES if spec is None else spec.dtypes, what, "--dtype")
+def check_dtype(dtype: str) -> str:
+    """Refuse as bad usage a dtype that does not exist."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(
+            f"{dtype!r} is not a dtype{did_you_mean(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}", param_hint="--dtype"
+        )
+    return dtype
 
 
-def check_layout(layout: str | None, spec: OpSpec) -> str:
-    """The layout, or the op's first where none is given."""
-    return _one_of(layout, spec.layouts, f"a layout of {spec.name}", "--layout")
-
-
-def check_scaling(scaling: str | None, spec: OpSpec, dtype: str) -> str:
-    """The scaling, or the dtype's usual one where none is given."""
-    return _one_of(scaling, spec.scalings_of(dtype), f"a scaling of {spec.name} of {dtype}", "--scaling")
-
-
-def check_reduction(reduction: str | None, spec: OpSpec) -> str:
-    """The reduction, or the op's first where none is given."""
-    return _one_of(reduction, tuple(spec.reductions) or ("",), f"a reduction of {spec.name}", "--reduction")
+def changed_options(here: Problem, there: Problem) -> list[str]:
+    """The options to add to a command that names one problem so that it names another of its op and shape."""
+    names = ("dtype", "world_size", "mode", "reduction", "input_kind", "layout", "scaling")
+    changed = [name for name in names if getattr(here, name) != getattr(there, name)]
+    words = [word for name in changed for word in (f"--{name.replace('_', '-')}", str(getattr(there, name) or "none"))]
+    return words + (["--in-place"] if there.in_place and not here.in_place else [])
 
 
 _OTHER_SEPARATOR = re.compile(r"\d+(?:\s*[*×/;:]\s*\d+)+")
@@ -328,6 +412,22 @@ def parse_gangs(text: str) -> int | None:
     if not text.strip().isdecimal() or int(text) < 1:
         raise typer.BadParameter(f"{text!r} is neither auto nor a whole number above 0", param_hint="--gangs")
     return int(text)
+
+
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*(%?)")
+
+
+def parse_share(text: str) -> float:
+    """Read `10%` or `0.1` as a tenth.
+
+    Raises:
+        BadParameter: anything else, or more than 100 %.
+    """
+    match = _SHARE.fullmatch(text.strip())
+    share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+    if not 0 <= share <= 1:
+        raise typer.BadParameter(f"{text!r} is not a share such as 10% or 0.1, at most 100%", param_hint="--tolerance")
+    return share
 
 
 def num_gpus() -> int:

@@ -26,10 +26,10 @@ def emit(text: str) -> None:
 
 def emit_json(value: Any) -> None:
     """Print the result as JSON on stdout."""
-    emit(json.dumps(value, indent=2, default=_jsonable))
+    emit(json.dumps(value, indent=2, default=jsonable))
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """JSON values of what is none itself: records by their fields, an environment with its digest."""
     if hasattr(value, "to_dict"):
         return {"digest": value.digest, **value.to_dict()} if hasattr(value, "hard_key") else value.to_dict()

@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from tunedcomm.cli.output import attributes, counted, format_ratio, format_us, note
+import typer
+
+from tunedcomm.cli.output import attributes, counted, format_ratio, format_us, jsonable, note
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,31 +35,28 @@ def _failures(failures: Mapping[str, int]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """`1:00` or `1:01:40`."""
+    text = str(timedelta(seconds=round(seconds)))
+    return text.removeprefix("0:").removeprefix("0")
 
 
-def _against_library(gang: GangProgress) -> str:
-    if gang.best_us is None:
-        return "nothing is timed yet"
-    speed_up = format_ratio(gang.library_us, gang.best_us)
-    return f"best {format_us(gang.best_us)} µs, library {format_us(gang.library_us)} µs ({speed_up})"
+def _standing(gang: GangProgress) -> str:
+    """A busy gang's problem, and its best time against the library's."""
+    best = "nothing is timed yet"
+    if gang.best_us is not None:
+        speed_up = format_ratio(gang.library_us, gang.best_us)
+        best = f"best {format_us(gang.best_us)} µs, library {format_us(gang.library_us)} µs ({speed_up})"
+    return f"{'finals, ' if gang.final else ''}{gang.problem}: {best}"
 
 
 def describe(progress: Progress, gang: GangProgress | None) -> str:
     """Where the sweep stands and what one of its gangs is at, in one line."""
-    parts = [f"[{progress.problems_done}/{progress.problems}]"]
-    if gang is None or gang.problem is None:
-        parts.append("starting" if progress.problems_done == 0 else "waiting,")
-        if not progress.trials:
-            return " ".join(parts)
-    else:
-        parts.append(f"{'finals, ' if gang.final else ''}{gang.problem}: {_against_library(gang)},")
-    parts.append(f"{progress.trials} trials")
-    if progress.failures:
-        parts.append(f"({_failures(progress.failures)})")
-    return " ".join(parts)
+    what = "waiting," if progress.problems_done else "starting"
+    if gang is not None and gang.problem is not None:
+        what = f"{_standing(gang)},"
+    trials = f" {progress.trials} trials" if progress.trials or what.endswith(",") else ""
+    failed = f" ({_failures(progress.failures)})" if progress.failures else ""
+    return f"[{progress.problems_done}/{progress.problems}] {what}{trials}{failed}"
 
 
 class PlainLines:
@@ -112,77 +112,71 @@ class JsonLines:
             self._line("end", self._last)
 
     def _line(self, event: str, progress: Progress) -> None:
-        self._write(json.dumps({"event": event, **_to_dict(progress)}, ensure_ascii=False))
-
-
-def _to_dict(progress: Progress) -> dict[str, Any]:
-    left, share = progress.seconds_left, progress.bind_share
-    return {
-        "elapsed_s": round(progress.elapsed_s, 3),
-        "seconds_left": None if left is None else round(left, 1),
-        **attributes(progress, "problems problems_done trials trials_planned"),
-        "trials_per_minute": round(progress.trials_per_minute, 1),
-        **attributes(progress, "failures num_gangs num_compiled"),
-        "bind_share": None if share is None else round(share, 4),
-        "gangs": [
+        left, share = progress.seconds_left, progress.bind_share
+        gangs = [
             {
-                **attributes(gang, "slot step final best_us library_us"),
-                "problem": None if gang.problem is None else gang.problem.to_dict(),
+                **attributes(gang, "slot step final best_us library_us problem"),
                 "candidate": None if gang.candidate is None else str(gang.candidate),
             }
             for gang in progress.gangs
-        ],
-    }
+        ]
+        values = {
+            "event": event,
+            "elapsed_s": round(progress.elapsed_s, 3),
+            "seconds_left": None if left is None else round(left, 1),
+            **attributes(progress, "problems problems_done trials trials_planned"),
+            "trials_per_minute": round(progress.trials_per_minute, 1),
+            **attributes(progress, "failures num_gangs num_compiled"),
+            "bind_share": None if share is None else round(share, 4),
+            "gangs": gangs,
+        }
+        self._write(json.dumps(values, ensure_ascii=False, default=jsonable))
 
 
-class LiveView:
-    """Draws a bar over the problems, a line for each gang, and what failed.
+def live_view(progress: Progress) -> RenderableType:
+    """A bar over the problems, a line for each gang, and what failed."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
 
-    Args:
-        draw: shows what is given in the place of what was shown before.
-    """
-
-    def __init__(self, draw: Callable[[RenderableType], None]) -> None:
-        self._draw = draw
-
-    def __call__(self, progress: Progress) -> None:
-        """Draw where the sweep stands."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        head = Table.grid(padding=(0, 1))
-        left = "" if progress.seconds_left is None else f", about {_duration(progress.seconds_left)} left"
-        head.add_row(
-            ProgressBar(total=max(progress.problems, 1), completed=progress.problems_done, width=_BAR_WIDTH),
-            f"{progress.problems_done}/{progress.problems} problems",
-            f"{progress.trials} trials, {progress.trials_per_minute:.0f}/min",
-            f"{_duration(progress.elapsed_s)}{left}",
-        )
-        lines = [Text(self._gang(gang), no_wrap=True, overflow="ellipsis") for gang in progress.gangs]
-        if progress.failures:
-            lines.append(Text(f"failed: {_failures(progress.failures)}", style="yellow"))
-        self._draw(Group(head, *lines))
-
-    def _gang(self, gang: GangProgress) -> str:
-        if gang.problem is None:
-            return f"gang {gang.slot}: {gang.step}"
-        final = "finals, " if gang.final else ""
-        return f"gang {gang.slot}: {final}{gang.problem}: {_against_library(gang)}; {gang.step} {gang.candidate}"
+    head = Table.grid(padding=(0, 1))
+    left = "" if progress.seconds_left is None else f", about {_duration(progress.seconds_left)} left"
+    head.add_row(
+        ProgressBar(total=max(progress.problems, 1), completed=progress.problems_done, width=_BAR_WIDTH),
+        f"{progress.problems_done}/{progress.problems} problems",
+        f"{progress.trials} trials, {progress.trials_per_minute:.0f}/min",
+        f"{_duration(progress.elapsed_s)}{left}",
+    )
+    lines = []
+    for gang in progress.gangs:
+        doing = gang.step if gang.problem is None else f"{_standing(gang)}; {gang.step} {gang.candidate}"
+        lines.append(Text(f"gang {gang.slot}: {doing}", no_wrap=True, overflow="ellipsis"))
+    if progress.failures:
+        lines.append(Text(f"failed: {_failures(progress.failures)}", style="yellow"))
+    return Group(head, *lines)
 
 
 @contextmanager
-def shown(*, as_json: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A progress callback for `sweep`, for as long as the sweep runs."""
-    if as_json or not sys.stderr.isatty():
-        lines: JsonLines | PlainLines = JsonLines() if as_json else PlainLines()
-        yield lines
-        lines.finish()
-        return
-    from rich.console import Console
-    from rich.live import Live
+def shown(stopped: str, *, as_json: bool = False) -> Iterator[Callable[[Progress], None]]:
+    """A progress callback for `sweep`, for as long as it runs; Ctrl-C ends it with exit code 1.
 
-    # Drawn when it is told to, never by a thread of its own: the sweep calls when gangs do not wait for it.
-    with Live(console=Console(stderr=True), auto_refresh=False) as live:
-        yield LiveView(lambda view: live.update(view, refresh=True))
+    Args:
+        stopped: what to add to the word that it was stopped.
+        as_json: write JSON lines.
+    """
+    try:
+        if as_json or not sys.stderr.isatty():
+            lines: JsonLines | PlainLines = JsonLines() if as_json else PlainLines()
+            yield lines
+            lines.finish()
+            return
+        from rich.console import Console
+        from rich.live import Live
+
+        # Drawn when it is told to, never by a thread of its own: the sweep calls when gangs do not wait for it.
+        with Live(console=Console(stderr=True), auto_refresh=False) as live:
+            yield lambda progress: live.update(live_view(progress), refresh=True)
+    except KeyboardInterrupt:
+        say(f"stopped{stopped}", as_json=as_json)
+        raise typer.Exit(1) from None

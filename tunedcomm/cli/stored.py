@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
 
 T = TypeVar("T")
+R = TypeVar("R", "Trial", "Pin")
 _PIN_COLUMNS: dict[str, Callable[[Pin], object]] = {
     "shape": lambda pin: format_shape(pin.problem.shape),
     "dtype": lambda pin: pin.problem.dtype,
@@ -165,6 +166,7 @@ class Contest:
         environment, problem: what they were measured in and for.
         trials: at least one, but for a problem that is pinned only.
         best: the winner among them; None if none is ok.
+        pin: the layer's pin of the problem on this hardware.
     """
 
     layer: str
@@ -172,6 +174,7 @@ class Contest:
     problem: Problem
     trials: tuple[Trial, ...] = ()
     best: Trial | None = None
+    pin: Pin | None = None
 
     @property
     def best_us(self) -> float | None:
@@ -184,40 +187,48 @@ class Contest:
         return None if self.best is None else library_us(self.best)
 
 
-def _on(hardware: str | None, records: list[T]) -> list[T]:
-    """The trials or pins of hardware that matches."""
-    if hardware is None:
-        return records
-    places: Any = [record.environment for record in records]  # type: ignore[attr-defined]
-    wanted = {there.digest for there in match_environments(hardware, places)}
-    return [record for record, place in zip(records, places, strict=True) if place.digest in wanted]
-
-
-def read_trials(
+def read_contests(
     database: str | None, *, op: str | None = None, hardware: str | None = None
-) -> Iterator[tuple[str, list[Trial]]]:
-    """(layer's name, its trials) for the named database or for every layer that can be read.
+) -> tuple[list[Contest], dict[str, list[Pin]]]:
+    """The contests of the named database or of every layer that can be read, and each layer's pins.
+
+    A layer's contests are sorted by GPU, world size, op, dtype, mode and size; problems that are only pinned follow.
 
     Raises:
         DatabaseError: the named database cannot be read.
     """
-    layers = read_layers(database)
-    for layer, trials in read_each(layers, lambda opened: opened.trials(op=op), is_strict=database is not None):
-        yield layer.name, _on(hardware, trials)
+    found: list[Contest] = []
+    pinned: dict[str, list[Pin]] = {}
+
+    def read(opened: Database) -> tuple[list[Trial], list[Pin]]:
+        pins = [pin for pin in opened.pins() if op in (None, pin.problem.op)]
+        return _on(hardware, opened.trials(op=op)), _on(hardware, pins)
+
+    for layer, (trials, pins) in read_each(read_layers(database), read, is_strict=database is not None):
+        by_problem = {(pin.environment.hard_key, pin.problem): pin for pin in pins}
+        groups: dict[tuple[str, Problem], list[Trial]] = {}
+        for trial in trials:
+            groups.setdefault((trial.environment.digest, trial.problem), []).append(trial)
+        mine = []
+        for (_, problem), members in groups.items():
+            there = members[0].environment
+            pin = by_problem.get((there.hard_key, problem))
+            mine.append(Contest(layer.name, there, problem, tuple(members), winner(members), pin))
+        tried = {(contest.environment.hard_key, contest.problem) for contest in mine}
+        alone = [pin for key, pin in by_problem.items() if key not in tried]
+        found += sorted(mine, key=_order)
+        found += [Contest(layer.name, pin.environment, pin.problem, pin=pin) for pin in alone]
+        if pins:
+            pinned[layer.name] = pins
+    return found, pinned
 
 
-def contests(layer: str, trials: Iterable[Trial]) -> list[Contest]:
-    """Group trials by environment and problem; sorted by GPU, world size, op, dtype, mode and size."""
-    groups: dict[tuple[str, Problem], list[Trial]] = {}
-    environments = {}
-    for trial in trials:
-        environments[trial.environment.digest] = trial.environment
-        groups.setdefault((trial.environment.digest, trial.problem), []).append(trial)
-    found = [
-        Contest(layer, environments[digest], problem, tuple(members), winner(members))
-        for (digest, problem), members in groups.items()
-    ]
-    return sorted(found, key=_order)
+def _on(hardware: str | None, records: list[R]) -> list[R]:
+    """The trials or pins of hardware that matches."""
+    if hardware is None:
+        return records
+    wanted = {there.digest for there in match_environments(hardware, [record.environment for record in records])}
+    return [record for record in records if record.environment.digest in wanted]
 
 
 def _order(contest: Contest) -> tuple[object, ...]:
@@ -238,24 +249,11 @@ def winner(trials: Sequence[Trial]) -> Trial | None:
     return fastest([trial for trial in ran if trial.final] or ran)
 
 
-def read_pins(database: str | None, *, op: str | None = None, hardware: str | None = None) -> list[tuple[str, Pin]]:
-    """(layer's name, pin) for the named database or for every layer that can be read."""
-    # Quiet: who reads the trials too says which layers cannot be read.
-    found = read_each(read_layers(database), lambda opened: opened.pins(), is_quiet=True)
-    return [
-        (layer.name, pin)
-        for layer, pins in found
-        for pin in _on(hardware, [pin for pin in pins if op in (None, pin.problem.op)])
-    ]
-
-
-def print_pins(pins: Iterable[tuple[str, Pin]]) -> None:
+def print_pins(pins: Mapping[str, Sequence[Pin]]) -> None:
     """Print a table of the pins of each layer; nothing where there are none."""
-    by_layer: dict[str, list[Pin]] = {}
-    for layer, pin in pins:
-        by_layer.setdefault(layer, []).append(pin)
-    for layer, members in by_layer.items():
-        table_of(_PIN_COLUMNS, members, title=f"pins in the {layer} database")
+    for layer, members in pins.items():
+        if members:
+            table_of(_PIN_COLUMNS, members, title=f"pins in the {layer} database")
 
 
 def pin_to_dict(pin: Pin) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`tunedcomm tune`: measure candidates on this machine and store what they did."""
+"""Verbs that measure on this machine and store the results: `tunedcomm tune` and `tunedcomm db verify`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,16 +19,17 @@ from tunedcomm import settings
 from tunedcomm.cli.options import (
     Backend,
     BackendOption,
+    GangsOption,
     JsonOption,
-    SweptKind,
+    ProblemOptions,
+    SweepOptions,
     SweptMode,
     SweptPlace,
+    WrittenOption,
     backend_or_default,
+    changed_options,
     check_dtype,
-    check_layout,
-    check_reduction,
-    check_scaling,
-    check_shape,
+    check_option,
     kinds_of,
     known_op,
     known_variant,
@@ -35,7 +37,9 @@ from tunedcomm.cli.options import (
     modes_of,
     parse_budget,
     parse_gangs,
+    parse_share,
     split,
+    takes,
 )
 from tunedcomm.cli.output import (
     attributes,
@@ -52,17 +56,15 @@ from tunedcomm.cli.output import (
 from tunedcomm.cli.progress import say, shown
 from tunedcomm.cli.stored import read_layers
 from tunedcomm.errors import DatabaseAccessError, TuningError
-from tunedcomm.spec import Problem, admits, format_shape, get_op, variants
-from tunedcomm.tuner.models import DEFAULT_TOKENS, Model, catalog, find_model, shapes_for
+from tunedcomm.spec import Problem, admits, format_shape, variants
+from tunedcomm.tuner.models import Model, catalog
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tunedcomm.db.misses import HardKey, Miss
+    from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
-    from tunedcomm.selection.snapshot import Snapshot
     from tunedcomm.spec import Limits
-    from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec, VariantSummary
+    from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec
+    from tunedcomm.tuner.verify import Verified, VerifyOutcome
 
 _COLUMNS: dict[str, Callable[[ProblemResult], object]] = {
     "shape": lambda result: format_shape(result.problem.shape),
@@ -83,47 +85,33 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 
 
 def is_spare_copy() -> bool:
-    """True for all but the first copy that a launcher started on this host: one command tunes all of its GPUs."""
-    return any(value.isdecimal() and int(value) > 0 for name in LOCAL_RANKS if (value := os.environ.get(name, "")))
+    """True, with a note, for all but the first copy that a launcher started: one command uses all GPUs of a host."""
+    spare = any(value.isdecimal() and int(value) > 0 for name in LOCAL_RANKS if (value := os.environ.get(name, "")))
+    if spare:
+        note("another copy of this command uses this host's GPUs; this one has nothing to do (start one a host)")
+    return spare
 
 
+@takes(SweepOptions)
 def tune(
-    context: typer.Context,
+    options: SweepOptions,
     *,
-    op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce. May be left out with --from-misses.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's, 1 KiB to 256 MiB.")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to tune, instead of --shape.")] = None,
-    tp: Annotated[
-        int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
-    ] = None,
-    tokens: TokensOption = None,
+    context: typer.Context,
     models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
     from_misses: Annotated[
         bool, typer.Option("--from-misses", help="Tune what was called here without having been tuned.")
     ] = False,
-    dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None,
-    mode: Annotated[
-        SweptMode | None,
-        typer.Option(help="Inside CUDA graphs, outside, or both. By default graph, eager on the host."),
-    ] = None,
-    world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
     backend: BackendOption = None,
     reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts (docs/ops.md). By default the op's first.")] = None,
     scaling: Annotated[list[str] | None, typer.Option(help="Scalings (docs/ops.md). Fp8: by default rowwise.")] = None,
-    input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain",
     in_place: Annotated[SweptPlace, typer.Option(help="Whether the result overwrites the input.")] = "no",
     variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides `library`.")] = None,
     budget: Annotated[str | None, typer.Option(help="Time for the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Most candidates a problem.")] = None,
-    gangs: Annotated[
-        str,
-        typer.Option(
-            help="Groups of ranks that measure side by side, each on GPUs of its own; auto fills the machine."
-        ),
-    ] = "auto",
+    gangs: GangsOption = "auto",
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the search and of the inputs.")] = 0,
-    db: Annotated[str | None, typer.Option(help="Database to write; by default the user database.")] = None,
+    db: WrittenOption = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier sweep.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -154,11 +142,9 @@ def tune(
             table_of(_MODEL_COLUMNS, catalog().values())
         return
     if is_spare_copy():
-        note("another copy of this command tunes this host's GPUs; this one has nothing to do (start one a host)")
         return
-    named = ModelOptions.of(model, tp=tp, tokens=tokens, shape=shape)
-    ranks = local_ranks(named.ranks(world_size), backend)
-    missed: dict[str, tuple[Problem, ...]] = {}
+    ranks = options.ranks(backend)
+    op, missed = options.op, dict[str, tuple[Problem, ...]]()
     if from_misses:
         _check_alone(context)
         only = None if op is None else known_op(op).name
@@ -173,17 +159,18 @@ def tune(
     spec = known_op(op)
     from tunedcomm.tuner.search.sweep import SweepSpec
 
+    dtypes = options.dtypes(spec)
     wanted = SweepSpec(
         op=spec.name,
-        shapes=named.shapes(spec.name, ranks) or tuple(check_shape(text, spec) for text in split(shape)),
-        dtypes=(dtypes := tuple(check_dtype(name, spec) for name in split(dtype) or named.dtypes or ["bfloat16"])),
-        modes=() if mode is None else modes_of(mode),
+        shapes=options.shapes(spec, ranks),
+        dtypes=dtypes,
+        modes=() if options.mode is None else modes_of(options.mode),
         world_size=ranks,
         backend=backend,
-        reductions=tuple(check_reduction(name, spec) for name in split(reduction)) or (check_reduction(None, spec),),
-        layouts=tuple(check_layout(name, spec) for name in split(layout)),
-        scalings=tuple(check_scaling(name, spec, one) for one in dtypes for name in split(scaling)),
-        input_kinds=kinds_of(input_kind),
+        reductions=tuple(check_option("reduction", name, spec) for name in split(reduction) or (None,)),
+        layouts=tuple(check_option("layout", name, spec) for name in split(layout)),
+        scalings=tuple(check_option("scaling", name, spec, dtype) for dtype in dtypes for name in split(scaling)),
+        input_kinds=kinds_of(options.input_kind),
         in_place={"no": (False,), "yes": (True,), "both": (False, True)}[in_place],
         variants=tuple(known_variant(spec.name, name) for name in split(variants)),
         trials=trials,
@@ -209,13 +196,43 @@ def tune(
 
 
 def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str | None, *, as_json: bool) -> None:
-    """Say what failed; exit with code 1 if a problem has no candidate that runs, or a named variant runs nowhere."""
+    """Say what failed; exit with code 1 if a problem has no candidate that runs, or a named variant runs nowhere.
+
+    Told are variants that were `named`, and others of which nothing runs.
+    """
+    lines: list[str] = []
     for outcome in outcomes:
-        for line in _fate_lines(outcome, named, database):
-            say(line, as_json=as_json)
+        if count := outcome.num_skipped:
+            whose = "1 candidate failed in an earlier sweep and is"
+            whose = whose if count == 1 else f"{count} candidates failed in an earlier sweep and are"
+            lines.append(
+                f"{whose} not tried again: after mending a kernel raise its variant's `version`, or pass --retry"
+            )
+        for fate in outcome.fates:
+            name, is_named = fate.variant, fate.variant in named
+            if is_named and fate.infeasible:
+                lines.append(f"{name} is infeasible for every problem of this sweep: {fate.infeasible}")
+            if fate.is_broken:
+                lines.append(f"{name}: none of {sum(fate.failures.values())} that were tried works")
+            if fate.is_broken or (is_named and fate.failures):
+                for first in fate.firsts:
+                    count = fate.failures[first.status]
+                    lines.append(f"{name}: {count} {first.status}, the first {first.candidate}: {first.reason}")
+                lines.append(f"{name}: all trials: {show_command(fate.firsts[0].problem, database)}")
+            variant = variants(outcome.problems[0].problem.op).get(name) if outcome.problems else None
+            if variant is None or not is_named or not fate.num_ran:
+                continue
+            if not variant.bounded:
+                why = "when it is forced: it would wait for a lost peer for ever"
+                lines.append(f"{name} was measured, and runs only {why}")
+            elif not admits("default", variant.numerics):
+                why = f"of ops that take it, or if forced: its class is {variant.numerics}"
+                lines.append(f'{name} was measured, and runs only in calls with numerics="any", {why}')
     unsolved = [problem for outcome in outcomes for problem in outcome.unsolved]
     if unsolved:
-        say("no candidate runs: " + "; ".join(map(str, unsolved)), as_json=as_json)
+        lines.append("no candidate runs: " + "; ".join(map(str, unsolved)))
+    for line in lines:
+        say(line, as_json=as_json)
     if unsolved or any(fate.is_broken and fate.variant in named for outcome in outcomes for fate in outcome.fates):
         raise typer.Exit(1)
 
@@ -228,9 +245,6 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
         DatabaseError: the database cannot be made or written.
         TuningError: the sweep could not be started or carried on.
     """
-    from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.store import Database
-    from tunedcomm.settings import db_patience_s
     from tunedcomm.tuner.search.sweep import resolve, sweep
 
     if spec.backend is None and backend_or_default() == "host":
@@ -240,15 +254,23 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
         resolve(spec)  # before a database is made
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with Database.open(writable_database(database), create=True, patience_s=db_patience_s()) as opened:
-        url = str(opened.path or opened.url)
+    with storing(database, create=True) as (opened, url):
         say(f"tuning {spec.op}, storing in {url}", as_json=as_json)
-        try:
-            with shown(as_json=as_json) as progress:
-                return sweep(spec, opened, progress), url
-        except KeyboardInterrupt:
-            say("stopped; what was measured is stored, and the same command goes on from there", as_json=as_json)
-            raise typer.Exit(1) from None
+        with shown(
+            "; what was measured is stored, and the same command goes on from there", as_json=as_json
+        ) as progress:
+            return sweep(spec, opened, progress), url
+
+
+@contextmanager
+def storing(database: str | None, *, create: bool) -> Iterator[tuple[Database, str]]:
+    """The database that takes what is measured, open for writing, and its name."""
+    from tunedcomm.db.layers import writable_database
+    from tunedcomm.db.store import Database
+    from tunedcomm.settings import db_patience_s
+
+    with Database.open(writable_database(database), create=create, patience_s=db_patience_s()) as opened:
+        yield opened, str(opened.path or opened.url)
 
 
 def report(outcome: SweepOutcome, url: str) -> None:
@@ -298,69 +320,14 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
     }
 
 
-def _fate_lines(outcome: SweepOutcome, named: Collection[str], database: str | None) -> Iterator[str]:
-    """A line each for what was left out, for each way in which a variant fails, and for what dispatch will not run.
-
-    Told are variants that were `named`, and others of which nothing runs.
-    """
-    op = outcome.problems[0].problem.op if outcome.problems else ""
-    if count := outcome.num_skipped:
-        whose, are = ("1 candidate", "is") if count == 1 else (f"{count} candidates", "are")
-        yield (
-            f"{whose} failed in an earlier sweep and {are} not tried again: after mending a kernel raise its variant's "
-            "`version`, or pass --retry"
-        )
-    for fate in outcome.fates:
-        if fate.variant in named and fate.infeasible:
-            yield f"{fate.variant} is infeasible for every problem of this sweep: {fate.infeasible}"
-        if fate.is_broken or (fate.variant in named and fate.failures):
-            yield from _failures(fate, database)
-        if fate.variant in named and fate.num_ran:
-            yield from _not_by_default(op, fate.variant)
-
-
-def _not_by_default(op: str, name: str) -> Iterator[str]:
-    variant = variants(op).get(name)
-    if variant is not None and not variant.bounded:
-        yield f"{name} was measured, and runs only when it is forced: it would wait for a lost peer for ever"
-    elif variant is not None and not admits("default", variant.numerics):
-        yield (
-            f'{name} was measured, and runs only in calls with numerics="any", of ops that take it, or if forced: '
-            f"its class is {variant.numerics}"
-        )
-
-
-def _failures(fate: VariantSummary, database: str | None) -> Iterator[str]:
-    if fate.is_broken:
-        yield f"{fate.variant}: none of {sum(fate.failures.values())} that were tried works"
-    for first in fate.firsts:
-        count = f"{fate.failures[first.status]} {first.status}"
-        yield f"{fate.variant}: {count}, the first {first.candidate}: {first.reason}"
-    yield f"{fate.variant}: all trials: {show_command(fate.firsts[0].problem, database)}"
-
-
 def show_command(problem: Problem, database: str | None) -> str:
     """The command that prints every trial of a problem."""
-    words = ["tunedcomm", "db", "show", "--op", problem.op, "--shape", format_shape(problem.shape)]
-    words += ["--world-size", str(problem.world_size), "--dtype", problem.dtype, "--mode", problem.mode]
-    if problem.reduction and problem.reduction not in get_op(problem.op).reductions[:1]:
-        words += ["--reduction", problem.reduction]
-    if problem.input_kind != "plain":
-        words += ["--input-kind", problem.input_kind]
-    words += ["--in-place"] if problem.in_place else []
-    words += ["--layout", problem.layout] if problem.layout else []
-    words += ["--scaling", problem.scaling] if problem.scaling else []
+    shape, ranks, mode = format_shape(problem.shape), problem.world_size, problem.mode
+    usual = ProblemOptions(op=problem.op, shape=shape, world_size=ranks, dtype=problem.dtype, mode=mode).problem()
+    words = ["tunedcomm", "db", "show", "--op", problem.op, "--shape", shape, "--world-size", str(ranks)]
+    words += ["--dtype", problem.dtype, "--mode", mode, *changed_options(usual, problem)]
     return shlex.join([*words, *(["--db", database] if database else [])])
 
-
-TokensOption: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tokens",
-        help="Tokens a step of --model; by default the powers of two from "
-        f"{DEFAULT_TOKENS[0]} to {DEFAULT_TOKENS[-1]}.",
-    ),
-]
 
 _MODEL_COLUMNS: dict[str, Callable[[Model], object]] = {
     "model": lambda model: model.name,
@@ -377,68 +344,6 @@ _MODEL_COLUMNS: dict[str, Callable[[Model], object]] = {
     "dtype": lambda model: model.dtype,
     "published": lambda model: model.source.published,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """The options that tune a model's shapes, as typed on the command line."""
-
-    models: tuple[Model, ...]
-    tp: int | None
-    tokens: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, names: list[str] | None, *, tp: int | None, tokens: list[str] | None, shape: list[str] | None
-    ) -> ModelOptions:
-        """Look the models up.
-
-        Raises:
-            BadParameter: options that do not go together, or a count of tokens that is none.
-            UnknownNameError: no such model.
-        """
-        models = tuple(find_model(name) for name in split(names))
-        if models and split(shape):
-            raise typer.BadParameter(
-                "a model's shapes and shapes of your own are two sweeps: pass --model or --shape, then the other",
-                param_hint="--model",
-            )
-        for option, value in (("--tp", tp), ("--tokens", tokens)):
-            if not models and value is not None:
-                raise typer.BadParameter("it needs a model: pass --model as well", param_hint=option)
-        return cls(models=models, tp=tp, tokens=tuple(_count(text) for text in split(tokens)) or DEFAULT_TOKENS)
-
-    @property
-    def dtypes(self) -> list[str]:
-        """The models' dtypes, each once."""
-        return list(dict.fromkeys(model.dtype for model in self.models))
-
-    def ranks(self, world_size: int | None) -> int | None:
-        """The world size, which is the degree of tensor parallelism where both are given.
-
-        Raises:
-            BadParameter: they are given and differ.
-        """
-        if self.tp is not None and world_size is not None and self.tp != world_size:
-            raise typer.BadParameter(
-                f"--tp {self.tp} and --world-size {world_size} are the same number for a model; pass one of them",
-                param_hint="--tp",
-            )
-        return self.tp or world_size
-
-    def shapes(self, op: str, world_size: int) -> tuple[tuple[int, ...], ...]:
-        """The op's shapes in all of the models; none where no model is given.
-
-        Raises:
-            UnsupportedInputError: the models do not split over that many ranks, or the op has no shapes of models.
-        """
-        return shapes_for(self.models, world_size, self.tokens, op) if self.models else ()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is not a number of tokens, 1 or more", param_hint="--tokens")
-    return int(text)
 
 
 # Options that say which problems to tune, as the log does.
@@ -504,11 +409,20 @@ def _missed_problems(
     limits = limits_for(environment, world_size)
     here = [miss for miss in misses if miss.hard_key == environment.hard_key and op in (None, miss.problem.op)]
     sized = [miss for miss in here if miss.problem.world_size == world_size]
-    known = _Known.load(environment, world_size, database) if sized else None
-    tuned = {miss.problem for miss in sized if known is not None and known.is_tuned(miss.problem)}
+    tuned = _tuned({miss.problem for miss in sized}, environment, world_size, database)
     wanted = [miss for miss in sized if miss.problem not in tuned and _can_be_tuned(miss.problem, limits)]
-    _make_smaller(path, {(environment.hard_key, problem) for problem in tuned}, skipped)
-    _say_missed(wanted, path, str(environment), world_size)
+    with contextlib.suppress(OSError):  # the log is as good without this
+        if tuned or skipped or path.stat().st_size > _LARGE_BYTES:
+            miss_log.compact(path, without={(environment.hard_key, problem) for problem in tuned})
+    where = f"for {world_size} ranks on {environment}"
+    if wanted:
+        note(f"{len(wanted)} untuned problems {where} in {path}, most called first:")
+    else:
+        note(f"nothing to do: {path} holds no untuned problem {where}")
+    for miss in wanted[:_PRINTED]:
+        note(f"  {miss.count:>10} calls  {miss.problem}, served by {miss.source}")
+    if len(wanted) > _PRINTED:
+        note(f"  and {len(wanted) - _PRINTED} more")
     if others := sorted({miss.problem.world_size for miss in here} - {world_size}):
         note(f"the log also holds problems of world size {', '.join(map(str, others))}: pass --world-size for those")
     found: dict[str, tuple[Problem, ...]] = {}
@@ -517,34 +431,25 @@ def _missed_problems(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Stored trials of the sweep's environment and world size."""
+def _tuned(problems: set[Problem], environment: Environment, world_size: int, database: str | None) -> set[Problem]:
+    """Those problems that are pinned, or whose sweep came to its end with the kernels as they are now."""
+    from tunedcomm.db.layers import is_absent, load_snapshot, named_layers
+    from tunedcomm.dispatch.dispatcher import source_hash_of
 
-    snapshot: Snapshot
-
-    @classmethod
-    def load(cls, environment: Environment, world_size: int, database: str | None) -> _Known:
-        from tunedcomm.db.layers import is_absent, load_snapshot, named_layers
-
-        layers = list(read_layers(None))
-        if database is not None:
-            layers[:0] = [layer for layer in named_layers(database) if not is_absent(layer)]
-        return cls(load_snapshot(environment, world_size, layers=layers))
-
-    def is_tuned(self, problem: Problem) -> bool:
-        """True if a sweep came to its end for this problem with the kernels as they are now, or it is pinned."""
-        from tunedcomm.dispatch.dispatcher import source_hash_of
-
-        if any(pin.problem == problem for pin in self.snapshot.pins):
-            return True
-        rows = [row for row in self.snapshot.family_rows(problem) if row.problem == problem]
-        challengers = [row for row in rows if not row.is_library]
-        if not challengers:
-            return any(row.final for row in rows)
-        return any(
-            row.final and row.source_hash == source_hash_of(problem.op, row.candidate.variant) for row in challengers
-        )
+    if not problems:
+        return set()
+    named = [] if database is None else [layer for layer in named_layers(database) if not is_absent(layer)]
+    snapshot = load_snapshot(environment, world_size, layers=[*named, *read_layers(None)])
+    found = problems & {pin.problem for pin in snapshot.pins}
+    for problem in problems - found:
+        rows = [row for row in snapshot.family_rows(problem) if row.problem == problem]
+        challengers = [row for row in rows if not row.is_library] or rows
+        if any(
+            row.final and (row.is_library or row.source_hash == source_hash_of(problem.op, row.candidate.variant))
+            for row in challengers
+        ):
+            found.add(problem)
+    return found
 
 
 def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
@@ -575,21 +480,140 @@ def _environment(backend: Backend) -> Environment:
         raise TuningError(f"the first GPU cannot be looked at: {last}; run `tunedcomm doctor`") from None
 
 
-def _make_smaller(path: Path, tuned: Collection[tuple[HardKey, Problem]], skipped: int) -> None:
-    """Take out what is tuned by now and what makes no sense; the log is as good without this."""
-    from tunedcomm.db import misses as miss_log
+_VERIFIED_COLUMNS: dict[str, Callable[[Verified], object]] = {
+    "shape": lambda result: format_shape(result.winner.problem.shape),
+    "bytes": lambda result: message_of(result.winner.problem),
+    "dtype": lambda result: result.winner.problem.dtype,
+    "mode": lambda result: f"{result.winner.problem.mode}, {kind_of(result.winner.problem)}",
+    "winner": lambda result: f"{result.winner.candidate}{_if_asked(result.winner.policies)}",
+    "then us": lambda result: format_us(result.winner.measured_us),
+    "speed-up": lambda result: format_ratio(result.winner.library_us, result.winner.latency_us),
+    "now us": lambda result: format_us(result.latency_us),
+    "library us": lambda result: format_us(result.library_us),
+    "now": lambda result: format_ratio(result.library_us, result.latency_us),
+    "verdict": lambda result: result.verdict,
+}
 
-    with contextlib.suppress(OSError):
-        if tuned or skipped or path.stat().st_size > _LARGE_BYTES:
-            miss_log.compact(path, without=tuned)
 
+def db_verify(
+    *,
+    op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="Only these dtypes.")] = None,
+    mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = "both",
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most problems: first those measured under other software, then the oldest."),
+    ] = None,
+    tolerance: Annotated[
+        str,
+        typer.Option(help="How much longer a winner may take, by itself and against the library, besides the noise."),
+    ] = "10%",
+    world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
+    backend: BackendOption = None,
+    gangs: GangsOption = "auto",
+    db: Annotated[
+        str | None,
+        typer.Option(
+            "--db",
+            help="Database to verify, which takes the new timings too; by default every layer is read and the user "
+            "database takes them.",
+        ),
+    ] = None,
+    no_store: Annotated[bool, typer.Option("--no-store", help="Keep the new timings to yourself.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the stored winners for this machine again, beside the library, and say which do not hold any more.
 
-def _say_missed(wanted: Sequence[Miss], path: Path, environment: str, world_size: int) -> None:
-    if not wanted:
-        note(f"nothing to do: {path} holds no untuned problem for {world_size} ranks on {environment}")
+    Winners, runners-up and the library are checked as `tunedcomm tune` checks them, then timed as in its finals. The
+    new timings are stored, so that dispatch goes by them: after a new driver or a new torch this is all that is needed.
+
+    Exit code 1 if a winner is slower than the library, takes longer than it did by more than --tolerance, by itself and
+    against the library, fails, or could not be measured; or if nothing is stored for this machine. Progress on stderr
+    is that of `tunedcomm tune`.
+
+    Example: tunedcomm db verify --tolerance 5% --no-store
+    """
+    if is_spare_copy():
         return
-    note(f"{len(wanted)} untuned problems for {world_size} ranks on {environment} in {path}, most called first:")
-    for miss in wanted[:_PRINTED]:
-        note(f"  {miss.count:>10} calls  {miss.problem}, served by {miss.source}")
-    if len(wanted) > _PRINTED:
-        note(f"  and {len(wanted) - _PRINTED} more")
+    from tunedcomm.db.layers import named_layers
+    from tunedcomm.tuner.verify import VerifySpec, verify
+
+    spec = VerifySpec(
+        ops=tuple(known_op(name).name for name in split(op)),
+        dtypes=tuple(check_dtype(name) for name in split(dtype)),
+        modes=modes_of(mode),
+        limit=limit,
+        tolerance=parse_share(tolerance),
+        layers=None if db is None else tuple(named_layers(db)),
+        world_size=local_ranks(world_size, backend),
+        backend=backend_or_default(backend),
+        gangs=parse_gangs(gangs),
+        command=shlex.join(["tunedcomm", *sys.argv[1:]]),
+    )
+    with nullcontext((None, None)) if no_store else storing(db, create=db is None) as (opened, url):
+        if spec.backend == "host":
+            say("verifying the host backend, whose timings say nothing about GPUs", as_json=as_json)
+        say("timing the stored winners again" + ("" if url is None else f", storing in {url}"), as_json=as_json)
+        with shown("" if url is None else "; what was measured is stored", as_json=as_json) as progress:
+            outcome = verify(spec, opened, progress)
+    if as_json:
+        emit_json(_verified_to_dict(outcome, url))
+    else:
+        _report_verified(outcome, url)
+    if outcome.wrong or not outcome.results:
+        raise typer.Exit(1)
+
+
+def _report_verified(outcome: VerifyOutcome, url: str | None) -> None:
+    here = outcome.environment
+    where = f"{outcome.world_size} ranks" + ("" if here is None else f" on {here}")
+    if not outcome.results:
+        emit(f"no winner is stored for {where}; `tunedcomm tune` finds some, `tunedcomm db list` prints what there is")
+        return
+    table_of(_VERIFIED_COLUMNS, outcome.results, title=where)
+    if here is not None:
+        changes = sorted({change for result in outcome.results for change in here.drift(result.winner.environment)})
+        if changes:
+            emit(f"since they were measured: {', '.join(changes)}")
+    for result in outcome.results:
+        if result.verdict != "ok":
+            emit(f"{result.verdict}: {result.winner.problem}: {result.winner.candidate}: {result.why}")
+        if result.faster is not None:
+            now = f"{format_us(result.faster_us)} µs against {format_us(result.latency_us)} µs"
+            emit(f"overtaken: {result.winner.problem}: {result.faster} is faster now, {now}")
+    stored = "nothing was stored" if url is None else f"stored in {url} (run {outcome.run_id})"
+    emit(
+        f"{len(outcome.wrong)} of {len(outcome.results)} winners do not hold any more; {outcome.num_trials} trials in "
+        f"{outcome.seconds:.0f} s, {stored}"
+    )
+
+
+def _if_asked(policies: Sequence[str]) -> str:
+    return "" if "default" in policies else f" [numerics={policies[0]}]"
+
+
+def _verified_to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]:
+    """As JSON has it."""
+    here = outcome.environment
+    winners = []
+    for result in outcome.results:
+        then = result.winner
+        winners.append(
+            {
+                "problem": then.problem,
+                "variant": then.candidate.variant,
+                "config": then.candidate.config_dict,
+                **attributes(then, "policies layer"),
+                **attributes(result, "verdict why"),
+                "stored": {
+                    **attributes(then, "latency_us library_us noise measured_us uncertainty created_at"),
+                    "environment": then.environment.digest,
+                    "changes": [] if here is None else here.drift(then.environment),
+                },
+                "measured": attributes(result, "latency_us library_us noise"),
+                "faster": result.faster,
+                "faster_us": result.faster_us,
+            }
+        )
+    names = "run_id environment world_size num_trials num_gangs seconds"
+    return {"database": url, **attributes(outcome, names), "num_wrong": len(outcome.wrong), "winners": winners}
