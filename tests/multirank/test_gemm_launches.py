@@ -14,7 +14,7 @@ from tunedcomm import kernels
 from tunedcomm.kernels.all_gather import progress
 from tunedcomm.kernels.common import copies
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.kernels.gemm import ag_chunked, ar
+from tunedcomm.kernels.gemm import ar, chunked
 from tunedcomm.kernels.gemm.op import operands_of
 from tunedcomm.ops import gemm, run_problem
 from tunedcomm.ops.call import paths
@@ -162,4 +162,4 @@ def test_nobody_writes_what_a_slow_peer_still_reads() -> None:
 def test_a_gather_under_way_shares_no_event_with_calls_in_between() -> None:
     assert min(copies.EVENTS_OF_PROGRESS) >= copies.NUM_EVENTS
     assert {progress._BEGUN, progress._SENT} == set(copies.EVENTS_OF_PROGRESS)
-    assert max(ag_chunked._START, ag_chunked._BEGUN, ag_chunked._BESIDE) < copies.NUM_EVENTS
+    assert chunked._DONE + copies.NUM_STREAMS < copies.NUM_EVENTS

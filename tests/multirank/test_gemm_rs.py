@@ -16,7 +16,7 @@ from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant
 
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.kernels.gemm.variant import TILE_AXES
+from tunedcomm.kernels.gemm.tiles import TILE_AXES
 from tunedcomm.spec import Limits, Problem, get_variant, variants
 
 kernels.discover()
@@ -137,9 +137,9 @@ def test_what_cannot_run_is_refused_in_words() -> None:
     cases = {
         "same number for each of 3": replace(good, world_size=3),
         "as tensor descriptors want": replace(good, shape=(4096, 8192, 3585)),
-        "kernels multiply": replace(good, dtype="float32"),
+        "float32 goes to the library": replace(good, dtype="float32"),
         "panels hold": replace(good, shape=(1 << 18, 8192, 64)),
-        "goes to the library": replace(good, reduction="max"),
+        "max goes to the library": replace(good, reduction="max"),
     }
     for name in ("push_reduce", "copy_engine", "reduce_add"):
         variant = get_variant("gemm_rs", name)

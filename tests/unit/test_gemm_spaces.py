@@ -12,7 +12,7 @@ from tunedcomm.errors import ConfigError
 from tunedcomm.kernels import discover
 from tunedcomm.kernels.common.packets import PACKET_BYTES
 from tunedcomm.kernels.gemm.op import out_itemsize
-from tunedcomm.kernels.gemm.variant import tile_space
+from tunedcomm.kernels.gemm.tiles import tile_space
 from tunedcomm.space import Choice, Space
 from tunedcomm.spec import Candidate, Problem, candidates, check_candidate, get_op, get_variant, variants
 

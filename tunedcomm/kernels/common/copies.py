@@ -53,6 +53,18 @@ class Copies:
     def wait(self, stream: int, event: int) -> None:
         """Hold back what is queued on `stream` from now on until what `event` stands for is done."""
 
+    def fork(self, stream: int, sides: Iterable[int], event: int) -> None:
+        """Hold back side streams until all that is queued on `stream` now is done."""
+        self.record(event, stream)
+        for side in sides:
+            self.wait(side, event)
+
+    def join(self, sides: Iterable[int], stream: int, first_event: int) -> None:
+        """Hold back `stream` until all that is queued on side streams now is done; takes an event for each."""
+        for event, side in enumerate(sides, first_event):
+            self.record(event, side)
+            self.wait(stream, event)
+
     def current(self, stream: int) -> AbstractContextManager[object]:
         """Whatever torch queues meanwhile goes to this side stream."""
         return contextlib.nullcontext()
@@ -216,9 +228,7 @@ class ChunkSender:
 
     def fork(self, stream: int, sides: Iterable[int]) -> None:
         """Let side streams go on from here; only those that will have work, for a capture wants them joined."""
-        self.copies.record(_HERE, stream)
-        for side in sides:
-            self.copies.wait(side, _HERE)
+        self.copies.fork(stream, sides, _HERE)
 
     def send(self, c: int, x: int) -> None:
         """Push chunk `c` to all peers."""

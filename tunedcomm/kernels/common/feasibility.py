@@ -94,7 +94,7 @@ def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:
 def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | None:
     """Return why `bytes_of_rank` from every rank do not fit into a stage, or None."""
     if bytes_of_rank * problem.world_size > limits.stage_bytes:
-        return f"{problem.nbytes} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
+        return f"{bytes_of_rank} bytes from {problem.world_size} ranks exceed a stage of {limits.stage_bytes} bytes"
     return None
 
 

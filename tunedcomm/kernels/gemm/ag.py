@@ -29,16 +29,17 @@ those that give some SMs to communication (FLUX, Triton-distributed).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.copies import NUM_STREAMS, copies_of
-from tunedcomm.kernels.common.feasibility import Launch, closest
-from tunedcomm.kernels.common.launch import bind_kernel
+from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.launch import BoundKernel, bind_kernel
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, rows_of, wanted_of
+from tunedcomm.kernels.gemm.op import rows_of, wanted_of
 from tunedcomm.kernels.gemm.panels import (
     COUNTERS,
     DATA,
@@ -51,16 +52,24 @@ from tunedcomm.kernels.gemm.panels import (
     is_last,
 )
 from tunedcomm.kernels.gemm.tiles import (
+    GemmVariant,
     element_type,
     matrix,
+    num_tiles,
     operand_b,
+    refuse_gemm,
+    refuse_streams,
+    refuse_tiles,
     scaled,
     store_packed_tile,
     store_tile,
     tile_of,
     tile_product,
+    tile_space,
+    tile_wish,
+    two_fit,
+    whole_packets,
 )
-from tunedcomm.kernels.gemm.variant import GemmVariant, num_tiles, refuse_tiles, tile_space, tile_wish, two_fit
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
 from tunedcomm.symm.layout import PANEL_DATA
@@ -76,7 +85,6 @@ _PACKETS = tl.constexpr(2048)  # that a block has under way
 _ROWS = tl.constexpr(256)
 _LEAST_CHUNK = 256 * 1024  # bytes on GPUs: smaller pieces cost more to announce than to send
 LEAST_SENT_BYTES = 64 * 1024  # that a block should have to send
-_PACKET_BYTES = 16
 
 
 @triton.jit
@@ -282,33 +290,20 @@ def panel_bytes(problem: Problem) -> int:
     return _scales_offset(problem) - PANEL_DATA + (4 * problem.shape[0] if problem.scaling == "rowwise" else 0)
 
 
-def gathered_in(panels: Panels, problem: Problem) -> torch.Tensor:
-    """The panels' A, [M, K]."""
+def gathered_in(panels: Panels, problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The panels' A, [M, K], and the scales of its rows, [M, 1], if they have any."""
     import torch
 
     m, _, k = problem.shape
-    size = m * k * ITEMSIZE[problem.dtype]
-    return panels.buffer.local[PANEL_DATA : PANEL_DATA + size].view(getattr(torch, problem.dtype)).view(m, k)
+    memory, end, start = panels.buffer.local, PANEL_DATA + m * k * ITEMSIZE[problem.dtype], _scales_offset(problem)
+    whole = memory[PANEL_DATA:end].view(getattr(torch, problem.dtype)).view(m, k)
+    rowwise = problem.scaling == "rowwise"
+    return whole, memory[start : start + 4 * m].view(torch.float32).view(m, 1) if rowwise else None
 
 
-def scales_in(panels: Panels, problem: Problem) -> torch.Tensor:
-    """The panels' scales of A's rows, [M, 1]."""
-    import torch
-
-    start = _scales_offset(problem)
-    return panels.buffer.local[start : start + 4 * problem.shape[0]].view(torch.float32).view(-1, 1)
-
-
-def refuse_gather(problem: Problem, limits: Limits, *, descriptors: bool = True) -> str | None:
-    """Why no variant with panels can run `problem`, whatever the config; None if one might."""
-    if problem.shape[0] % problem.world_size:
-        return f"{problem.shape[0]} rows are not the same number on each of {problem.world_size} ranks"
-    return refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem), descriptors=descriptors)
-
-
-def rows_of_chunk(problem: Problem, chunks: int, multiple: int) -> int:
-    """Rows of one of so many chunks of a shard, in whole multiples."""
-    even = -(-rows_of(problem) // chunks)
+def rows_of_chunk(problem: Problem, config: Config, multiple: int) -> int:
+    """Rows of one of the `chunks` of a shard, in whole multiples."""
+    even = -(-rows_of(problem) // int(config["chunks"]))
     return -(-even // multiple) * multiple
 
 
@@ -317,7 +312,7 @@ def refuse_chunks(problem: Problem, config: Config, limits: Limits, multiple: in
     chunks, rows = int(config["chunks"]), rows_of(problem)
     if chunks == 1:
         return None
-    a_chunk = rows_of_chunk(problem, chunks, multiple)
+    a_chunk = rows_of_chunk(problem, config, multiple)
     if -(-rows // a_chunk) != chunks:
         return f"{rows} rows do not fill {chunks} chunks of whole {multiple} rows"
     if limits.backend == "cuda" and a_chunk * problem.shape[2] * ITEMSIZE[problem.dtype] < _LEAST_CHUNK:
@@ -325,83 +320,89 @@ def refuse_chunks(problem: Problem, config: Config, limits: Limits, multiple: in
     return None
 
 
-def refuse_streams(problem: Problem, config: Config) -> str | None:
-    """Why copies do not go to `streams` side streams, or None."""
-    if int(config["streams"]) > problem.world_size - 1:
-        return f"{config['streams']} streams, but only {problem.world_size - 1} peers to copy to"
-    return None
-
-
 # Events: the caller's stream, then the end of each side stream.
-HERE, SENT_EVENT = 0, 1
+_HERE, _SENT = 0, 1
 _ASIDE = NUM_STREAMS - 1
 
 
+@dataclass(frozen=True, slots=True)
 class Pushes:
-    """A shard pushed by copy engines into all peers' panels, chunk by chunk.
+    """A shard on its way into all peers' panels.
 
-    Args:
-        problem, workspace, panels: of the plan.
-        num_streams: side streams; the peers share them in turn, each has one.
-        chunk_rows: of a chunk.
-        order: peers, by how many ranks they are ahead; by default rank + 1 first, then rank + 2, …
+    Attributes:
+        copies: queues of the lane.
+        sides: side streams.
+        send: `(shard, its scales)`, addresses, queues everything on them.
     """
 
-    def __init__(
-        self, problem: Problem, workspace: Workspace, panels: Panels, num_streams: int, chunk_rows: int,
-        order: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        self.copies = copies_of(workspace, problem.mode)
-        self.sender = Sender(self.copies, workspace.rank, panels.local)
-        self.sides = self.copies.streams[:num_streams]
-        self.peers = tuple(panels.peers[step - 1] for step in order or range(1, problem.world_size))
-        self.rows, self.chunk_rows = rows_of(problem), chunk_rows
-        self.row_bytes = problem.shape[2] * ITEMSIZE[problem.dtype]
-        self.scales = _scales_offset(problem) if problem.scaling == "rowwise" else 0
+    copies: Copies
+    sides: tuple[int, ...]
+    send: Callable[[int, int], None]
 
     def begin(self, stream: int, a: int, scale_a: int) -> None:
-        """Queue all copies, after what is queued on `stream` now."""
-        copies, sides = self.copies, self.sides
-        copies.record(HERE, stream)
-        for side in sides:
-            copies.wait(side, HERE)
-        for step, peer in enumerate(self.peers):
-            for chunk, start in enumerate(range(0, self.rows, self.chunk_rows)):
-                count = min(self.chunk_rows, self.rows - start)
-                first = self.sender.rank * self.rows + start
-                size = self.row_bytes
-                moves = [(PANEL_DATA + first * size, a + start * size, count * size)]
-                if self.scales:
-                    moves.append((self.scales + first * 4, scale_a + start * 4, count * 4))
-                self.sender.send(sides[step % len(sides)], peer, chunk, *moves)
-        for number, side in enumerate(sides):
-            copies.record(SENT_EVENT + number, side)
+        """Queue everything, after what is queued on `stream` now."""
+        self.copies.fork(stream, self.sides, _HERE)
+        self.send(a, scale_a)
 
     def end(self, stream: int) -> None:
         """Hold the stream back until everything is sent."""
-        for number in range(len(self.sides)):
-            self.copies.wait(stream, SENT_EVENT + number)
+        self.copies.join(self.sides, stream, _SENT)
+
+
+def pushes_by_copies(
+    problem: Problem, workspace: Workspace, panels: Panels, num_streams: int, chunk_rows: int,
+    order: Sequence[int] | None = None,
+) -> Pushes:  # fmt: skip
+    """Pushes by copy engines, chunk by chunk; the peers share the side streams in turn.
+
+    Args:
+        problem, workspace, panels: of the plan.
+        num_streams: side streams.
+        chunk_rows: of a chunk.
+        order: peers, by how many ranks they are ahead; by default rank + 1 first, then rank + 2, …
+    """
+    copies = copies_of(workspace, problem.mode)
+    sender, sides = Sender(copies, workspace.rank, panels.local), copies.streams[:num_streams]
+    rows, row_bytes = rows_of(problem), problem.shape[2] * ITEMSIZE[problem.dtype]
+    scales = _scales_offset(problem) if problem.scaling == "rowwise" else 0
+
+    def send(a: int, scale_a: int) -> None:
+        for number, step in enumerate(order or range(1, problem.world_size)):
+            for chunk, start in enumerate(range(0, rows, chunk_rows)):
+                count, first = min(chunk_rows, rows - start), workspace.rank * rows + start
+                moves = [(PANEL_DATA + first * row_bytes, a + start * row_bytes, count * row_bytes)]
+                if scales:
+                    moves.append((scales + first * 4, scale_a + start * 4, count * 4))
+                sender.send(sides[number % len(sides)], panels.peers[step - 1], chunk, *moves)
+
+    return Pushes(copies, sides, send)
+
+
+def pushes_by_kernel(
+    problem: Problem, workspace: Workspace, panels: Panels, kernel: BoundKernel, chunk_rows: int
+) -> Pushes:
+    """Pushes by `send_kernel`, bound to a few blocks."""
+    copies, extents = copies_of(workspace, problem.mode), (rows_of(problem), problem.shape[2], chunk_rows)
+    memory = (panels.local, *panels.peers, _scales_offset(problem))
+    side, launch = copies.streams[0], kernel.fix((None, None, *memory, *extents, workspace.rank))
+    return Pushes(copies, (side,), lambda a, scale_a: launch(side, a, scale_a))
 
 
 class Gathered:
     """The gathered A copied from the panels to where the caller wants it, if it does."""
 
     def __init__(self, problem: Problem, workspace: Workspace, panels: Panels) -> None:
-        self.wanted = wanted_of(problem).gathered
-        if self.wanted:
-            self.copies = copies_of(workspace, problem.mode)
-            self.aside = self.copies.streams[_ASIDE]
-            shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
-            self.start, self.stop = workspace.rank * shard, (workspace.rank + 1) * shard
-            self.data, self.size = panels.data, problem.world_size * shard
+        self.wanted, self.copies = wanted_of(problem).gathered, copies_of(workspace, problem.mode)
+        self.aside = self.copies.streams[_ASIDE]
+        shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
+        self.start, self.stop = workspace.rank * shard, (workspace.rank + 1) * shard
+        self.data, self.size = panels.data, problem.world_size * shard
 
     def begin(self, stream: int, a: int, outputs: tuple[Any, ...]) -> None:
         """The own shard, beside what follows on `stream`."""
         if self.wanted:
-            self.copies.record(HERE, stream)
-            self.copies.wait(self.aside, HERE)
+            self.copies.fork(stream, (self.aside,), _HERE)
             self.copies.copy(self.aside, outputs[1].data_ptr() + self.start, a, self.stop - self.start)
-            self.copies.record(SENT_EVENT + _ASIDE, self.aside)
 
     def end(self, stream: int, outputs: tuple[Any, ...]) -> None:
         """The others, after what came before on `stream` has waited for them."""
@@ -409,65 +410,53 @@ class Gathered:
             for start, end in ((0, self.start), (self.stop, self.size)):
                 if end > start:
                     self.copies.copy(stream, outputs[1].data_ptr() + start, self.data + start, end - start)
-            self.copies.wait(stream, SENT_EVENT + _ASIDE)
-
-
-def send_arguments(problem: Problem, workspace: Workspace, panels: Panels, chunk_rows: int) -> tuple[int, ...]:
-    """Arguments of `send_kernel` after the addresses of the shard and its scales."""
-    extents = (rows_of(problem), problem.shape[2], chunk_rows, workspace.rank)
-    return (panels.local, *panels.peers, _scales_offset(problem), *extents)
+            self.copies.join((self.aside,), stream, _SENT + _ASIDE)
 
 
 class QueueVariant(GemmVariant):
-    """A persistent GEMM over the queue."""
+    """A persistent GEMM over the queue, after the call's begin and beside the pushes of copy engines.
+
+    Where the space has the axis `comm_blocks`, so many blocks of the kernel push instead.
+    """
 
     op = "ag_gemm"
     numerics: Numerics = "ordered"
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (
-            refuse_gather(problem, limits)
+            refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem))
             or refuse_tiles(problem, config, limits, rows=rows_of(problem), shards=problem.world_size)
             or refuse_chunks(problem, config, limits, int(config["block_m"]))
         )
 
-    def best_tiles(self, problem: Problem, limits: Limits, rest: dict[str, Value]) -> dict[str, Value]:
-        """The config with the best feasible tiles, given the values of the other axes."""
-
-        def infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
-            return self.infeasible(problem, {**config, **rest}, limits)
-
-        wish = tile_wish(problem, limits, rows=rows_of(problem))
-        return {**closest(wish, tile_space(), problem, limits, infeasible), **rest}
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        senders = 1 if limits.backend == "host" else 16
+        rest = {"comm_blocks": senders, "blocks_per_sm": 1, "chunks": 1, "streams": 1}
+        return {**tile_wish(problem, limits, rows=rows_of(problem)), **rest}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        packed = problem.shape[1] * out_itemsize(problem) % _PACKET_BYTES == 0
-        return {**super().constants(problem, config), "PACKED": packed}
+        return {**super().constants(problem, config), "PACKED": whole_packets(problem)}
 
-    def bind_gemm(
-        self, problem: Problem, config: Config, workspace: Workspace, most: int, arguments: tuple[int, ...]
-    ) -> Callable[..., None]:
-        """`(stream, a, b, out, scale_a, scale_b)` to a launch of the kernel, which stays until all is done.
-
-        Args:
-            most: blocks that find something to do.
-            arguments: of the kernel between those addresses and rank, timeout_ns, status.
-        """
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        panels, senders = workspace.panels(problem.mode, panel_bytes(problem)), int(config.get("comm_blocks", 0))
+        rows, (_, n, k), offset = rows_of(problem), problem.shape, _scales_offset(problem)
+        chunk_rows = rows_of_chunk(problem, config, int(config["block_m"]))
+        most = _queue_length(problem, config) + senders  # blocks that find something to do
         grid = min(most, 2)
         if workspace.device.type == "cuda":
             import torch
 
             num_sms = torch.cuda.get_device_properties(workspace.device).multi_processor_count
             grid = min(most, int(config.get("blocks_per_sm", 1)) * num_sms)
-        kernel = bind_kernel(self.request(problem, config), grid, workspace.device)
+        arguments: tuple[int, ...] = (panels.local, panels.local + offset, rows, n, k, chunk_rows)
+        if senders:
+            arguments = (panels.local, *panels.peers, offset, rows, n, k, chunk_rows, senders)
         waits = (workspace.rank, workspace.timeout_ns, workspace.status_argument(problem))
-        return kernel.fix((*(None,) * 5, *arguments, *waits))
-
-    def launch(
-        self, problem: Problem, begin: Callable[[int], None], multiply: Callable[..., None], gathered: Gathered,
-        pushes: Pushes | None = None,
-    ) -> Launch:  # fmt: skip
-        """The launch of the call's begin, the pushes if copy engines make them, and the GEMM."""
+        kernel = bind_kernel(self.request(problem, config), grid, workspace.device)
+        multiply, begin = kernel.fix((*(None,) * 5, *arguments, *waits)), bind_begin(problem, workspace, panels)
+        gathered, pushes = Gathered(problem, workspace, panels), None
+        if not senders:
+            pushes = pushes_by_copies(problem, workspace, panels, int(config["streams"]), chunk_rows)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             a = inputs[0].data_ptr()
@@ -496,28 +485,13 @@ class CopyEnginePersistent(QueueVariant):
     space = tile_space(blocks_per_sm=Choice(1, 2), chunks=Choice(1, 2, 4), streams=Choice(1, 2, 3))
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().infeasible(problem, config, limits) or refuse_streams(problem, config):
+        if reason := super().infeasible(problem, config, limits) or refuse_streams(problem, config["streams"]):
             return reason
         if config["blocks_per_sm"] == 1:
             return None
         if limits.backend == "host" or _queue_length(problem, config) <= limits.num_sms:
             return "there is no tile for a second block on an SM"
-        if not two_fit(problem, config):
-            return "two blocks with such tiles do not fit on an SM"
-        return None
-
-    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
-        return self.best_tiles(problem, limits, {"blocks_per_sm": 1, "chunks": 1, "streams": 1})
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        panels = workspace.panels(problem.mode, panel_bytes(problem))
-        rows, (_, n, k) = rows_of(problem), problem.shape
-        chunk_rows = rows_of_chunk(problem, int(config["chunks"]), int(config["block_m"]))
-        begin = bind_begin(problem, workspace, panels)
-        arguments = (panels.local, panels.local + _scales_offset(problem), rows, n, k, chunk_rows)
-        multiply = self.bind_gemm(problem, config, workspace, _queue_length(problem, config), arguments)
-        pushes = Pushes(problem, workspace, panels, int(config["streams"]), chunk_rows)
-        return self.launch(problem, begin, multiply, Gathered(problem, workspace, panels), pushes)
+        return None if two_fit(problem, config) else "two blocks with such tiles do not fit on an SM"
 
 
 class SmPersistent(QueueVariant):
@@ -540,23 +514,6 @@ class SmPersistent(QueueVariant):
         if senders > 2 and shard < senders * LEAST_SENT_BYTES:
             return f"{shard} bytes are too few for {senders} blocks to send"
         return None
-
-    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
-        found: dict[str, Value] = {}
-        for senders in (1,) if limits.backend == "host" else (16, 8, 4, 2):
-            found = self.best_tiles(problem, limits, {"comm_blocks": senders, "chunks": 1})
-            if self.infeasible(problem, found, limits) is None:
-                break
-        return found
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        panels = workspace.panels(problem.mode, panel_bytes(problem))
-        rows, (_, n, k), senders = rows_of(problem), problem.shape, int(config["comm_blocks"])
-        chunk_rows = rows_of_chunk(problem, int(config["chunks"]), int(config["block_m"]))
-        begin = bind_begin(problem, workspace, panels)
-        arguments = (panels.local, *panels.peers, _scales_offset(problem), rows, n, k, chunk_rows, senders)
-        multiply = self.bind_gemm(problem, config, workspace, _queue_length(problem, config) + senders, arguments)
-        return self.launch(problem, begin, multiply, Gathered(problem, workspace, panels))
 
 
 COPY_ENGINE_PERSISTENT = CopyEnginePersistent().register()

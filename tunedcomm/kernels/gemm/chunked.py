@@ -1,12 +1,33 @@
-"""gemm_ar by the library's GEMM, a part of the rows at a time; each part is reduced while the next one is multiplied.
+"""The fused GEMMs by the library's GEMM (cuBLAS), a part of the rows at a time, beside what moves the other parts.
 
-Products go into the result. GEMMs of the library wait for nothing, so whatever SMs a reduction wants become free.
+Parts are multiplied one after the other. With two `gemm_streams` every other GEMM goes to a stream of its own, so that
+a part's first tiles take the SMs that the last tiles of the one before leave. GEMMs of the library wait for nothing, so
+whatever SMs a kernel beside them wants become free. A call's begin, an exchange of flags after which peers may write
+each other's panels, is on a side stream: the first GEMM reaches no panels of peers and need not wait for anybody.
 
-**chunked.** A side stream waits for each part and reduces it in place by one of this library's all_reduce kernels, on a
-few SMs. All that uses the lane is on that one side stream, in the same order on every rank; it forks from the caller's
-stream after the calls before and joins it in the end.
+**ag_gemm.** Side streams push this rank's shard into the peers' panels. Meanwhile the own shard is multiplied, then
+those of the peers; before each product a kernel of one block waits for the flags of its rows.
 
-**copy_engine.** Each part is cut into one share for every rank. On the caller's stream:
+- chunked: a product for each chunk of the shards of rank − 1, rank − 2, …. Copy engines push, chunk by chunk (see
+  `ag.pushes_by_copies`), or a kernel of a few blocks (see `ag.send_shard`).
+- doubling: a product of the own shard, then of one other, then of two, of four: as many as there are already. The j-th,
+  from j = 0 on, is of the 2^j ranks whose numbers differ from this one's in bit j and perhaps in lower bits: neighbours
+  in the gathered A. Copy engines push to rank ⊕ 1, rank ⊕ 2, …: in every step each rank sends to one peer and hears
+  from one, and the shards come in the order of the products. There are fewer and larger products, log₂ n + 1 instead of
+  n, which is what few columns want; but the last one waits for all of its shards.
+
+**gemm_rs chunked.** Shards are multiplied in the order rank + 1, rank + 2, …, the own one last, each in `chunks` parts.
+A part for another rank goes into this rank's own panels, behind its slots. A side stream waits for it and pushes it
+into this rank's slot at the owner: by a copy engine, followed by a copy of the call's number into the owner's flag
+(`transport` copy_engine, which takes no SM), or by a small kernel that raises the flag itself (sm). The own parts go
+into the own slot. When the caller's stream has joined the side streams, and with them all SMs that the pushes want are
+theirs, one kernel waits for the peers' flags and sums the slots.
+
+**gemm_ar chunked.** Products go into the result. A side stream waits for each part and reduces it in place by one of
+this library's all_reduce kernels, on a few SMs. All that uses the lane is on that one side stream, in the same order on
+every rank.
+
+**gemm_ar copy_engine.** Each part is cut into one share for every rank. On the caller's stream:
 
     GEMM 0, GEMM 1, sum 0, GEMM 2, sum 1, …, the last GEMM, the last sum but one, all_reduce of the last part
 
@@ -15,52 +36,65 @@ call's number as a flag, during GEMM c + 1. Sum c waits for the flags and adds t
 order. During GEMM c + 2 the sums go round (`gather`): copy engines push them into the peers' panels, again with flags,
 and a side stream that waits for those copies them into the result; or sum c leaves them in the own panels and announces
 them, and the peers' copy engines pull them, which is one copy less on a slower way. Nothing hides what the last part
-costs, so it is reduced by this library's all_reduce kernel, which has all SMs then. With two `gemm_streams` every other
-GEMM goes to a stream of its own, so that a part's first tiles take the SMs that the last tiles of the one before leave;
-sums go to one of a higher priority.
+costs, so it is reduced by this library's all_reduce kernel, which has all SMs then. With two `gemm_streams` sums go to
+a stream of a higher priority.
 
 No rank waits in a circle: pushes wait for the begin and for GEMMs, sums for pushes, gathers for sums; each is queued
 behind what it waits for, on whatever streams share a hardware queue. Gathers overwrite rows that peers were to sum only
 after their sum, which is after the push that reads them. Panels are written again only after a begin, when all ranks
 have joined the streams that read them; where peers pull, a call ends with one of its own.
 
-Numerics: library (its products; sums are ordered and made once, so all ranks get the same bits). Graph-safe: side
-streams fork from the caller's and join it; flags hold call numbers. Lane rules: those of the all_reduce kernels; begin
-and all_reduce follow each other.
-Source: decomposed GEMM and collective as in PyTorch's asynchronous tensor parallelism, with collectives of our own;
-two-shot all_reduce over decomposed GEMMs, our own arrangement.
+Numerics: library (the products, whose order over the depth is cuBLAS's choice; sums over ranks are ordered and made
+once). Graph-safe: side streams fork from the caller's and join it; flags hold call numbers.
+Source: asynchronous tensor parallelism in PyTorch, cut by chunk, with flags and sums of our own; the pairs of
+recursive-doubling all-gathers; two-shot all_reduce over decomposed GEMMs, our own arrangement.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.bias import with_bias
-from tunedcomm.kernels.common.copies import copies_of
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.copies import NUM_STREAMS, copies_of
+from tunedcomm.kernels.common.feasibility import Launch, grid_rounds
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.packets import PACKET_BYTES, sum_packets
+from tunedcomm.kernels.common.packets import PACKET_BYTES, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import VariantBase
+from tunedcomm.kernels.gemm.ag import (
+    LEAST_SENT_BYTES,
+    Gathered,
+    Pushes,
+    gathered_in,
+    panel_bytes,
+    pushes_by_copies,
+    pushes_by_kernel,
+    refuse_chunks,
+    rows_of_chunk,
+    send_kernel,
+)
 from tunedcomm.kernels.gemm.library import (
     REDUCE_KERNELS,
     adds_bias,
     bind_reduction,
     reduction_of,
     refuse_reduction,
+    refuse_scaled,
     usual_reduction,
 )
-from tunedcomm.kernels.gemm.op import bind_product, operands_of, out_itemsize, ready_to_cut, refuse_gemm, wanted_of
+from tunedcomm.kernels.gemm.op import Operands, operands_of, out_itemsize, product, ready_to_cut, rows_of, wanted_of
 from tunedcomm.kernels.gemm.panels import (
+    DATA,
     Sender,
     announce,
+    announce_to,
+    await_chunk,
     await_chunk_of_all,
     begin_panels_kernel,
     begin_request,
@@ -68,17 +102,79 @@ from tunedcomm.kernels.gemm.panels import (
     call_number,
     is_last,
 )
+from tunedcomm.kernels.gemm.rs import slot_bytes
+from tunedcomm.kernels.gemm.tiles import refuse_gemm, refuse_streams, whole_packets
 from tunedcomm.space import Choice, Config, Space, Value
-from tunedcomm.spec import Limits, Problem
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA
 
 if TYPE_CHECKING:
     import torch
 
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Panels, Workspace
 
 _TILE = 128  # rows of the library's tiles
-_SUM_WARPS = 16
+_MULTIPLE = 16  # of rows in a chunk of a shard
+_WARPS = 16  # of kernels that send or sum
+_LEAST_RANKS = 4  # with fewer, products of doubling are those of chunked
+# Events behind those of `ag.Pushes` and `ag.Gathered`: the caller's stream, the begin, a part's product (of every other
+# one beside), the end of those, a sum, all peers' sums; then the ends of the side streams.
+_START, _BEGUN, _MADE, _MADE_BESIDE, _BESIDE, _SUMMED, _READY, _DONE = range(NUM_STREAMS + 1, NUM_STREAMS + 9)
+
+
+@triton.jit
+def await_kernel(panels, source, chunk, timeout_ns, status):
+    """One block: chunk `chunk` of rank `source` is here."""
+    await_chunk(panels, source, chunk, call_number(panels), timeout_ns, status)
+
+
+@triton.jit
+def await_ranks_kernel(panels, first, count, timeout_ns, status):
+    """One block: the shards of `count` ranks from `first` on are here."""
+    number = call_number(panels)
+    for source in tl.range(first, first + count):
+        await_chunk(panels, source, 0, number, timeout_ns, status)
+
+
+@triton.jit
+def push_chunk_kernel(source, target, packets, panels, owner, rank, chunk, counter, BLOCK: tl.constexpr):
+    """Copy `packets` packets from address `source` to `target`, in the panels at `owner`; raise the chunk's flag there.
+
+    Waits for nothing.
+    """
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, packets, step):
+        packet = start + lanes
+        here = packet < packets
+        w0, w1, w2, w3 = load_packets(source + packet * 16, here)
+        store_packets(target + packet * 16, w0, w1, w2, w3, here)
+    if is_last(panels, counter, tl.num_programs(0)):
+        announce_to(owner, rank, chunk, call_number(panels))
+
+
+@triton.jit
+def sum_slots_kernel(
+    out, numel, panels, slot_bytes, span, rank, timeout_ns, status,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, TAIL: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum what lies in the slots of the own panels, in rank order, chunks of `span` packets; the own slot is full."""
+    number = call_number(panels)
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    total = slot_bytes // 16
+    for chunk in tl.static_range(CHUNKS):
+        await_chunk_of_all(panels, chunk, rank, number, timeout_ns, status, WORLD_SIZE)
+        end = tl.minimum(total, (chunk + 1) * span)
+        for start in tl.range(chunk * span + tl.program_id(0).to(tl.int64) * BLOCK, end, step):
+            packet = start + lanes
+            here = packet < end
+            words = ()
+            for i in tl.static_range(WORLD_SIZE):
+                words = words + load_packets(panels + DATA + i * slot_bytes + packet * 16, here)
+            s0, s1, s2, s3 = sum_packets(words, DTYPE, AVG, WORLD_SIZE)
+            write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, TAIL)
 
 
 @triton.jit
@@ -124,6 +220,321 @@ def await_all_kernel(panels, chunk, rank, timeout_ns, status, WORLD_SIZE: tl.con
     await_chunk_of_all(panels, chunk, rank, call_number(panels), timeout_ns, status, WORLD_SIZE)
 
 
+class _Products:
+    """The products of a call's parts, in turn on the caller's stream and, with two `gemm_streams`, on one beside it."""
+
+    def __init__(self, problem: Problem, config: Config, workspace: Workspace) -> None:
+        self.problem, self.copies = problem, copies_of(workspace, problem.mode)
+        self.two = config["gemm_streams"] == 2
+
+    def wait(self, event: int) -> None:
+        """Hold back the stream beside."""
+        if self.two:
+            self.copies.wait(self.copies.beside, event)
+
+    def stream_of(self, number: int, stream: int) -> int:
+        """The stream of a product, if `stream` is the caller's."""
+        return self.copies.beside if self.two and number % 2 else stream
+
+    def multiply(self, number: int, stream: int, operands: Operands, out: torch.Tensor) -> int:
+        """Queue product number `number`; return its stream."""
+        queue = self.stream_of(number, stream)
+        with self.copies.current(queue) if queue != stream else contextlib.nullcontext():
+            product(self.problem, operands, out)
+        return queue
+
+    def join(self, stream: int) -> None:
+        """Hold back the caller's stream until all products are made."""
+        if self.two:
+            self.copies.join((self.copies.beside,), stream, _BESIDE)
+
+    def begin(self, stream: int, side: int, begin: Callable[[int], None]) -> None:
+        """The call's begin, on a side stream."""
+        self.copies.fork(stream, (side,), _START)
+        begin(side)
+        self.copies.record(_BEGUN, side)
+
+
+class _GatherVariant(VariantBase):
+    """A variant of ag_gemm; its second kernel waits for rows of the gathered A."""
+
+    op = "ag_gemm"
+    numerics = "library"
+
+    def await_request(self) -> CompileRequest:
+        return CompileRequest.of(self.kernels[1], {}, num_warps=1)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        return (begin_request(problem.world_size), self.await_request())
+
+    def launch(
+        self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, pushes: Pushes,
+        pieces: Sequence[tuple[int, int, int, int]],
+    ) -> Launch:  # fmt: skip
+        """A launch of the call's begin, the pushes, and the products of the own shard and of all pieces.
+
+        A piece is two arguments of the kernel that waits for it, and its first row and its end in the gathered A.
+        """
+        begin, copied = bind_begin(problem, workspace, panels), Gathered(problem, workspace, panels)
+        copies, products = copies_of(workspace, problem.mode), _Products(problem, config, workspace)
+        everything, scales = gathered_in(panels, problem)
+        rows = rows_of(problem)
+        own = slice(workspace.rank * rows, (workspace.rank + 1) * rows)
+        kernel = bind_kernel(self.await_request(), 1, workspace.device)
+        waits = (workspace.timeout_ns, workspace.status_argument(problem))
+        waited = [(kernel.fix((panels.local, *which, *waits)), first, end) for *which, first, end in pieces]
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            operands, out, side = ready_to_cut(problem, operands_of(problem, inputs)), outputs[0], copies.streams[0]
+            gathered = operands._replace(a=everything, scale_a=operands.scale_a if scales is None else scales)
+            a = operands.a.data_ptr()
+            products.begin(stream, side, begin)
+            pushes.begin(side, a, operands.scale_a.data_ptr() if problem.scaling else 0)
+            copied.begin(stream, a, outputs)
+            products.multiply(0, stream, operands, out[own])
+            copies.wait(stream, _BEGUN)
+            products.wait(_BEGUN)
+            for number, (wait, first, end) in enumerate(waited, 1):
+                wait(products.stream_of(number, stream))
+                products.multiply(number, stream, gathered.of_rows(problem, first, end), out[first:end])
+            products.join(stream)
+            copied.end(stream, outputs)
+            pushes.end(stream)
+
+        return run
+
+
+class ChunkedGather(_GatherVariant):
+    name = "chunked"
+    summary = "cuBLAS once a chunk, as the chunks come; copy engines or a few blocks push them"
+    kernels = (begin_panels_kernel, await_kernel, send_kernel)
+    space = Space(
+        {
+            "transport": Choice("copy_engine", "sm"),
+            "chunks": Choice(1, 2),
+            "gemm_streams": Choice(1, 2),
+            "streams": Choice(1, 2, 3),
+            "comm_blocks": Choice(1, 8, 16, 32),
+        }
+    )
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        senders, by_copies = int(config["comm_blocks"]), config["transport"] == "copy_engine"
+        room = panel_bytes(problem)
+        if reason := refuse_gemm(problem, limits, panel_bytes=room, descriptors=not by_copies):
+            return reason
+        if reason := refuse_scaled(problem, limits):
+            return reason
+        if by_copies and senders != 1:
+            return "copy engines take no blocks: only comm_blocks=1"
+        if by_copies and (reason := refuse_streams(problem, config["streams"])):
+            return reason
+        if not by_copies and int(config["streams"]) != 1:
+            return "one kernel sends everything: only streams=1"
+        shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
+        if limits.backend == "host" and senders > 1:
+            return "interpreted blocks run one after another: more than 1 only cost time"
+        if not by_copies and limits.backend == "cuda" and (senders == 1 or shard < senders * LEAST_SENT_BYTES):
+            return f"{shard} bytes are not the right work for {senders} blocks that send"
+        return refuse_chunks(problem, config, limits, _MULTIPLE)
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        streams = 1 if limits.backend == "host" else 2
+        return {"transport": "copy_engine", "chunks": 1, "streams": 1, "comm_blocks": 1, "gemm_streams": streams}
+
+    def _send_request(self, problem: Problem) -> CompileRequest:
+        constants: dict[str, Value] = {"DTYPE": problem.dtype, "SCALING": problem.scaling}
+        return CompileRequest.of(send_kernel, {**constants, "WORLD_SIZE": problem.world_size}, num_warps=_WARPS)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        found = super().compile_requests(problem, config)
+        return found if config["transport"] == "copy_engine" else (*found, self._send_request(problem))
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        rows, world_size = rows_of(problem), problem.world_size
+        panels = workspace.panels(problem.mode, panel_bytes(problem))
+        span = rows_of_chunk(problem, config, _MULTIPLE)
+        pieces = []
+        for turn in range(1, world_size):
+            source = (workspace.rank - turn) % world_size
+            for chunk, start in enumerate(range(0, rows, span)):
+                pieces.append((source, chunk, source * rows + start, source * rows + min(start + span, rows)))
+        if config["transport"] == "copy_engine":
+            pushes = pushes_by_copies(problem, workspace, panels, int(config["streams"]), span)
+        else:
+            kernel = bind_kernel(self._send_request(problem), int(config["comm_blocks"]), workspace.device)
+            pushes = pushes_by_kernel(problem, workspace, panels, kernel, span)
+        return self.launch(problem, config, workspace, panels, pushes, pieces)
+
+
+class Doubling(_GatherVariant):
+    name = "doubling"
+    summary = "cuBLAS of the own shard, then of 1, 2, 4 others, as copy engines bring them"
+    kernels = (begin_panels_kernel, await_ranks_kernel)
+    space = Space({"gemm_streams": Choice(1, 2), "streams": Choice(1, 2, 3)})
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem), descriptors=False):
+            return reason
+        count = problem.world_size
+        if count < _LEAST_RANKS or count & (count - 1):
+            return f"{count} ranks are no power of two from {_LEAST_RANKS} on"
+        return refuse_scaled(problem, limits) or refuse_streams(problem, config["streams"])
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {"gemm_streams": 1, "streams": 1}
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        panels = workspace.panels(problem.mode, panel_bytes(problem))
+        rows, rank, world_size = rows_of(problem), workspace.rank, problem.world_size
+        order = [((rank ^ turn) - rank) % world_size for turn in range(1, world_size)]
+        pushes = pushes_by_copies(problem, workspace, panels, int(config["streams"]), rows, order)
+        pieces, count = [], 1
+        while count < world_size:
+            first = (rank // count ^ 1) * count
+            pieces.append((first, count, first * rows, (first + count) * rows))
+            count *= 2
+        return self.launch(problem, config, workspace, panels, pushes, pieces)
+
+
+_PUSH_REQUEST = CompileRequest.of(push_chunk_kernel, {"BLOCK": 32 * _WARPS}, num_warps=_WARPS)
+
+
+class ChunkedScatter(VariantBase):
+    op = "gemm_rs"
+    name = "chunked"
+    numerics = "library"
+    summary = "cuBLAS shard by shard, each pushed to its owner during the next; then one sum"
+    kernels = (begin_panels_kernel, push_chunk_kernel, sum_slots_kernel)
+    space = Space(
+        {
+            "chunks": Choice(1, 2, 4),
+            "transport": Choice("copy_engine", "sm"),
+            "gemm_streams": Choice(1, 2),
+            "num_streams": Choice(1, 2, 3),
+            "push_blocks": Choice(1, 4, 8, 16, 32),
+            "num_blocks": Choice(1, 32, 64, 132, 264, 396, 528),
+            "num_warps": Choice(4, 8, 16),
+        }
+    )
+
+    def _span(self, problem: Problem, config: Config) -> int:
+        """Rows of a part."""
+        return -(-rows_of(problem) // int(config["chunks"]))
+
+    def _room(self, problem: Problem) -> int:
+        return 2 * problem.world_size * slot_bytes(problem)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_gemm(problem, limits, panel_bytes=self._room(problem), descriptors=False):
+            return reason
+        chunks, blocks, span = int(config["chunks"]), int(config["push_blocks"]), self._span(problem, config)
+        if chunks > 1 and not whole_packets(problem):
+            return f"rows of {problem.shape[1]} results are no whole packets, so parts would share some: only chunks=1"
+        if -(-rows_of(problem) // span) != chunks:
+            return f"{rows_of(problem)} rows do not make {chunks} parts"
+        if chunks > 1 and limits.backend == "cuda" and span < _TILE:
+            return f"{span} rows a part are less than the library's tiles have"
+        if config["transport"] == "copy_engine" and blocks > 1:
+            return "copy engines have no blocks: only push_blocks=1"
+        if config["transport"] == "sm" and blocks == 1 and limits.backend == "cuda":
+            return "one block does not fill a link"
+        return refuse_streams(problem, config["num_streams"]) or self._unsuited_sum(problem, config, limits)
+
+    def _unsuited_sum(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Why the grid of the sum does not suit the problem, or None."""
+        blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+        packets = slot_bytes(problem) // PACKET_BYTES
+        if limits.backend == "host":
+            single = blocks == 1 and threads <= 128
+            return None if single else "interpreted blocks run one after another: only one of 4 warps"
+        if blocks * threads > limits.num_sms * 2048:
+            return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
+        if (blocks - 1) * threads >= packets and blocks > 1:
+            return f"{packets} packets leave some of {blocks} blocks without work"
+        if blocks == 1 and packets > 8 * threads:
+            return f"one block takes long for {packets} packets"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
+        wish: dict[str, Any] = {"chunks": 1, "transport": "copy_engine", "gemm_streams": 1, "push_blocks": 1}
+        wish |= {"num_streams": min(problem.world_size - 1, 2), "num_warps": 8}
+        return {**wish, "num_blocks": min(slot_bytes(problem) / 4096, limits.num_sms)}
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return grid_rounds(slot_bytes(problem) // PACKET_BYTES, config)
+
+    def _sum_request(self, problem: Problem, config: Config) -> CompileRequest:
+        constants: dict[str, Value] = {
+            "WORLD_SIZE": problem.world_size,
+            "DTYPE": wanted_of(problem).dtype,
+            "WIDTH": out_itemsize(problem),
+            "AVG": problem.reduction == "avg",
+            "TAIL": rows_of(problem) * problem.shape[1] * out_itemsize(problem) % PACKET_BYTES != 0,
+            "CHUNKS": int(config["chunks"]),
+            "BLOCK": 32 * int(config["num_warps"]),
+        }
+        return CompileRequest.of(sum_slots_kernel, constants, num_warps=int(config["num_warps"]))
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        found = (begin_request(problem.world_size), self._sum_request(problem, config))
+        return (*found, _PUSH_REQUEST) if config["transport"] == "sm" else found
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        panels, products = workspace.panels(problem.mode, self._room(problem)), _Products(problem, config, workspace)
+        copies, rank, rows, n = products.copies, workspace.rank, rows_of(problem), problem.shape[1]
+        sides, sender = copies.streams[: int(config["num_streams"])], Sender(copies, rank, panels.local)
+        slot, chunks, row_bytes = slot_bytes(problem), int(config["chunks"]), n * out_itemsize(problem)
+        span, dtype = self._span(problem, config), getattr(torch, wanted_of(problem).dtype)
+        pusher = None
+        if config["transport"] == "sm":
+            pusher = bind_kernel(_PUSH_REQUEST, int(config["push_blocks"]), workspace.device)
+
+        def push(step: int, chunk: int, source: int, offset: int, nbytes: int) -> Callable[[int], None]:
+            owner, place = panels.peers[step], PANEL_DATA + rank * slot + offset
+            if pusher is None:
+                return lambda stream: sender.send(stream, owner, chunk, (place, source, nbytes))
+            packets, counter = -(-nbytes // PACKET_BYTES), step * chunks + chunk
+            return pusher.fix((source, owner + place, packets, panels.local, owner, rank, chunk, counter))
+
+        parts = []  # (first row of A, where its product goes, side stream, push or None for own parts), in order
+        for step in range(problem.world_size):
+            owner, own = (rank + 1 + step) % problem.world_size, step == problem.world_size - 1
+            base = PANEL_DATA + (rank if own else problem.world_size + step) * slot
+            for chunk, first in enumerate(range(0, rows, span)):
+                count, offset = min(span, rows - first), first * row_bytes
+                start, nbytes = base + offset, count * row_bytes
+                target = panels.buffer.local[start : start + nbytes].view(dtype).view(count, n)
+                queue = None if own else push(step, chunk, panels.local + start, offset, nbytes)
+                parts.append((owner * rows + first, target, sides[step % len(sides)], queue))
+        summer = bind_kernel(self._sum_request(problem, config), int(config["num_blocks"]), workspace.device)
+        waits = (rank, workspace.timeout_ns, workspace.status_argument(problem))
+        a_chunk = (span * row_bytes if chunks > 1 else slot) // PACKET_BYTES
+        total = summer.fix((None, rows * n, panels.local, slot, a_chunk, *waits))
+        begin = bind_begin(problem, workspace, panels)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            """See the module's text."""
+            operands = ready_to_cut(problem, operands_of(problem, inputs))
+            products.begin(stream, sides[0], begin)
+            for side in sides[1:]:
+                copies.wait(side, _BEGUN)
+            products.wait(_START)
+            for number, (row, target, side, queue) in enumerate(parts):
+                cut = operands.of_rows(problem, row, row + target.shape[0])
+                made = products.multiply(number, stream, cut, target)
+                if queue is not None:
+                    copies.fork(made, (side,), _MADE)
+                    queue(side)
+            products.join(stream)
+            copies.join(sides, stream, _DONE)
+            total(stream, outputs[0].data_ptr())
+
+        return run
+
+
 def _parts_of(problem: Problem, config: Config) -> list[tuple[int, int]]:
     """First row and number of rows of each of `chunks` parts, of whole tiles if they are many.
 
@@ -155,16 +566,7 @@ def _refuse_parts(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _inputs_of_rows(problem: Problem, inputs: tuple[Any, ...], row: int, rows: int) -> tuple[Any, ...]:
-    """A launch's inputs with some rows of A only."""
-    given = list(inputs)
-    given[0] = inputs[0][row : row + rows]
-    if problem.scaling == "rowwise":
-        given[-2] = inputs[-2][row : row + rows]
-    return tuple(given)
-
-
-class Chunked(VariantBase):
+class ChunkedReduce(VariantBase):
     op = "gemm_ar"
     name = "chunked"
     numerics = "library"
@@ -181,7 +583,7 @@ class Chunked(VariantBase):
     )
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_gemm(problem, limits, panel_bytes=0, descriptors=False):
+        if reason := refuse_gemm(problem, limits, descriptors=False):
             return reason
         if reason := _refuse_parts(problem, config):
             return reason
@@ -208,45 +610,34 @@ class Chunked(VariantBase):
         return tuple(dict.fromkeys(asked))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        wanted = _parts_of(problem, config)
+        wanted, copies = _parts_of(problem, config), copies_of(workspace, problem.mode)
         sizes = sorted({rows for _, rows in wanted})
         reductions = {rows: bind_reduction(problem, config, workspace, rows) for rows in sizes}
-        copies, multiply = copies_of(workspace, problem.mode), bind_product(problem)
-        fused, side = adds_bias(problem, str(config["algorithm"])), copies.streams[0]
-        here, done = 0, 1  # events
+        fused, sides = adds_bias(problem, str(config["algorithm"])), copies.streams[:1]
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             """See the module's text."""
-            out, bias = outputs[0], operands_of(problem, inputs).bias
-            added = bias.data_ptr() if fused else 0
+            operands, out = ready_to_cut(problem, operands_of(problem, inputs)), outputs[0]
             for row, rows in wanted:
                 part = out[row : row + rows]
-                multiply(_inputs_of_rows(problem, inputs, row, rows), part)
-                copies.record(here, stream)
-                copies.wait(side, here)
-                reductions[rows](side, part.data_ptr(), added)
-            copies.record(done, side)
-            copies.wait(stream, done)
-            if bias is not None and not fused:
-                out.add_(bias)
+                product(problem, operands.of_rows(problem, row, row + rows), part)
+                copies.fork(stream, sides, _MADE)
+                reductions[rows](sides[0], part.data_ptr(), operands.bias.data_ptr() if fused else 0)
+            copies.join(sides, stream, _DONE)
+            if operands.bias is not None and not fused:
+                out.add_(operands.bias)
 
         return run
 
 
-# Events: the caller's stream, the begin, a part's product (of every other one beside), its sum, all peers' sums; then
-# the ends of the side streams.
-_HERE, _BEGUN, _MADE, _MADE_BESIDE, _SUMMED, _READY, _DONE = range(7)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part but the last. Addresses are those of this rank's panels, or offsets from them in the peers'.
+class _Part(NamedTuple):
+    """A part but the last of gemm_ar copy_engine.
 
     Attributes:
         row, rows: of the result.
         shares: byte in the result, and bytes, of each rank's share.
         chunk, gathered: by which its shares, and its sums, are announced.
-        slots, sums: offsets in the panels.
+        slots, sums: offsets in the panels, of any rank.
         slot: bytes from one slot to the next.
         total: `(stream, own share, bias)` to the sum.
         ready: `(stream)` waits until all peers' sums are announced.
@@ -254,7 +645,7 @@ class _Part:
 
     row: int
     rows: int
-    shares: tuple[tuple[int, int], ...]
+    shares: list[tuple[int, int]]
     chunk: int
     gathered: int
     slots: int
@@ -265,7 +656,7 @@ class _Part:
 
 
 class _Launch:
-    """A launch of copy_engine.
+    """A launch of gemm_ar copy_engine.
 
     Its side streams: `pushing` for shares, `gathering` for sums, `aside` waits for the peers' sums; `summing` has the
     sums if every other GEMM goes beside the caller's stream, else it is 0.
@@ -274,9 +665,9 @@ class _Launch:
     def __init__(self, variant: CopyEngine, problem: Problem, config: Config, workspace: Workspace) -> None:
         self.problem, self.rank, self.pulled = problem, workspace.rank, config["gather"] == "pull"
         self.panels = workspace.panels(problem.mode, variant.room(problem, config))
-        self.copies, count = copies_of(workspace, problem.mode), int(config["num_streams"])
+        self.products = _Products(problem, config, workspace)
+        self.copies, count = self.products.copies, int(config["num_streams"])
         self.sender = Sender(self.copies, self.rank, self.panels.local)
-        self.multiply = bind_product(problem)
         self.begin = bind_begin(problem, workspace, self.panels)
         self.parts = tuple(self._bind_parts(variant, config, workspace))
         self.tail = _, rows = _parts_of(problem, config)[-1]
@@ -285,7 +676,7 @@ class _Launch:
         self.reduce_tail = bind_reduction(problem, reducing, workspace, rows)
         streams = self.copies.streams
         self.pushing, self.gathering, self.aside = streams[:count], streams[count : 2 * count], streams[2 * count]
-        self.summing = streams[2 * count + 1] if config["gemm_streams"] == 2 else 0
+        self.summing = streams[2 * count + 1] if self.products.two else 0
 
     def _bind_parts(self, variant: CopyEngine, config: Config, workspace: Workspace) -> Iterable[_Part]:
         """All parts but the last."""
@@ -298,7 +689,7 @@ class _Launch:
         for chunk, (row, rows) in enumerate(wanted):
             slot, begin, end = _slot_bytes(problem, rows), row * row_bytes, (row + rows) * row_bytes
             starts = [min(begin + owner * slot, end) for owner in range(world_size + 1)]
-            shares = tuple((start, stop - start) for start, stop in itertools.pairwise(starts))
+            shares = [(start, stop - start) for start, stop in itertools.pairwise(starts)]
             own, nbytes = shares[rank]
             sums, gathered = slots + world_size * slot, len(wanted) + chunk
             places = (row_bytes // PACKET_BYTES, own // PACKET_BYTES, panels.local + slots, slot, panels.local + sums)
@@ -309,56 +700,44 @@ class _Launch:
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
         """See the module's text."""
-        copies, out, operands = self.copies, outputs[0], operands_of(self.problem, inputs)
+        copies, out, operands = self.copies, outputs[0], ready_to_cut(self.problem, operands_of(self.problem, inputs))
         bias, target = operands.bias, out.data_ptr()
         added = 0 if bias is None else bias.data_ptr()
-        inputs = (inputs[0], ready_to_cut(self.problem, operands).b, *inputs[2:])
-        copies.record(_HERE, stream)
-        copies.wait(self.pushing[0], _HERE)
-        self.begin(self.pushing[0])
-        copies.record(_BEGUN, self.pushing[0])
+        self.products.begin(stream, self.pushing[0], self.begin)
+        self.products.wait(_START)
         if self.summing:
-            copies.wait(copies.beside, _HERE)
             copies.wait(self.summing, _BEGUN)
         for number, part in enumerate(self.parts):
-            self._multiply(inputs, out, (part.row, part.rows), number, stream)
+            self._multiply(operands, out, (part.row, part.rows), number, stream)
             self._scatter(part, self._made(number), target)
             if number:
                 self._finish(self.parts[number - 1], target, added, stream)
             else:
                 copies.wait(stream, _BEGUN)
-        rows = self._multiply(inputs, out, self.tail, len(self.parts), stream)
+        rows = self._multiply(operands, out, self.tail, len(self.parts), stream)
         self._finish(self.parts[-1], target, added, stream)
         copies.wait(stream, self._made(len(self.parts)))
         self.reduce_tail(stream, rows.data_ptr(), added if self.fused else 0)
         if bias is not None and not self.fused:
             rows.add_(bias)
-        self._join(stream)
-
-    def _join(self, stream: int) -> None:
-        """The caller's stream goes on once all others are done."""
-        sides = [*self.pushing, *self.gathering, self.aside]
-        sides += [self.summing, self.copies.beside] if self.summing else []
-        for number, side in enumerate(sides):
-            self.copies.record(_DONE + number, side)
-            self.copies.wait(stream, _DONE + number)
+        summing = (self.summing,) if self.summing else ()
+        copies.join((*self.pushing, *self.gathering, self.aside, *summing), stream, _DONE)
+        self.products.join(stream)
         if self.pulled:  # the peers may still be at it
             self.begin(stream)
 
-    def _multiply(
-        self, inputs: tuple[Any, ...], out: torch.Tensor, part: tuple[int, int], number: int, stream: int
-    ) -> torch.Tensor:
-        """The product of a part (first row, number of rows), made when `_made` says so."""
-        rows, given = out[part[0] : sum(part)], _inputs_of_rows(self.problem, inputs, *part)
-        away = self._made(number) == _MADE_BESIDE
-        with self.copies.current(self.copies.beside) if away else contextlib.nullcontext():
-            self.multiply(given, rows)
-        self.copies.record(self._made(number), self.copies.beside if away else stream)
-        return rows
-
     def _made(self, number: int) -> int:
         """The event of a part's product, until the next one on its stream."""
-        return _MADE_BESIDE if self.summing and number % 2 else _MADE
+        return _MADE_BESIDE if self.products.two and number % 2 else _MADE
+
+    def _multiply(
+        self, operands: Operands, out: torch.Tensor, part: tuple[int, int], number: int, stream: int
+    ) -> torch.Tensor:
+        """The product of a part (first row, number of rows), made when `_made` says so."""
+        row, end = part[0], sum(part)
+        made = self.products.multiply(number, stream, operands.of_rows(self.problem, row, end), out[row:end])
+        self.copies.record(self._made(number), made)
+        return out[row:end]
 
     def _peers(self, sides: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
         """Rank and panels of each peer, from rank + 1 on, and one of the side streams in turn."""
@@ -377,28 +756,24 @@ class _Launch:
 
     def _finish(self, part: _Part, target: int, bias: int, stream: int) -> None:
         """The own share's sum, after the products made so far, and the way of all sums."""
-        copies, (own, nbytes) = self.copies, part.shares[self.rank]
+        copies, (own, nbytes), summing = self.copies, part.shares[self.rank], self.summing or stream
         if self.summing:
-            copies.wait(self.summing, _MADE)
-            copies.wait(self.summing, _MADE_BESIDE)
-        part.total(self.summing or stream, target + own, bias)
-        copies.record(_SUMMED, self.summing or stream)
-        for side in (*self.gathering, self.aside):
-            copies.wait(side, _SUMMED)
+            copies.wait(summing, _MADE)
+            copies.wait(summing, _MADE_BESIDE)
+        part.total(summing, target + own, bias)
+        copies.fork(summing, (*self.gathering, self.aside), _SUMMED)
         if not self.pulled:
             for _, peer, side in self._peers(self.gathering):
                 move = (part.sums + self.rank * part.slot, target + own, nbytes)
                 self.sender.send(side, peer, part.gathered, move)
         part.ready(self.aside)
-        copies.record(_READY, self.aside)
         if self.pulled:
-            for side in self.gathering:
-                copies.wait(side, _READY)
+            copies.fork(self.aside, self.gathering, _READY)
         for owner, peer, side in self._peers(self.gathering if self.pulled else (self.aside,)):
-            at, nbytes = part.shares[owner]
+            at, share = part.shares[owner]
             source = peer + part.sums if self.pulled else self.panels.local + part.sums + owner * part.slot
-            if nbytes:
-                copies.copy(side, target + at, source, nbytes)
+            if share:
+                copies.copy(side, target + at, source, share)
 
 
 def _slot_bytes(problem: Problem, rows: int) -> int:
@@ -434,10 +809,10 @@ class CopyEngine(VariantBase):
             return reason
         if reason := _refuse_parts(problem, config):
             return reason
-        if wanted_of(problem).bias and problem.shape[1] * out_itemsize(problem) % PACKET_BYTES:
+        if wanted_of(problem).bias and not whole_packets(problem):
             return f"rows of {problem.shape[1]} results are no whole packets, as sums with a bias want"
-        if int(config["num_streams"]) > problem.world_size - 1:
-            return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
+        if reason := refuse_streams(problem, config["num_streams"]):
+            return reason
         parts, blocks, host = _parts_of(problem, config), int(config["num_blocks"]), limits.backend == "host"
         tail = parts[-1][1]
         if reason := refuse_reduction(problem, usual_reduction(problem, tail, host=host), limits, tail):
@@ -464,9 +839,9 @@ class CopyEngine(VariantBase):
             "DTYPE": wanted.dtype,
             "BIAS": wanted.bias,
             "PULLED": config["gather"] == "pull",
-            "BLOCK": 32 * _SUM_WARPS,
+            "BLOCK": 32 * _WARPS,
         }
-        return CompileRequest.of(sum_share_kernel, constants, num_warps=_SUM_WARPS)
+        return CompileRequest.of(sum_share_kernel, constants, num_warps=_WARPS)
 
     def ready_request(self, problem: Problem) -> CompileRequest:
         return CompileRequest.of(await_all_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
@@ -480,5 +855,5 @@ class CopyEngine(VariantBase):
         return _Launch(self, problem, config, workspace)
 
 
-CHUNKED = Chunked().register()
-COPY_ENGINE = CopyEngine().register()
+for _variant in (ChunkedGather, Doubling, ChunkedScatter, ChunkedReduce, CopyEngine):
+    _variant().register()

@@ -28,7 +28,7 @@ from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.variant import LibraryVariant, VariantBase, all_gather_single, reduce_scatter_single
-from tunedcomm.kernels.gemm.ag import gathered_in, panel_bytes, refuse_gather, scales_in
+from tunedcomm.kernels.gemm.ag import gathered_in, panel_bytes
 from tunedcomm.kernels.gemm.op import (
     DTYPES,
     SCALED_MULTIPLE,
@@ -37,11 +37,11 @@ from tunedcomm.kernels.gemm.op import (
     operands_of,
     out_itemsize,
     product,
-    refuse_gemm,
     rows_of,
     usual_dtype,
     wanted_of,
 )
+from tunedcomm.kernels.gemm.tiles import refuse_gemm, whole_packets
 from tunedcomm.kernels.reduce_scatter.lamport import LAMPORT as LAMPORT_SCATTER
 from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT as ONE_SHOT_SCATTER
 from tunedcomm.kernels.reduce_scatter.push import PUSH as PUSH_SCATTER
@@ -78,7 +78,7 @@ class LibraryGather(_Library):
                 scales = torch.empty((m, 1), device=whole.device)
                 gather(scales, operands.scale_a)
                 operands = operands._replace(scale_a=scales)
-            product(problem, operands, outputs[0], whole)
+            product(problem, operands._replace(a=whole), outputs[0])
 
         return run
 
@@ -239,9 +239,11 @@ class TunedGather(_LibraryTuned):
         return tuple(gathers)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_gather(problem, limits, descriptors=False) or refuse_scaled(problem, limits):
+        if reason := refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem), descriptors=False):
             return reason
-        if reason := _refuse_axes(config, early=("lamport",), cut=("push", "copy_engine")):
+        if reason := refuse_scaled(problem, limits) or _refuse_axes(
+            config, early=("lamport",), cut=("push", "copy_engine")
+        ):
             return reason
         if config["algorithm"] == "copy_engine" and (config["num_blocks"] != 1 or config["num_warps"] != 4):
             return "copy engines take no blocks: only num_blocks=1 and num_warps=4"
@@ -258,18 +260,16 @@ class TunedGather(_LibraryTuned):
             launch = inner.bind(workspace)
             assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
             gathers.append(launch.by_address)
-        panels = workspace.panels(problem.mode, panel_bytes(problem))
-        room = None if wanted_of(problem).gathered else gathered_in(panels, problem)
-        scales = scales_in(panels, problem) if problem.scaling == "rowwise" else None
+        room, scales = gathered_in(workspace.panels(problem.mode, panel_bytes(problem)), problem)
+        gathered = wanted_of(problem).gathered
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            operands = operands_of(problem, inputs)
-            whole = outputs[1] if room is None else room
+            operands, whole = operands_of(problem, inputs), outputs[1] if gathered else room
             gathers[0](stream, operands.a.data_ptr(), whole.data_ptr())
             if scales is not None:
                 gathers[1](stream, operands.scale_a.data_ptr(), scales.data_ptr())
                 operands = operands._replace(scale_a=scales)
-            product(problem, operands, outputs[0], whole)
+            product(problem, operands._replace(a=whole), outputs[0])
 
         return run
 
@@ -304,13 +304,8 @@ class TunedScatter(_LibraryTuned):
         return (Inner(_SCATTERS[str(config["algorithm"])], self._scatter(problem), {**config, "split": split}),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if problem.dtype not in DTYPES:
-            return f"kernels are tuned for {', '.join(DTYPES)}; {problem.dtype} goes to the library"
-        if problem.shape[0] % problem.world_size:
-            return f"{problem.shape[0]} rows are not the same number for each of {problem.world_size} ranks"
-        if problem.shape[2] == 0:
-            return "there is nothing to do"
-        return _refuse_axes(config, early=("lamport",), cut=("push",))
+        axes = _refuse_axes(config, early=("lamport",), cut=("push",))
+        return refuse_gemm(problem, limits, descriptors=False) or axes
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         asked = self._scatter(problem)
@@ -345,8 +340,7 @@ _LAMPORT_REDUCE_BYTES = 4 << 20
 
 def adds_bias(problem: Problem, algorithm: str) -> bool:
     """True if the kernels of `algorithm` add the problem's bias themselves."""
-    whole = problem.shape[1] * out_itemsize(problem) % PACKET_BYTES == 0
-    return wanted_of(problem).bias and whole and algorithm in _BIAS_REDUCTIONS
+    return wanted_of(problem).bias and whole_packets(problem) and algorithm in _BIAS_REDUCTIONS
 
 
 def reduction_of(problem: Problem, config: Config, rows: int) -> Inner:
@@ -409,7 +403,7 @@ class TunedReduce(_LibraryTuned):
         return (reduction_of(problem, config, problem.shape[0]),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return refuse_gemm(problem, limits, panel_bytes=0, descriptors=False) or refuse_reduction(
+        return refuse_gemm(problem, limits, descriptors=False) or refuse_reduction(
             problem, config, limits, problem.shape[0]
         )
 
@@ -434,26 +428,17 @@ class TunedReduce(_LibraryTuned):
         return self.collectives(problem, config)[0].num_rounds()
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        multiply = bind_product(problem)
-        reduce = bind_reduction(problem, config, workspace, problem.shape[0])
-        if not wanted_of(problem).bias:
+        multiply, reduce = bind_product(problem), bind_reduction(problem, config, workspace, problem.shape[0])
+        with_bias, fused = wanted_of(problem).bias, adds_bias(problem, str(config["algorithm"]))
 
-            def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-                out = outputs[0]
-                multiply(inputs, out)
-                reduce(stream, out.data_ptr(), 0)
-
-            return run
-        fused = adds_bias(problem, str(config["algorithm"]))
-
-        def run_with_bias(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            out, bias = outputs[0], operands_of(problem, inputs).bias
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            out = outputs[0]
             multiply(inputs, out)
-            reduce(stream, out.data_ptr(), bias.data_ptr())
-            if not fused:
-                out.add_(bias)
+            reduce(stream, out.data_ptr(), inputs[2].data_ptr() if with_bias else 0)
+            if with_bias and not fused:
+                out.add_(inputs[2])
 
-        return run_with_bias
+        return run
 
 
 class _TorchFused(VariantBase):

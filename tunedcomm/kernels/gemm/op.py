@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunedcomm.kernels.common.reference import generator_of
-from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
+from tunedcomm.spec import ITEMSIZE, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn")  # of operands that kernels multiply
 SCALINGS = ("", "tensorwise", "rowwise")
-_OUT_DTYPES = ("bfloat16", "float16", "float32")
+OUT_DTYPES = ("bfloat16", "float16", "float32")
 # ‖out − ref‖ / ‖ref‖: roundings of the result and of partial results; fp8 operands are exact in the reference.
 TOLERANCE = {
     "bfloat16": 8e-3,
@@ -36,7 +36,6 @@ TOLERANCE = {
 }
 SCALED_MULTIPLE = 16  # cuBLAS wants N and K of fp8 products to be multiples of this
 _SCALED_ALIGNMENT = 16  # bytes; cuBLAS wants fp8 matrices and their scales to begin at multiples of this
-_DESCRIPTOR_BYTES = 16  # tensor descriptors want bases and rows of matrices to be multiples of this
 
 
 class Wanted(NamedTuple):
@@ -63,6 +62,11 @@ class Operands(NamedTuple):
     scale_a: Any
     scale_b: Any
 
+    def of_rows(self, problem: Problem, first: int, end: int) -> Operands:
+        """The same with some rows of A only, and their scales."""
+        scale_a = self.scale_a[first:end] if problem.scaling == "rowwise" else self.scale_a
+        return self._replace(a=self.a[first:end], scale_a=scale_a)
+
 
 def usual_dtype(dtype: str) -> str:
     """The result's dtype if none is asked for."""
@@ -87,7 +91,7 @@ def layout_of(wanted: Wanted, dtype: str) -> str:
 def _layouts(*extras: str) -> tuple[str, ...]:
     """Every layout of an op that may have the given extra (`bias` or `gathered`), the most usual first."""
     endings = ["", *(f"+{extra}" for extra in extras)]
-    dtypes = ["", *(f"+{dtype}" for dtype in (*_OUT_DTYPES, "float64"))]
+    dtypes = ["", *(f"+{dtype}" for dtype in (*OUT_DTYPES, "float64"))]
     return tuple(f"{store}{ending}{dtype}" for dtype in dtypes for ending in endings for store in ("nk", "kn"))
 
 
@@ -281,50 +285,11 @@ GEMM_AR = register_op(
 )
 
 
-def refuse_gemm(problem: Problem, limits: Limits, *, panel_bytes: int, descriptors: bool = True) -> str | None:
-    """Why no kernel of ours can run `problem`, whatever the config; None if one might.
-
-    Args:
-        problem, limits: what is asked, and where.
-        panel_bytes: data that a call keeps in its panels.
-        descriptors: operands are read through tensor descriptors.
-    """
-    m, n, k = problem.shape
-    wanted, size = wanted_of(problem), ITEMSIZE[problem.dtype]
-    if not limits.symmetric:
-        return "the ranks cannot address each other's memory"
-    if problem.dtype not in DTYPES:
-        return f"kernels multiply {', '.join(DTYPES)}; {problem.dtype} goes to the library"
-    if wanted.dtype not in _OUT_DTYPES:
-        return f"kernels write {', '.join(_OUT_DTYPES)}; {wanted.dtype} goes to the library"
-    if problem.reduction != "sum" and problem.op != "ag_gemm":
-        return f"kernels sum; {problem.reduction} goes to the library"
-    if m == 0 or n == 0 or k == 0:
-        return "there is nothing to do"
-    if panel_bytes > limits.panel_bytes:
-        return (
-            f"{panel_bytes} bytes of matrices; panels hold {limits.panel_bytes} at most, 16 times "
-            "TUNEDCOMM_WORKSPACE_MIB"
-        )
-    if descriptors and k * size % _DESCRIPTOR_BYTES:
-        return f"rows of {k} {problem.dtype} are no multiples of {_DESCRIPTOR_BYTES} bytes, as tensor descriptors want"
-    if descriptors and not wanted.nk and n * size % _DESCRIPTOR_BYTES:
-        return f"rows of {n} {problem.dtype} are no multiples of {_DESCRIPTOR_BYTES} bytes, as tensor descriptors want"
-    return None
-
-
-def product(problem: Problem, operands: Operands, out: torch.Tensor, a: torch.Tensor | None = None) -> torch.Tensor:
-    """A·B by the library (cuBLAS on GPUs) into `out`, without the bias.
-
-    Args:
-        problem: says how b is stored and scaled.
-        operands: of a launch.
-        out: of the result's dtype.
-        a: taken instead of the operands' if given, with as many rows as `scale_a` has.
-    """
+def product(problem: Problem, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+    """A·B by the library (cuBLAS on GPUs) into `out`, of the result's dtype, without the bias."""
     import torch
 
-    a, b = operands.a if a is None else a, operands.b.T if wanted_of(problem).nk else operands.b
+    a, b = operands.a, operands.b.T if wanted_of(problem).nk else operands.b
     if not problem.scaling and problem.dtype != "float8_e4m3fn":
         if out.dtype == a.dtype:
             return torch.mm(a, b, out=out)

@@ -41,21 +41,19 @@ use it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.copies import copies_of
-from tunedcomm.kernels.common.feasibility import Launch, refuse_multicast
+from tunedcomm.kernels.common.feasibility import refuse_multicast
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, mean_packets, num_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET
-from tunedcomm.kernels.gemm.op import out_itemsize, refuse_gemm, rows_of
+from tunedcomm.kernels.gemm.op import out_itemsize, rows_of
 from tunedcomm.kernels.gemm.panels import (
     COUNTERS,
     DATA,
@@ -68,15 +66,24 @@ from tunedcomm.kernels.gemm.panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels.gemm.tiles import element_type, matrix, operand_b, rounded, scaled, tile_of, tile_product
-from tunedcomm.kernels.gemm.variant import (
+from tunedcomm.kernels.gemm.tiles import (
     GemmVariant,
     addresses,
+    element_type,
+    matrix,
     num_tiles,
+    operand_b,
+    refuse_gemm,
+    refuse_streams,
     refuse_tiles,
+    rounded,
+    scaled,
+    tile_of,
+    tile_product,
     tile_space,
     tile_wish,
     two_fit,
+    whole_packets,
 )
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Numerics, Problem
@@ -458,33 +465,10 @@ _GRID_AXES: dict[str, Axis] = {"chunks": Choice(1, 2, 4), "num_blocks": NUM_BLOC
 _EPILOGUE_AXES: dict[str, Axis] = {**_GRID_AXES, "epilogue": Choice("descriptor", "pointer")}
 
 
-def whole_packets(problem: Problem) -> bool:
-    """True if the result's rows are whole packets."""
-    return problem.shape[1] * out_itemsize(problem) % PACKET_BYTES == 0
-
-
 def slot_bytes(problem: Problem) -> int:
     """Bytes from one slot to the next."""
     size = rows_of(problem) * problem.shape[1] * out_itemsize(problem)
     return -(-size // PACKET_BYTES) * PACKET_BYTES
-
-
-@functools.lru_cache(maxsize=64)  # asked again for each of thousands of configs
-def refuse_scatter(problem: Problem, limits: Limits, *, room: int, descriptors: bool) -> str | None:
-    """Why no kernel of ours can run `problem`, whatever the config; None if one might.
-
-    Args:
-        problem, limits: what is asked, and where.
-        room: bytes of panels.
-        descriptors: operands are read through tensor descriptors.
-    """
-    if problem.shape[0] % problem.world_size:
-        return f"{problem.shape[0]} rows are not the same number for each of {problem.world_size} ranks"
-    if problem.reduction not in ("sum", "avg"):
-        return f"kernels do sum and avg; {problem.reduction} goes to the library"
-    if problem.world_size < 2:
-        return "there are no peers to sum with"
-    return refuse_gemm(replace(problem, reduction="sum"), limits, panel_bytes=room, descriptors=descriptors)
 
 
 class ScatterVariant(GemmVariant):
@@ -502,15 +486,15 @@ class ScatterVariant(GemmVariant):
         return problem.world_size * slot_bytes(problem)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_scatter(problem, limits, room=self.room(problem), descriptors=True):
+        if reason := refuse_gemm(problem, limits, panel_bytes=self.room(problem)):
             return reason
-        rows, blocks, chunks = rows_of(problem), int(config["num_blocks"]), int(config["chunks"])
+        rows, chunks = rows_of(problem), int(config["chunks"])
         if reason := refuse_tiles(problem, config, limits, rows=rows, shards=problem.world_size):
             return reason
         tile_rows = -(-rows // int(config["block_m"]))
         if chunks > 1 and -(-tile_rows // -(-tile_rows // chunks)) != chunks:
             return f"{tile_rows} rows of tiles a shard do not make {chunks} chunks"
-        return _unsuited_grid(problem, config, limits, blocks) or _unsuited_epilogue(problem, config, limits)
+        return _unsuited_grid(problem, config, limits) or _unsuited_epilogue(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         tiles = tile_wish(problem, limits, rows=rows_of(problem))
@@ -533,10 +517,6 @@ class ScatterVariant(GemmVariant):
         """Last runtime arguments of the kernel."""
         return ()
 
-    def bind_begin(self, problem: Problem, workspace: Workspace, panels: Panels) -> Callable[[int], None]:
-        """`(stream)` to what comes before the GEMM."""
-        return bind_begin(problem, workspace, panels)
-
     def bind_gemm(
         self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, num_varying: int = 5
     ) -> Callable[..., None]:
@@ -546,9 +526,9 @@ class ScatterVariant(GemmVariant):
         waits = (workspace.rank, workspace.timeout_ns, workspace.status_argument(problem), slot_bytes(problem))
         return kernel.fix((*varying, *problem.shape, panels.local, *panels.peers, *waits, *self.further(panels)))
 
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> AddressLaunch:
         panels = workspace.panels(problem.mode, self.room(problem))
-        begin = self.bind_begin(problem, workspace, panels)
+        begin = bind_begin(problem, workspace, panels)
         gemm = self.bind_gemm(problem, config, workspace, panels)
 
         def by_address(stream: int, *given: int) -> None:
@@ -558,8 +538,9 @@ class ScatterVariant(GemmVariant):
         return AddressLaunch(by_address, addresses(problem))
 
 
-def _unsuited_grid(problem: Problem, config: Config, limits: Limits, blocks: int) -> str | None:
+def _unsuited_grid(problem: Problem, config: Config, limits: Limits) -> str | None:
     """Why a persistent kernel of so many blocks does not suit the problem, or None."""
+    blocks = int(config["num_blocks"])
     if limits.backend == "host":
         return "an interpreted block would wait for blocks after it: only num_blocks=1" if blocks > 1 else None
     tiles = problem.world_size * num_tiles(rows_of(problem), problem, config)
@@ -617,15 +598,15 @@ class ReduceAdd(ScatterVariant):
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "PIECES": _pieces_of(config, _SUM_ITEMSIZE)}
 
-    def bind_begin(self, problem: Problem, workspace: Workspace, panels: Panels) -> Callable[[int], None]:
-        begin, copies = super().bind_begin(problem, workspace, panels), copies_of(workspace, problem.mode)
-        words = self.room(problem) // 4
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> AddressLaunch:
+        launch, copies = super().bind(problem, config, workspace), copies_of(workspace, problem.mode)
+        data, words = workspace.panels(problem.mode, self.room(problem)).data, self.room(problem) // 4
 
-        def clear_and_begin(stream: int) -> None:
-            copies.clear(stream, panels.data, words)
-            begin(stream)
+        def by_address(stream: int, *given: int) -> None:
+            copies.clear(stream, data, words)
+            launch.by_address(stream, *given)
 
-        return clear_and_begin
+        return AddressLaunch(by_address, launch.arrange)
 
 
 class Multimem(ScatterVariant):
@@ -663,72 +644,40 @@ class CopyEngine(ScatterVariant):
         return (2 * problem.world_size - 1) * slot_bytes(problem)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().infeasible(problem, config, limits):
-            return reason
-        if int(config["num_streams"]) > problem.world_size - 1:
-            return f"{config['num_streams']} streams, but only {problem.world_size - 1} peers to copy to"
-        return None
+        return super().infeasible(problem, config, limits) or refuse_streams(problem, config["num_streams"])
 
-    def _chunks(self, problem: Problem, config: Config) -> Iterable[tuple[int, int, int, int, int]]:
-        """Every chunk of other ranks' shards, in the order in which they are finished.
-
-        Each is (ranks from this one to its owner, less one; chunk; tiles; offset in a slot; bytes).
-        """
-        rows, n, block_m = rows_of(problem), problem.shape[1], int(config["block_m"])
-        columns, row_bytes = -(-n // int(config["block_n"])), n * out_itemsize(problem)
-        tile_rows = -(-rows // block_m)
-        span = -(-tile_rows // int(config["chunks"])) * block_m
-        for step in range(problem.world_size - 1):
-            for chunk in range(int(config["chunks"])):
-                first, last = chunk * span, min((chunk + 1) * span, rows)
-                yield (
-                    step,
-                    chunk,
-                    -(-(last - first) // block_m) * columns,
-                    first * row_bytes,
-                    (last - first) * row_bytes,
-                )
-
-    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        panels = workspace.panels(problem.mode, self.room(problem))
-        copies = copies_of(workspace, problem.mode)
-        begin = self.bind_begin(problem, workspace, panels)
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> AddressLaunch:
+        panels, copies = workspace.panels(problem.mode, self.room(problem)), copies_of(workspace, problem.mode)
+        begin = bind_begin(problem, workspace, panels)
         gemm = self.bind_gemm(problem, config, workspace, panels, num_varying=7)
         sides, sender = copies.streams[: int(config["num_streams"])], Sender(copies, workspace.rank, panels.local)
+        others, rows, row_bytes = problem.world_size - 1, rows_of(problem), problem.shape[1] * out_itemsize(problem)
         slot, counters = slot_bytes(problem), panels.local + PANEL_COUNTERS_OFFSET
-        pushes = [
-            (
-                sides[step % len(sides)], tiles, panels.peers[step], chunk,
-                (
-                    PANEL_DATA + workspace.rank * slot + offset,
-                    panels.data + (problem.world_size + step) * slot + offset,
-                    nbytes,
-                ),
-            )
-            for step, chunk, tiles, offset, nbytes in self._chunks(problem, config)
-        ]  # fmt: skip
-        shard = num_tiles(rows_of(problem), problem, config)
-        foreign, tiles = (problem.world_size - 1) * shard, problem.world_size * shard
+        shard, tile_rows = num_tiles(rows, problem, config), -(-rows // int(config["block_m"]))
+        span = -(-tile_rows // int(config["chunks"])) * int(config["block_m"])
+        pushes = []  # every chunk of other ranks' shards, in the order in which they are finished
+        for step in range(others):
+            for chunk, first in enumerate(range(0, rows, span)):
+                offset, count = first * row_bytes, min(span, rows - first)
+                source = panels.data + (problem.world_size + step) * slot + offset
+                move = (PANEL_DATA + workspace.rank * slot + offset, source, count * row_bytes)
+                tiles = num_tiles(count, problem, config)
+                pushes.append((sides[step % len(sides)], tiles, panels.peers[step], chunk, move))
         at_once = workspace.device.type == "cuda"
 
         def by_address(stream: int, *given: int) -> None:
             """See the module's text."""
             begin(stream)
-            copies.record(_BEGUN, stream)
-            gemm(stream, *given, 0, tiles if at_once else foreign)
-            for side in sides:
-                copies.wait(side, _BEGUN)
-            for number, (side, tiles_of_chunk, peer, chunk, move) in enumerate(pushes):
-                copies.await_count(side, counters + 8 * number, tiles_of_chunk)
+            copies.fork(stream, sides, _BEGUN)
+            gemm(stream, *given, 0, (problem.world_size if at_once else others) * shard)
+            for number, (side, tiles, peer, chunk, move) in enumerate(pushes):
+                copies.await_count(side, counters + 8 * number, tiles)
                 sender.send(side, peer, chunk, move)
-            for index, side in enumerate(sides[1:], 1):
-                copies.record(_DONE + index, side)
-                copies.wait(sides[0], _DONE + index)
+            copies.join(sides[1:], sides[0], _DONE + 1)
             copies.clear(sides[0], counters, 2 * len(pushes))
-            copies.record(_DONE, sides[0])
-            copies.wait(stream, _DONE)
+            copies.join(sides[:1], stream, _DONE)
             if not at_once:
-                gemm(stream, *given, foreign, tiles)
+                gemm(stream, *given, others * shard, problem.world_size * shard)
 
         return AddressLaunch(by_address, addresses(problem))
 
