@@ -6,31 +6,6 @@ Every message says what was wrong, the value, what is allowed and what to do nex
 
 from __future__ import annotations
 
-__all__ = [
-    "AgreementError",
-    "ConfigError",
-    "DatabaseAccessError",
-    "DatabaseAwayError",
-    "DatabaseBusyError",
-    "DatabaseCorruptError",
-    "DatabaseError",
-    "DatabaseFullError",
-    "DatabaseVersionError",
-    "GroupError",
-    "InfeasibleError",
-    "MissingPackageError",
-    "NanInputError",
-    "NotInitializedError",
-    "PeerTimeoutError",
-    "SettingError",
-    "TunedCommError",
-    "TuningError",
-    "UnknownNameError",
-    "UnsupportedInputError",
-    "UnsupportedVersionError",
-    "WorkspaceError",
-]
-
 
 class TunedCommError(Exception):
     """Base of every error that tunedcomm raises on purpose."""
@@ -198,3 +173,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+__all__ = [name for name in sorted(globals()) if name.endswith("Error")]

@@ -76,16 +76,6 @@ def ranks_per_node(nodes: Sequence[int]) -> int:
     return counts.pop() if len(counts) == 1 and len(set(nodes)) > 1 else 0
 
 
-def _backend(kind: str, store: Any, rank: int, ranks: Sequence[int], name: str) -> tuple[Any, Any]:
-    """PyTorch's name of the backend for tensors of that kind, and the backend; `ranks` count in the default group."""
-    size = len(ranks)
-    if kind == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options.global_ranks_in_group, options.group_name = list(ranks), name  # type: ignore[assignment]
-        return ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
-    return ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout=_TIMEOUT)
-
-
 def _subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, kind: str) -> dist.ProcessGroup:
     """A group of some ranks of `group`, which torch.distributed's functions take like any other.
 
@@ -97,13 +87,20 @@ def _subgroup(group: dist.ProcessGroup, members: Sequence[int], name: str, kind:
     rank, ranks = members.index(dist.get_rank(group)), [dist.get_global_rank(group, member) for member in members]
     store = PrefixStore(name, _get_process_group_store(group))
     made = ProcessGroup(store, rank, len(members))
-    kind_of_backend, backend = _backend(kind, PrefixStore(kind, store), rank, ranks, name)
+    backend_store, size = PrefixStore(kind, store), len(members)
+    if kind == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.global_ranks_in_group, options.group_name = ranks, name  # type: ignore[assignment]
+        kind_of_backend, backend_name = ProcessGroup.BackendType.NCCL, "nccl"
+        backend: Any = dist.ProcessGroupNCCL(backend_store, rank, size, options)
+    else:
+        kind_of_backend, backend_name = ProcessGroup.BackendType.GLOO, "gloo"
+        backend = dist.ProcessGroupGloo(backend_store, rank, size, timeout=_TIMEOUT)
     made._set_default_backend(kind_of_backend)
     made._register_backend(torch.device(kind), kind_of_backend, backend)
     backend._set_sequence_number_for_group()
     made._set_group_name(name)  # type: ignore[arg-type]
     # Where torch keeps what it knows of groups; destroy_process_group() ends all that are there.
-    backend_name = "nccl" if kind == "cuda" else "gloo"
     _world.pg_map[made] = (backend_name, store)
     _world.pg_names[made] = name  # type: ignore[assignment]
     _world.pg_backend_config[made] = f"{kind}:{backend_name}"

@@ -184,31 +184,25 @@ class Sender:
         """The kernels' argument `status`."""
         return self.workspace.status_argument(Problem("all_gather", (0,), "uint8", 2, reduction="", mode=mode))
 
-    def prepare(self, num_blocks: int) -> None:
-        """Compile and load what gathers on so many blocks need, for all lanes; never while a graph is captured."""
-        for mode in LANES:
-            if (mode, num_blocks) not in self._launches:
-                self._launches[mode, num_blocks] = self._bind(mode, num_blocks)
-
     def is_prepared(self, num_blocks: int) -> bool:
         """True if a capture may begin such a gather."""
         return (LANES[0], num_blocks) in self._launches
 
-    def _bind(self, mode: Mode, num_blocks: int) -> tuple[Callable[..., None], ...]:
-        workspace, lane = self.workspace, self.workspace.lanes[mode]
-        grids = (1, num_blocks, 1)
-        requests = zip(compile_requests(workspace.world_size), grids, strict=True)
+    def prepare(self, num_blocks: int) -> None:
+        """Compile and load what gathers on so many blocks need, for all lanes; never while a graph is captured."""
+        workspace = self.workspace
+        requests = zip(compile_requests(workspace.world_size), (1, num_blocks, 1), strict=True)
         begin, send, end = (bind_kernel(request, grid, workspace.device) for request, grid in requests)
-        waits = (workspace.timeout_ns, self.status(mode))
-        offset = LANES.index(mode) * AREA_BYTES
-        others = tuple(a + offset if a else 0 for a in rotate(self._areas.addresses, workspace.rank))
-        flags = self.flags(mode)
         outputs = (None,) * (MAX_WORLD_SIZE - 1)
-        return (
-            begin.fix((lane.local, *lane.peers, workspace.rank, *waits, flags)),
-            send.fix((None, None, None, *outputs, flags, *others, workspace.rank, None, None)),
-            end.fix((flags, *waits, None)),
-        )
+        for mode in LANES:
+            lane, flags, waits = workspace.lanes[mode], self.flags(mode), (workspace.timeout_ns, self.status(mode))
+            offset = LANES.index(mode) * AREA_BYTES
+            others = tuple(a + offset if a else 0 for a in rotate(self._areas.addresses, workspace.rank))
+            self._launches[mode, num_blocks] = (
+                begin.fix((lane.local, *lane.peers, workspace.rank, *waits, flags)),
+                send.fix((None, None, None, *outputs, flags, *others, workspace.rank, None, None)),
+                end.fix((flags, *waits, None)),
+            )
 
     def send(
         self, mode: Mode, stream: int, extents: tuple[int, int, int], x: int, out: int, peers: tuple[int, ...],
