@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -31,12 +31,9 @@ from tunedcomm.kernels.common.feasibility import MOST_CHUNKS, RING, Launch, cut_
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.kernels.common.variant import lane_arguments
+from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 _LEAST_CHUNK = 128 * 1024  # on GPUs: smaller copies cost more to launch than to send
 _TAKEN = FREE_EVENT  # and the next: of copies to the output, in turn

@@ -6,8 +6,9 @@ empty, so every peer is sent at least one packet. Every bit of a payload counts 
 escapes (see `packets`): behind the slots of packets lies an area with one mask word a packet, which is written,
 polled and cleared only for packets that hold an escape.
 
-Why any mix of sizes, and of ops, is right: what a call polls is what it clears, masks too, and it polls all that is
-sent to it. So every stage holds nothing but sentinels when a call ends, wherever the next one puts its slots.
+Why any mix of sizes, and of ops, is right: a mask is sent exactly where a packet travels with an ESCAPE, and polled and
+cleared exactly where such a packet arrives. So a call polls and clears all that is sent to it, and every stage holds
+nothing but sentinels when it ends, wherever the next one puts its slots.
 
 Numerics: ordered (nothing is computed). Graph-safe: the call counter lives in the lane.
 Source: as `all_reduce`'s `lamport`, for payloads whose every bit counts.

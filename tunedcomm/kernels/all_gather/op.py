@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import draw_any, register_move
-from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, all_gather_single
+from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace, all_gather_single
 from tunedcomm.space import Config
 from tunedcomm.spec import Numerics, Problem
 
 if TYPE_CHECKING:
     import torch
-
-    from tunedcomm.symm.workspace import Workspace
 
 # Packets of all ranks that a thread and a block take at once: with more, registers spill.
 _MOST_PACKETS, _MOST_PACKETS_A_BLOCK = 16, 4096

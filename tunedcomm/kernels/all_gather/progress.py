@@ -211,11 +211,9 @@ class Sender:
         """Begin a gather.
 
         Args:
-            mode, stream: the lane and the caller's stream.
+            mode, stream: the lane and the caller's stream; `aside`: send on a side stream.
             extents: bytes of a shard, of a chunk, and number of chunks.
             x, out, peers: addresses of the shard, the own output, and the peers' from rank + 1 on.
-            num_blocks: blocks that send.
-            aside: send on a side stream.
         """
         nbytes, chunk, num_chunks = extents
         begin, push, _ = self._launches[mode, num_blocks]
@@ -230,12 +228,9 @@ class Sender:
             copies.record(_SENT, sending)
 
     def end(self, mode: Mode, stream: int, num_chunks: int, *, num_blocks: int, aside: bool, begun_on: int) -> None:
-        """Hold the stream back until the gather has sent and received everything.
+        """Hold the caller's stream back until the gather has sent and received everything.
 
-        Args:
-            mode, stream, num_blocks, aside: as the gather began, but for the stream, which is the caller's now.
-            num_chunks: chunks of a shard.
-            begun_on: stream where it began, held back until all is sent: memory freed there may be the shard's.
+        The stream where it began is held back until all is sent: memory freed there may be the shard's.
         """
         if aside:
             copies = copies_of(self.workspace, mode)

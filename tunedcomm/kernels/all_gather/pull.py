@@ -1,26 +1,21 @@
 """pull: every rank reads all ranks' inputs; one exchange of flags a block, or two.
 
 Plain input up to the size of a one-shot area: each rank copies its input into its own area, the blocks exchange flags,
-and everybody reads everybody's copy. Two areas take turns and the epoch grows by one, so no flag is needed at the end:
-a rank writes an area again only in the call after the next flagged call, in which it waited for peers that had finished
-reading (stream order).
+and everybody reads everybody's copy. The epoch grows by one, so the areas take turns and no flag is needed at the end.
 
-Larger plain input: the copy lies in the own scatter area, which this rank may write as soon as its call before has
-ended: then every peer has raised a flag after its last read of it. Peers may write that area from the start of their
-next call, so this call ends only after every peer has raised a flag after its last read of anybody's copy.
+Larger plain input: the copy lies in the own scatter area. Peers may write that area from the start of their next call,
+so this call ends only after every peer has raised a flag after its last read of anybody's copy.
 
 Symmetric input: peers read the input itself, so flags are exchanged before (the inputs are there) and after (nobody
 reads any more; the caller may overwrite its input). Any size.
 
-A block reads what its counterparts wrote: block b publishes and reads the same packets on every rank.
+The rules of the areas are in `symm.layout`. Block b publishes and reads the same packets on every rank.
 
 Numerics: ordered (nothing is computed). Graph-safe.
 Source: the one-shot scheme of NCCL-free serving stacks and PyTorch's symmetric memory operators.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -30,12 +25,9 @@ from tunedcomm.kernels.common.feasibility import blocks_and_threads
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import PullVariant
+from tunedcomm.kernels.common.variant import PullVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 _MANY_PACKETS, _LEAST_BLOCKS = 1 << 15, 16
 

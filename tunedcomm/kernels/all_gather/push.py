@@ -28,8 +28,6 @@ operators use it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -45,11 +43,9 @@ from tunedcomm.kernels.common.feasibility import (
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of, store_all, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 LAG = tl.constexpr(2)
 

@@ -1,13 +1,7 @@
 """lamport: all_to_all without flags; every rank pushes each peer its chunk, and data announce themselves.
 
-The protocol of all_reduce's `lamport`, with its two stages and its proof: a rank pushes the packets of chunk j, escaped
-(see `packets`), into its slot of rank j's stage, polls its own stage until no word is the sentinel, writes the sentinel
-back at once, restores what was escaped and writes the result. Remarks lie behind the slots, a word for each packet. The
-own chunk is copied straight.
-
-Why any mix of sizes and ops is right: a mask is sent exactly where a packet travels with an ESCAPE, and polled and
-cleared exactly where such a packet arrives; so what a call is sent is what it polls and clears, and every stage is
-clean when a call ends. No chunk is empty, so every peer is sent at least one packet and waited for.
+The protocol of all_gather's `lamport`, with its masks and its proof, but rank j is sent chunk j alone. The own chunk is
+copied straight. No chunk is empty, so every peer is sent at least one packet and waited for.
 
 Numerics: ordered (bits are moved). Graph-safe: the call counter lives in the lane.
 Source: as `all_reduce`'s `lamport`, without a sum and with escapes.

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import draw_any, register_move
-from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant
+from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace
 from tunedcomm.space import Config
 from tunedcomm.spec import ITEMSIZE, Problem
 
 if TYPE_CHECKING:
     import torch
-
-    from tunedcomm.symm.workspace import Workspace
 
 _ROWS = "rows"  # begins `Problem.layout`; the alignment follows
 

@@ -1,14 +1,8 @@
 """pull: all_to_all in which every rank reads its chunk from each peer; one or two exchanges of flags a block.
 
 Plain input: each rank copies what it sends into its own one-shot area, a slot for each receiver, the blocks exchange
-flags, and everybody reads its slot of everybody's area. Two areas take turns, so no flag is needed at the end: a rank
-writes an area again only in the call after the next flagged call, in which it waited for peers that had finished
-reading (stream order). The call adds one to the epoch.
-
-Symmetric input: peers read the input itself, so flags are exchanged before (the inputs are there) and after (nobody
-reads any more; the caller may overwrite its input). No area is used.
-
-The own chunk is copied while the flags travel.
+flags, and everybody reads its slot of everybody's area. Symmetric input: peers read the input itself. Flags and areas
+are used as by `all_gather`'s `pull`. The own chunk is copied while the flags travel.
 
 Numerics: ordered (bits are moved). Graph-safe.
 Source: own.

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -36,12 +36,10 @@ from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, blo
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 RING = tl.constexpr(4)
 

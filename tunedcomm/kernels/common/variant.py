@@ -38,7 +38,9 @@ from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
+    from tunedcomm.symm.workspace import Workspace as Workspace  # noqa: PLC0414 - the files of variants import it from here
+else:
+    Workspace = Any  # readers of databases import kernels and shall not wait for torch
 
 
 def lane_arguments(problem: Problem, workspace: Workspace) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -48,14 +47,11 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, num_packets, packets_of
-from tunedcomm.kernels.common.variant import lane_arguments
+from tunedcomm.kernels.common.variant import Workspace, lane_arguments
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.kernels.reduce_scatter.push import sum_piece
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 _AHEAD = RING - 1  # pieces that are out before the first is summed
 _LEAST_CHUNK = 512 * 1024  # on GPUs: smaller copies cost more to launch than to send

@@ -1,12 +1,8 @@
 """one_shot: every rank reads its chunk of all ranks' inputs and sums; one flag exchange a block.
 
 Plain input: each rank copies the other ranks' chunks of its input into its own one-shot area, each from a whole packet
-on, the blocks exchange flags, and everybody reads its chunk of everybody's copy. Two areas take turns, so no flag is
-needed at the end: a rank writes an area again only after another flag kernel, in which it waited for peers that had
-finished reading (stream order); the epoch grows by 1, so the next call takes the other area.
-
-Symmetric input: peers read the input itself, whatever its size, so flags are exchanged before (the inputs are there)
-and after (nobody reads any more; the caller may overwrite its input).
+on, the blocks exchange flags, and everybody reads its chunk of everybody's copy. Symmetric input: peers read the input
+itself, whatever its size. Flags and areas are used as by `all_gather`'s `pull`.
 
 Numerics: ordered; loads are issued for all ranks at once and added in rank order. Graph-safe.
 Source: the pull scheme of the one-shot all_reduce, of which each rank needs a part.

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
 from tunedcomm.kernels.common.packets import alignment_of
 from tunedcomm.kernels.common.reference import ordered_sum, outputs_like, powers_of_two, reduced, summands
-from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, reduce_scatter_single
+from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace, reduce_scatter_single
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
-
-    from tunedcomm.symm.workspace import Workspace
 
 KERNEL_DTYPES = ("bfloat16", "float16", "float32")
 
