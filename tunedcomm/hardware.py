@@ -223,16 +223,17 @@ def advice(name: str, here: Environment, different: Collection[str]) -> str:
     if name == "gpu":
         is_lent = {"compute_capability", "multicast", "nodes"}.isdisjoint(different)
         return "tune here" + (", or let its rows stand in (--borrow or TUNEDCOMM_BORROW)" if is_lent else "")
-    if name == "num_sms":
-        return "another model of the GPU or a slice of it, whose grids may not fit; tune here"
-    if name == "compute_capability":
-        return "another architecture; tune here"
-    if name == "fabric":
-        return "tune here, unless links of this machine are down (nvidia-smi nvlink --status)"
-    if name == "multicast":
-        switches = "TORCH_SYMM_MEM_DISABLE_MULTICAST and NCCL_NVLS_ENABLE"
-        return "tune here" if here.multicast else f"unset {switches} if they are set here, or tune here"
-    return "groups within one host and across hosts are tuned apart"
+    if name == "multicast" and not here.multicast:
+        return "unset TORCH_SYMM_MEM_DISABLE_MULTICAST and NCCL_NVLS_ENABLE if they are set here, or tune here"
+    return _ADVICE.get(name, "tune here")
+
+
+_ADVICE = {
+    "num_sms": "another model of the GPU or a slice of it, whose grids may not fit; tune here",
+    "compute_capability": "another architecture; tune here",
+    "fabric": "tune here, unless links of this machine are down (nvidia-smi nvlink --status)",
+    "nodes": "groups within one host and across hosts are tuned apart",
+}
 
 
 def nearest(here: Environment, stored: Iterable[Environment]) -> Environment | None:

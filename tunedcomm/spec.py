@@ -13,7 +13,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.space import Config, Space, Value
@@ -337,41 +337,41 @@ class Variant:
     def infeasible_reason(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         """Why the variant cannot run `problem` with `config`, or None; an `infeasible` that raises is a reason."""
         try:
-            reason: object = self.infeasible(problem, config, limits)
-        except Exception as error:  # noqa: BLE001 - of whatever package
-            return self._raised("infeasible", error)
-        if reason is None or isinstance(reason, str):
-            return reason
-        text = f"its infeasible() must return None or a sentence, and returned {reason!r:.80}"
-        return self._warn_once("infeasible", text)
+            reason: str | None = self._ask(
+                "infeasible", (str, type(None)), "None or a sentence", problem, config, limits
+            )
+        except ConfigError as error:
+            return str(error)
+        return reason
 
     def default_config(self, problem: Problem, limits: Limits) -> dict[str, Value]:
         """The config to try first.
 
         Raises:
-            ConfigError: `default` raises, or returns no mapping.
+            ConfigError: `default` raises, or returns no dict.
         """
         try:
-            found: object = self.default(problem, limits)
-        except Exception as error:
-            raise ConfigError(f"{self.op}.{self.name}: {self._raised('default', error)}") from error
-        if isinstance(found, dict):
-            return found
-        text = f"its default() must return a dict of axis to value, and returned {found!r:.80}"
-        raise ConfigError(f"{self.op}.{self.name}: {self._warn_once('default', text)}")
+            config: dict[str, Value] = self._ask("default", (dict,), "a dict of axis to value", problem, limits)
+        except ConfigError as error:
+            raise ConfigError(f"{self.op}.{self.name}: {error}") from error
+        return config
 
-    def _raised(self, function: str, error: Exception) -> str:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error}"
-        return self._warn_once(function, f"its {function}() raised {text:.200} at {frame.filename}:{frame.lineno}")
-
-    def _warn_once(self, function: str, reason: str) -> str:
-        """Return `reason`; log it the first time that this function of the variant fails."""
+    def _ask(self, function: str, types: tuple[type, ...], wanted: str, *arguments: object) -> Any:
+        """What the function returns; a ConfigError, logged the first time, if it raises or returns another type."""
+        try:
+            found: object = getattr(self, function)(*arguments)
+            if isinstance(found, types):
+                return found
+            why = f"its {function}() must return {wanted}, and returned {found!r:.80}"
+        except Exception as error:  # noqa: BLE001 - of whatever package
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error}"
+            why = f"its {function}() raised {text:.200} at {frame.filename}:{frame.lineno}"
         key = (self.op, self.name, function)
         if key not in _warned:
             _warned.add(key)
-            logger.warning("variant %s of %s is passed over: %s", self.name, self.op, reason)
-        return reason
+            logger.warning("variant %s of %s is passed over: %s", self.name, self.op, why)
+        raise ConfigError(why)
 
 
 _warned: set[tuple[str, str, str]] = set()

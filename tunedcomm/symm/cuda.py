@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import uuid
 import weakref
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -61,19 +60,9 @@ class GroupStore(Store):
             self._store.wait(mine, timeout)
 
 
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """The name under which a group meets, and the objects that PyTorch does not keep alive itself."""
-
-    name: str
-    store: GroupStore
-    group: ProcessGroup
-
-
-def _meeting(group: dist.ProcessGroup) -> _Meeting:
-    """Meeting point of a group for tunedcomm's buffers, the same on every rank; registered with PyTorch."""
-    found = _meetings.get(group)
-    if found is None:
+def _meeting(group: dist.ProcessGroup) -> str:
+    """Name under which a group meets for tunedcomm's buffers, the same on every rank; registered with PyTorch."""
+    if group not in _meetings:
         # Names of groups come again when everything was destroyed and made anew.
         again = sum(name.startswith(f"{group.group_name}/") for name in _names)
         name = f"{group.group_name}/tunedcomm-{again}"
@@ -84,14 +73,17 @@ def _meeting(group: dist.ProcessGroup) -> _Meeting:
         store = GroupStore(PrefixStore(prefix, _get_process_group_store(group)))
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         # A group without backends: of what it is asked for it needs rank, size and store.
-        found = _meetings[group] = _Meeting(name, store, ProcessGroup(store, rank, world_size))
+        made = ProcessGroup(store, rank, world_size)
+        _meetings[group] = name, made, store  # PyTorch does not keep the objects alive itself
         _names.append(name)
-        _register_process_group(name, found.group)  # type: ignore[arg-type]
+        _register_process_group(name, made)  # type: ignore[arg-type]
         _SymmetricMemory.set_group_info(name, rank, world_size, store)  # where older versions look
-    return found
+    return _meetings[group][0]
 
 
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meeting] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, ProcessGroup, GroupStore]] = (
+    weakref.WeakKeyDictionary()
+)
 _names: list[str] = []
 
 
@@ -102,7 +94,7 @@ def map_tensor(tensor: torch.Tensor, group: dist.ProcessGroup) -> SymmetricBuffe
         WorkspaceError: the tensor was not allocated as symmetric memory, or the exchange failed.
     """
     try:
-        handle = _SymmetricMemory.rendezvous(tensor, _meeting(group).name)
+        handle = _SymmetricMemory.rendezvous(tensor, _meeting(group))
     except RuntimeError as error:
         raise WorkspaceError(f"PyTorch's symmetric memory could not map the tensor for this group: {error}") from error
     offset = int(getattr(handle, "offset", 0))  # newer PyTorch packs several tensors into one allocation

@@ -125,9 +125,7 @@ class CopyEngine(AllGatherVariant):
     )
     least_for_streams = _LEAST_CHUNK  # bytes that last until a second stream has begun
     first_streams = 1  # to try first
-
-    def stride(self, problem: Problem) -> int:
-        return 0
+    per_peer = False  # each peer gets a chunk of its own
 
     def cut(self, problem: Problem, config: Config, staging_bytes: int) -> tuple[int, int]:
         """Bytes of a chunk, and number of chunks."""
@@ -146,7 +144,15 @@ class CopyEngine(AllGatherVariant):
         if streams > 1 and problem.nbytes < self.least_for_streams and on_gpu:
             return f"copies of {problem.nbytes} bytes are over before a second stream has begun"
         if config["direction"] == "pull":
-            return "pulls are not cut: only num_chunks=1" if chunks != 1 else self.refuse_pull(problem, limits)
+            if chunks != 1:
+                return "pulls are not cut: only num_chunks=1"
+            if problem.input_kind == "symmetric":
+                return None
+            if self.per_peer:
+                return "only symmetric inputs are pulled"
+            if problem.nbytes > limits.staging_bytes:
+                return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+            return None
         least = _LEAST_CHUNK if on_gpu else PACKET_BYTES
         if chunks > 1 and problem.nbytes < least * chunks:
             return f"{problem.nbytes} bytes are too few for {chunks} chunks of {least} bytes or more"
@@ -154,23 +160,11 @@ class CopyEngine(AllGatherVariant):
         slots = problem.world_size - 1
         return refuse_staging(problem, limits, chunk_bytes=chunk, num_chunks=num_chunks, slots=slots)
 
-    def refuse_pull(self, problem: Problem, limits: Limits) -> str | None:
-        """Return why inputs cannot be pulled, or None."""
-        if problem.input_kind == "plain" and problem.nbytes > limits.staging_bytes:
-            return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-        return None
-
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         if problem.input_kind == "symmetric":
             return {"direction": "pull", "num_streams": self.first_streams, "num_chunks": 1}
         chunks = 1 if problem.nbytes < 4 << 20 else 8 if problem.nbytes < 64 << 20 else MOST_CHUNKS
         return {"direction": "push", "num_streams": self.first_streams, "num_chunks": chunks}
-
-    def num_blocks(self, problem: Problem, config: Config) -> int:
-        return 0
-
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        return 0
 
     def request(self, problem: Problem, config: Config) -> CompileRequest:
         return CompileRequest.of(flags_kernel, {"WORLD_SIZE": problem.world_size}, num_warps=1)
@@ -188,7 +182,7 @@ class CopyEngine(AllGatherVariant):
             num_streams=int(config["num_streams"]),
             rank=workspace.rank,
             nbytes=problem.nbytes,
-            stride=self.stride(problem),
+            stride=problem.nbytes if self.per_peer else 0,
             targets=tuple(peer + area + number * slot for number, peer in zip(slots, lane.peers, strict=False)),
             chunk=chunk,
             num_chunks=num_chunks,
@@ -207,17 +201,12 @@ class CopyEngine(AllGatherVariant):
 
 
 class CopyEngineOfAllToAll(CopyEngine):
-    """Each peer gets a chunk of its own, and only symmetric inputs are pulled, so pulls use no area."""
+    """Of all_to_all: only symmetric inputs are pulled, so pulls use no area."""
 
     op = "all_to_all"
     least_for_streams = 0
     first_streams = 3
-
-    def stride(self, problem: Problem) -> int:
-        return problem.nbytes
-
-    def refuse_pull(self, problem: Problem, limits: Limits) -> str | None:
-        return None if problem.input_kind == "symmetric" else "only symmetric inputs are pulled"
+    per_peer = True
 
 
 COPY_ENGINE = CopyEngine().register()

@@ -152,10 +152,10 @@ class KernelVariant(VariantBase):
         return packets_of(problem.nbytes)
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
-        return int(config["num_blocks"])
+        return int(config.get("num_blocks", 0))
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        return grid_rounds(self.work_packets(problem), config)
+        return grid_rounds(self.work_packets(problem), config) if "num_blocks" in config else 0
 
     def request(self, problem: Problem, config: Config) -> CompileRequest:
         """The binary that `bind` needs."""
