@@ -13,7 +13,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.space import Config, Space, Value
@@ -357,7 +357,7 @@ class Variant:
         return config
 
     def _ask(self, function: str, types: tuple[type, ...], wanted: str, *arguments: object) -> Any:
-        """What the function returns; a ConfigError, logged the first time, if it raises or returns another type."""
+        """Call one of the functions; a ConfigError, logged once, if it raises or returns another type."""
         try:
             found: object = getattr(self, function)(*arguments)
             if isinstance(found, types):
