@@ -40,9 +40,8 @@ HARD_FIELDS = ("gpu", "num_sms", "compute_capability", "fabric", "multicast", "n
 SOFT_FIELDS = ("driver", "cuda", "torch", "triton", "nccl", "tunedcomm")
 
 _CLASS = re.compile(r"(host|loopback|pcie|nvlink|nvswitch)(?:-(\d{1,3}))?(-partial)?(-nop2p)?(-mig)?")
-# First compute capability with each generation of NVLink.
-_GENERATIONS = ((100, 5), (90, 4), (80, 3), (70, 2), (60, 1))
-_LAST_KNOWN = 109
+# First compute capability with each generation of NVLink; those from 110 on are not known.
+_GENERATIONS = ((110, ""), (100, " 5"), (90, " 4"), (80, " 3"), (70, " 2"), (60, " 1"), (0, ""))
 # More links than any GPU has straight to others: where NVML does not say what they lead to, it is a switch.
 _MOST_DIRECT_LINKS = 4
 _MOST_RANKS_OF_A_GPU = 8  # symm.layout.MAX_WORLD_SIZE
@@ -106,9 +105,9 @@ def describe_fabric(text: str, compute_capability: int) -> str:
         words = "PCIe without NVLink"
         words += "" if fabric.has_p2p else ", where GPUs cannot reach each other's memory"
     elif fabric.kind in ("nvswitch", "nvlink"):
-        generation = _generation(compute_capability)
+        generation = next(generation for first, generation in _GENERATIONS if compute_capability >= first)
         links = f"{fabric.num_links} link{'s' if fabric.num_links != 1 else ''}"
-        words = f"NVLink{'' if generation is None else f' {generation}'}, {links} "
+        words = f"NVLink{generation}, {links} "
         if fabric.kind == "nvswitch":
             words += "through NVSwitch"
         else:
@@ -116,12 +115,6 @@ def describe_fabric(text: str, compute_capability: int) -> str:
     else:
         words = f"{text} (a class that this version does not know)"
     return words + ("; a MIG slice, which reaches no other GPU" if fabric.is_mig else "")
-
-
-def _generation(compute_capability: int) -> int | None:
-    if compute_capability > _LAST_KNOWN:
-        return None
-    return next((generation for first, generation in _GENERATIONS if compute_capability >= first), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,13 +408,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _truthy(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
-
-
 def multicast_disabled() -> bool:
     """True if the user switched NVLink multicast off for PyTorch or NCCL."""
-    return _truthy("TORCH_SYMM_MEM_DISABLE_MULTICAST") or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
+    disabled = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "").strip().lower() in ("1", "true", "yes", "on")
+    return disabled or os.environ.get("NCCL_NVLS_ENABLE", "").strip() == "0"
 
 
 def _cuda(device: int, nodes: int) -> Environment:

@@ -215,7 +215,7 @@ class Limits:
         max_blocks: rows of the signal area: no grid may be larger.
         staging_bytes: largest message that two-shot staging holds.
         one_shot_bytes: largest message that one-shot staging holds.
-        stage_bytes: bytes of one of the three stages of the Lamport arena.
+        stage_bytes: bytes of one of the two stages of the Lamport arena.
         panel_bytes: largest panels (matrices of fused GEMMs) that may be allocated.
         launch_pdl: programmatic dependent launch may be used.
     """
