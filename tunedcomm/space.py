@@ -8,6 +8,7 @@ its points in a fixed order, and asks an Optuna-like trial for one.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -93,10 +94,8 @@ class Space:
     @property
     def size(self) -> int:
         """Number of points."""
-        total = 1 if self.leading is None else len(self.leading)
-        for _, axis in self.axes[self._num_leading :]:
-            total *= len(axis.values())
-        return total
+        rest = math.prod(len(axis.values()) for _, axis in self.axes[self._num_leading :])
+        return rest if self.leading is None else len(self.leading) * rest
 
     def enumerate(self) -> Iterator[dict[str, Value]]:
         """Every point, the last axis varying fastest."""

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import logging
+import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -150,10 +151,7 @@ class Problem:
     @property
     def numel(self) -> int:
         """Product of the canonical shape."""
-        total = 1
-        for extent in self.shape:
-            total *= extent
-        return total
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
