@@ -155,7 +155,8 @@ def entries(lines: list[str]) -> dict[str, str]:
     told: dict[str, str] = {}
     for names, parts in found:
         first, *others = names.split(", ")
-        told |= {first: " ".join(parts), **dict.fromkeys(others, f"see `{first}`")}
+        text = " ".join(parts)
+        told |= {first: text, **dict.fromkeys(others, text if text.startswith("as in") else f"see `{first}`")}
     return told
 
 
@@ -173,7 +174,17 @@ def docstring(function: Callable[..., Any]) -> Docstring:
             sections[head.removesuffix(":")] = entries(lines)
         else:
             (notes if sections else text).append(paragraph(part))
+    for section in sections.values():
+        for name, description in section.items():
+            if match := re.match(r"as in `(\w+)`\.(.*)", description):
+                section[name] = referred(name, docstring(public(match[1])), match[2])
     return Docstring(text, sections, returns, notes)
+
+
+def referred(name: str, told: Docstring, addition: str) -> str:
+    """The description of `name` elsewhere, and what is added to it; an order of its own replaces that of the other."""
+    (found,) = (section[name] for section in told.sections.values() if name in section)
+    return (found.split(" Ordered:")[0] if "Ordered:" in addition else found) + addition
 
 
 def paragraph(text: str) -> str:
@@ -310,8 +321,9 @@ def section(spec: OpSpec) -> str:
     lines = [f"## {spec.name}", "", f"`{signature(spec.name)}`", ""]
     lines += [line for part in told.text for line in (part, "")]
     lines += [*parameter_table(spec.name, told.sections["Args"]), "", f"Returns {told.returns}", ""]
-    lines += [error_line(*each) for each in told.sections["Raises"].items() if each[0] not in common]
-    lines += ["", *(line for part in told.notes for line in (part, "")), *facts(spec)]
+    own = [error_line(*each) for each in told.sections["Raises"].items() if each[0] not in common]
+    lines += [*own, ""] if own else []
+    lines += [*(line for part in told.notes for line in (part, "")), *facts(spec)]
     lines += ["", "| variant | numerics | what it does | configs |", "|---|---|---|---:|"]
     for variant in variants(spec.name).values():
         count = sum(1 for _ in variant.space.enumerate())

@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
 from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
@@ -227,6 +228,11 @@ class Asked(NamedTuple):
     capturing: bool
 
 
+def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor as one that needs no gradient."""
+    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True if the tensor's memory holds its elements, in order."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
@@ -286,6 +292,9 @@ def call_operator(name: str, inputs: tuple[Any, ...], settings: tuple[Any, ...],
     return getattr(torch.ops.tunedcomm, name).default(*inputs, *settings)
 
 
+# A problem costs more to make than to look up.
+problem_of = functools.lru_cache(1024)(Problem)
+
 # Operator (for ops without one, op) to its path.
 paths: dict[str, CallPath[Any]] = {}
 
@@ -295,11 +304,13 @@ class CallPath(Generic[Result]):
 
     Attributes:
         last: process group to the fast call that served it last; nearly always that of its next call, which asks.
+            Calls without a group look up the default one each time, for groups may be destroyed and made again.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.last: dict[Group, FastCall] = {}
+        self._names = form.inputs if len(form.inputs) > 1 else ("",)  # in errors
+        self.last: dict[Group, Callable[..., Result | None]] = {}
         self._communicators: dict[tuple[Group, torch.device], Communicator] = {}
         paths[form.operator] = self
         on_release(self._communicators.clear)
@@ -314,9 +325,12 @@ class CallPath(Generic[Result]):
         Args:
             tensors: inputs, then outputs, as the caller gave them, whatever they are.
             options: the op's own.
-            group: the process group, None only where there is no default group.
-            numerics, max_sms: as the caller gave them.
+            group, numerics, max_sms: as the caller gave them.
         """
+        if is_dynamo_compiling():
+            return self.operate(tensors, options, group, numerics, max_sms)
+        if group is None:
+            group = world._default_pg
         if isinstance(group, dist.ProcessGroup) and goes_by_operator(tensors):
             return self.operate(tensors, options, group, numerics, max_sms)
         return self.serve(tensors, options, group, numerics, max_sms)
@@ -359,9 +373,9 @@ class CallPath(Generic[Result]):
         """`call` for plain tensors, at once."""
         form, x = self.form, tensors[0]
         if not isinstance(x, torch.Tensor):
-            raise UnsupportedInputError(f"{form.op} wants a torch.Tensor, got {type(x).__name__}")
+            check_input(form.op, x, self._names[0])
         communicator = self.communicator(x, group)
-        present = tuple(tensor is not None for tensor in tensors)
+        present = tuple([tensor is not None for tensor in tensors]) if form.repeats else ()
         asked = Asked(options, present, self._aliases(tensors), numerics, max_sms, is_capturing())
         known: tuple[FastCall, ...] | None = None
         if form.repeats:
@@ -416,42 +430,47 @@ class CallPath(Generic[Result]):
         self, communicator: Communicator, tensors: Tensors, asked: Asked
     ) -> tuple[tuple[torch.Tensor, ...], Plan | None]:
         """Check and run; the results, and the plan if a fast call may be made of it."""
-        form, world_size, num_inputs = self.form, communicator.world_size, len(self.form.inputs)
+        num_inputs = len(self.form.inputs)
         inputs, outputs = tensors[:num_inputs], tensors[num_inputs:]
-        wanted = self._check(inputs, outputs, asked, world_size)
+        wanted = self._check(inputs, outputs, asked, communicator.world_size)
         x = inputs[0]
         if x.is_cuda and x.get_device() != current_device():
             with torch.cuda.device(x.device):
                 return self._serve(communicator, tensors, asked)
+        device = x.device
         results = tuple(
-            torch.empty(shape, dtype=dtype, device=x.device) if given is None else given
-            for given, (shape, dtype) in zip(outputs, wanted, strict=True)
+            [
+                torch.empty(shape, dtype=dtype, device=device) if given is None else given
+                for given, (shape, dtype) in zip(outputs, wanted, strict=True)
+            ]
         )
-        inputs = tuple(None if tensor is None else tensor.detach() for tensor in inputs)
-        targets = tuple(result.detach() for result in results)
+        return results, self.run(communicator, tuple(map(detached, inputs)), tuple(map(detached, results)), asked)
+
+    def run(self, communicator: Communicator, inputs: Tensors, targets: Tensors, asked: Asked) -> Plan | None:
+        """Fill the results of a checked call; the plan, if a fast call may be made of it."""
+        form = self.form
         if form.is_idle(inputs, targets, asked.options):
-            return results, None
+            return None
         served = form.served(inputs)
-        if world_size == 1:
+        if communicator.world_size == 1:
             for target, value in zip(targets, form.alone(served, asked.options), strict=True):
                 target.copy_(value)
-            return results, None
+            return None
         plan = self._launch(communicator, served, targets, asked)
-        return results, plan if served is inputs else None
+        return plan if served is inputs else None
 
     def _check(
         self, inputs: Tensors, outputs: Tensors, asked: Asked, world_size: int
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Refuse what no variant takes, with the way out; shape and dtype of every output."""
-        form, x = self.form, inputs[0]
-        names = form.inputs if len(form.inputs) > 1 else ("",)
-        for name, tensor in zip(names, inputs, strict=True):
+        form, x, device = self.form, inputs[0], inputs[0].device
+        for name, tensor in zip(self._names, inputs, strict=True):
             if tensor is not None:
                 check_input(form.op, tensor, name)
-                if tensor.device != x.device:
+                if tensor is not x and tensor.device != device:
                     raise UnsupportedInputError(
-                        f"{name} of {form.op} is on {tensor.device}, {names[0]} on {x.device}; move one to the other's "
-                        "device"
+                        f"{name} of {form.op} is on {tensor.device}, {self._names[0]} on {device}; move one to the "
+                        "other's device"
                     )
         check_policy(asked.numerics)
         check_max_sms(asked.max_sms)
@@ -503,17 +522,17 @@ class CallPath(Generic[Result]):
                 sinks.append(target if as_is else torch.empty(target.shape, dtype=target.dtype, device=target.device))
         if asked.capturing:
             communicator.captured(plan)
-        given = (*(t for t in sources if t is not None), *form.scalars(inputs, options))
+        given = (*[t for t in sources if t is not None], *form.scalars(inputs, options))
         plan.launch(given, tuple(map(form.written, sinks)), stream)
         for sink, target in zip(sinks, targets, strict=True):
-            if sink.data_ptr() != target.data_ptr():
+            if sink is not target and sink.data_ptr() != target.data_ptr():
                 left = sink if direct else form.leave(sink, inputs, options, communicator.world_size)
                 target.view(left.shape).copy_(left)
         # An output that covers its input without being it has no fast call.
         if not (kept and direct and form.repeats and shared == asked.aliases):
             return None
         as_they_are = all(
-            source is None or source.data_ptr() == tensor.data_ptr()
+            source is tensor or source.data_ptr() == tensor.data_ptr()
             for source, tensor in zip((*sources, *sinks), (*inputs, *targets), strict=True)
         )
         return plan if as_they_are else None

@@ -40,11 +40,12 @@ MOVED: Mapping[torch.dtype, str] = {
 
 def check_input(op: str, x: Any, name: str = "") -> None:
     """Refuse anything but a dense tensor; `name` is the argument's, where there are several."""
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+        return
     said = f"{name} of {op}" if name else op
     if not isinstance(x, torch.Tensor):
         raise UnsupportedInputError(f"{said} wants a torch.Tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided:
-        raise UnsupportedInputError(f"{said} wants a dense tensor, got layout {x.layout}; call .to_dense() first")
+    raise UnsupportedInputError(f"{said} wants a dense tensor, got layout {x.layout}; call .to_dense() first")
 
 
 def check_dtype(op: str, x: torch.Tensor, dtypes: Mapping[torch.dtype, str], complex_advice: str = "") -> None:
@@ -142,8 +143,9 @@ def check_plain(op: str, tensors: Sequence[Any]) -> None:
 
 def check_differentiable(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
     """Refuse tensors that need gradients: nothing would be recorded for them."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise UnsupportedInputError(f"{op} is not differentiable; call it under torch.no_grad() or pass x.detach()")
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedInputError(f"{op} is not differentiable; call it under torch.no_grad() or pass x.detach()")
 
 
 def check_tangents(tensors: Sequence[Any]) -> None:
@@ -161,6 +163,8 @@ def check_tangents(tensors: Sequence[Any]) -> None:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that a non-empty tensor covers."""
+    if tensor.is_contiguous():
+        return (first := tensor.data_ptr()), first + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -179,7 +183,9 @@ def check_out(
     check_fits(x, out, shape, dtype, name=name, input_name=input_name)
     if out.numel() == 0:
         return
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if not out.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)
+    ):
         raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
     check_apart(x, out, may_be_other=may_be_input, name=name, other_name=input_name)
 

@@ -20,7 +20,7 @@ from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
 from tunedcomm.kernels.all_reduce_rms_norm.op import eps_bits
 from tunedcomm.kernels.all_to_all.op import layout_of
-from tunedcomm.ops.call import CallPath, Form, Tensors, world
+from tunedcomm.ops.call import CallPath, Form, Tensors, problem_of, world
 from tunedcomm.ops.checks import (
     FLOATS,
     INTEGERS,
@@ -62,7 +62,7 @@ class _AllReduce(Form):
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         x = inputs[0]
-        return Problem(self.op, (x.numel(),), _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
+        return problem_of(self.op, (x.numel(),), _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         del inputs
@@ -74,7 +74,6 @@ class _AllReduce(Form):
 
 
 _all_reduce: CallPath[torch.Tensor] = CallPath(_AllReduce())
-_all_reduce_last = _all_reduce.last
 
 
 def all_reduce(
@@ -108,7 +107,7 @@ def all_reduce(
     Raises:
         NotInitializedError: no default process group, or a first call inside a graph capture.
         GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: a dtype, layout, device, option or `out` that cannot be served; says what to do.
+        UnsupportedInputError: a dtype, layout, device, shape, option or output that cannot be served; says what to do.
         InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
             TUNEDCOMM_MODE=force no database has an answer.
         PeerTimeoutError: an earlier call on the group waited for a peer in vain.
@@ -116,15 +115,12 @@ def all_reduce(
     `tunedcomm.all_reduce_(x)` is the same with `out=x`. Can be captured in CUDA graphs; enqueues on the current stream;
     never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _all_reduce.operate((x, out), (op,), group, numerics, max_sms)
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _all_reduce_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(x, out, op, numerics, max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _all_reduce.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(x, out, op, numerics, max_sms)
+            if result is not None:
+                return result
     return _all_reduce.call((x, out), (op,), group, numerics, max_sms)
 
 
@@ -162,7 +158,7 @@ class _AllGather(Form):
         size = x.element_size()
         dtype = _GATHERED.get(x.dtype) or _BY_SIZE[min(size, _WIDEST)]
         numel = x.numel() * max(size // _WIDEST, 1)
-        return Problem(self.op, (numel,), dtype, world_size, reduction="", mode="eager")
+        return problem_of(self.op, (numel,), dtype, world_size, reduction="", mode="eager")
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         del options
@@ -188,7 +184,6 @@ class _AllGather(Form):
 
 
 _all_gather: CallPath[torch.Tensor] = CallPath(_AllGather())
-_all_gather_last = _all_gather.last
 
 
 def all_gather(
@@ -206,37 +201,26 @@ def all_gather(
             without dimensions counts as one of one element. Left as it is. Gathering along another dimension than the
             first that is longer than 1 costs a copy of the result.
         dim: dimension along which to concatenate, from the end if negative.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
+        group: as in `all_reduce`.
         out: where to write: of the result's shape, dtype and device, any strides; must not overlap `x`. None allocates
             it.
-        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. 0 admits copy engines alone. None: no limit.
+        max_sms: as in `all_reduce`. 0 admits copy engines alone.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype with `dim` `world_size` times as long.
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: a layout, device, dimension, option or `out` that cannot be served; says what to do.
-        InfeasibleError: a variant that is forced cannot run the call, or with TUNEDCOMM_MODE=force no database has an
-            answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Moves bytes: every bit arrives as it was, NaN payloads and the sign of zeros included. Can be captured in CUDA
     graphs; enqueues on the current stream; never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _all_gather.operate((x, out), (dim,), group, "default", max_sms)
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _all_gather_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(x, out, dim, "default", max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _all_gather.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(x, out, dim, "default", max_sms)
+            if result is not None:
+                return result
     return _all_gather.call((x, out), (dim,), group, "default", max_sms)
 
 
@@ -255,7 +239,7 @@ class _ReduceScatter(Form):
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         x = inputs[0]
         shape = (x.numel() // world_size,)
-        return Problem(self.op, shape, _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
+        return problem_of(self.op, shape, _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         del inputs
@@ -288,7 +272,6 @@ class _ReduceScatter(Form):
 
 
 _reduce_scatter: CallPath[torch.Tensor] = CallPath(_ReduceScatter())
-_reduce_scatter_last = _reduce_scatter.last
 
 
 def reduce_scatter(
@@ -311,39 +294,27 @@ def reduce_scatter(
             all.
         dim: dimension to split, from the end if negative. Where it is not the first, `x` is copied into an order in
             which chunks are contiguous, and the result copied back.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
+        group: as in `all_reduce`.
         out: where to write: `x`'s shape with `dim` divided by the group's size, same dtype and device, any strides; no
             memory shared with `x`. None allocates it.
-        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
-            `any` all. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not depend on tuning
-            and are those of the same part of an ordered `all_reduce`.
-        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not
+            depend on tuning and are those of the same part of an ordered `all_reduce`.
+        max_sms: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s dtype, `dim` divided by the group's size.
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: a shape, dtype, layout, device, option or `out` that cannot be served; says what to do.
-        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
-            TUNEDCOMM_MODE=force no database has an answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _reduce_scatter.operate((x, out), (op, dim), group, numerics, max_sms)
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _reduce_scatter_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(x, out, op, dim, numerics, max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _reduce_scatter.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(x, out, op, dim, numerics, max_sms)
+            if result is not None:
+                return result
     return _reduce_scatter.call((x, out), (op, dim), group, numerics, max_sms)
 
 
@@ -368,7 +339,7 @@ class _AllToAll(Form):
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         del options
         x = inputs[0]
-        return Problem(self.op, (x.numel() // world_size,), MOVED[x.dtype], world_size, reduction="", mode="eager")
+        return problem_of(self.op, (x.numel() // world_size,), MOVED[x.dtype], world_size, reduction="", mode="eager")
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         del options, world_size
@@ -376,7 +347,6 @@ class _AllToAll(Form):
 
 
 _all_to_all: CallPath[torch.Tensor] = CallPath(_AllToAll())
-_all_to_all_last = _all_to_all.last
 
 
 def all_to_all(
@@ -392,37 +362,26 @@ def all_to_all(
         x: any shape whose dimension 0 is a multiple of the group's size, any strides, any floating-point (fp8 too),
             integer or bool dtype; complex ones as `torch.view_as_real(x)`. It is cut along dimension 0 into a chunk for
             each rank. The same number of elements and dtype on every rank. Left as it is.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
+        group: as in `all_reduce`.
         out: where to write: same shape, dtype and device as `x`, any strides; no memory in common with `x`. None
             allocates it.
-        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. 0 admits copy engines alone. None: no limit.
+        max_sms: as in `all_reduce`. 0 admits copy engines alone.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: a shape, dtype, layout, device, option or `out` that cannot be served; says what to do.
-        InfeasibleError: a variant that is forced cannot run the call, or with TUNEDCOMM_MODE=force no database has an
-            answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Every bit comes through as it was sent, NaN payloads and negative zeros included. Can be captured in CUDA graphs;
     enqueues on the current stream; never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _all_to_all.operate((x, out), (), group, "default", max_sms)
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _all_to_all_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(x, out, "default", max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _all_to_all.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(x, out, "default", max_sms)
+            if result is not None:
+                return result
     return _all_to_all.call((x, out), (), group, "default", max_sms)
 
 
@@ -458,11 +417,12 @@ class _AllToAllV(Form):
     def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """Nothing moves on any rank; a rank that sends and gets nothing comes along where others may."""
         del results
-        return bool(options[2] == 0) or math.prod(inputs[0].shape[1:]) == 0
+        return options[2] == 0 or 0 in inputs[0].shape[1:]
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         row = math.prod(inputs[0].shape[1:])
-        return tuple(torch.tensor(counts, device="cpu") * row for counts in options[:2])
+        send, recv = ([count * row for count in counts] for counts in options[:2])
+        return torch.tensor(send, device="cpu"), torch.tensor(recv, device="cpu")
 
 
 @functools.lru_cache
@@ -518,25 +478,16 @@ def all_to_all_v(
             each other's counts, and all must run the same kernel: it is chosen by this bound alone, and tuned for it.
             As None the variant `library` serves the call. Round it up to few different values, e.g. to powers of two:
             every new one is a new problem.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
+        group: as in `all_reduce`.
         out: where to write: `sum(recv_counts)` rows of `x`'s dtype and device, any strides; no memory in common with
             `x`. None allocates it.
-        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        max_sms: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor: the rows from rank 0, then those from rank 1, and so on.
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: counts that do not fit `x`, each other or `max_count`, a dtype, layout, device, option or
-            `out` that cannot be served; says what to do.
-        InfeasibleError: a variant that is forced cannot run the call, or with TUNEDCOMM_MODE=force no database has an
-            answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Every bit comes through as it was sent. Can be captured in CUDA graphs, which replay the counts of the capture;
     enqueues on the current stream; never synchronises the host. Every rank must make the call, also one without rows.
@@ -576,7 +527,7 @@ class _AllReduceBias(Form):
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         del options
         x, columns = inputs[0], inputs[0].shape[-1]
-        return Problem(self.op, (x.numel() // columns, columns), FLOATS[x.dtype], world_size, mode="eager")
+        return problem_of(self.op, (x.numel() // columns, columns), FLOATS[x.dtype], world_size, mode="eager")
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         del options, world_size
@@ -588,7 +539,6 @@ class _AllReduceBias(Form):
 
 
 _all_reduce_bias: CallPath[torch.Tensor] = CallPath(_AllReduceBias())
-_all_reduce_bias_last = _all_reduce_bias.last
 
 
 def all_reduce_bias(
@@ -608,38 +558,27 @@ def all_reduce_bias(
         x: [..., n], any strides. Kernels take bf16, fp16 and fp32; fp64 always runs the variant `library`. The same
             shape and dtype on every rank. Left as it is unless `out` is `x`.
         bias: [n], of `x`'s dtype, the same on every rank.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
+        group: as in `all_reduce`.
         out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
-        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
-            `any` all. Ordered: summed in fp32 in rank order, then the rule above; the bits do not depend on tuning.
-        max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, then the rule above; the bits do not depend
+            on tuning.
+        max_sms: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: a dtype, layout, device, shape, option or `out` that cannot be served; says what to do.
-        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
-            TUNEDCOMM_MODE=force no database has an answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Rows that are no multiple of 16 bytes run the variant `library`. Can be captured in CUDA graphs; enqueues on the
     current stream; never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _all_reduce_bias.operate((x, bias, out), (), group, numerics, max_sms)
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _all_reduce_bias_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(x, bias, out, numerics, max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _all_reduce_bias.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(x, bias, out, numerics, max_sms)
+            if result is not None:
+                return result
     return _all_reduce_bias.call((x, bias, out), (), group, numerics, max_sms)
 
 
@@ -684,7 +623,7 @@ class _AllReduceRmsNorm(Form):
         layout = "+".join(n for n, extra in (("bias", bias), ("residual", residual)) if extra is not None)
         scaling = "fp8" if scale is not None else ""
         shape = (x.numel() // hidden, hidden)
-        return Problem(self.op, shape, FLOATS[x.dtype], world_size, layout=layout, scaling=scaling, mode="eager")
+        return problem_of(self.op, shape, FLOATS[x.dtype], world_size, layout=layout, scaling=scaling, mode="eager")
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         del world_size
@@ -707,7 +646,6 @@ class _AllReduceRmsNorm(Form):
 
 
 _all_reduce_rms_norm: CallPath[tuple[torch.Tensor, torch.Tensor]] = CallPath(_AllReduceRmsNorm())
-_all_reduce_rms_norm_last = _all_reduce_rms_norm.last
 
 
 def all_reduce_rms_norm(
@@ -739,47 +677,31 @@ def all_reduce_rms_norm(
         bias: [hidden], of `x`'s dtype, added to every row of the sum; None adds nothing.
         residual: of `x`'s shape and dtype, added to the sum; None adds nothing.
         eps: added to the mean of squares; a number from 0 on.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
+        group: as in `all_reduce`.
         out: where to write y: of `x`'s shape and `out_dtype`, any strides, memory of its own. None allocates it.
         residual_out: where to write s + bias + residual: of `x`'s shape and dtype, any strides; may be `residual`. None
             allocates it.
         out_dtype: `torch.float8_e4m3fn` for y / scale, saturated, in that dtype; None for y in `x`'s.
         scale: one fp32 on the device, with `out_dtype` and only then. y is multiplied by its reciprocal.
-        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
-            `any` all. Ordered: summed in fp32 in rank order, then the rule above with all sums in a fixed order; the
-            bits do not depend on tuning.
-        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, then the rule above with all sums in a
+            fixed order; the bits do not depend on tuning.
+        max_sms: as in `all_reduce`.
 
     Returns:
         (y, residual_out): what was given, or new contiguous tensors.
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: a dtype, layout, device, shape, option or output that cannot be served; says what to do.
-        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
-            TUNEDCOMM_MODE=force no database has an answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Rows that are no multiple of 16 bytes, or longer than 32 KiB, run the variant `library`. Can be captured in CUDA
     graphs; enqueues on the current stream; never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _all_reduce_rms_norm.operate(
-            (x, weight, bias, residual, scale, out, residual_out), (eps, out_dtype), group, numerics, max_sms
-        )
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _all_reduce_rms_norm_last.get(group)
-    if fast is not None:
-        result: tuple[torch.Tensor, torch.Tensor] | None = fast(
-            x, weight, bias, residual, scale, out, residual_out, eps, out_dtype, numerics, max_sms
-        )
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _all_reduce_rms_norm.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(x, weight, bias, residual, scale, out, residual_out, eps, out_dtype, numerics, max_sms)
+            if result is not None:
+                return result
     return _all_reduce_rms_norm.call(
         (x, weight, bias, residual, scale, out, residual_out), (eps, out_dtype), group, numerics, max_sms
     )

@@ -10,6 +10,7 @@ for what there is not.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
@@ -18,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
+from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.gemm.op import Wanted, layout_of, operands_of, product
-from tunedcomm.ops.call import CallPath, Form, Group, Tensors, call_operator, communicator_for, group_arguments, world
+from tunedcomm.ops.call import Asked, CallPath, Form, Group, Tensors, call_operator, group_arguments, problem_of, world
 from tunedcomm.ops.checks import (
     FLOATS,
-    check_apart,
     check_differentiable,
     check_fits,
-    check_input,
-    check_out,
     check_reduction,
     goes_by_operator,
     is_nk,
@@ -153,7 +152,7 @@ class GemmForm(Form):
         scaling = self.scaling(a, b, given["scale_a"], given["scale_b"])
         layout = layout_of(wanted, dtype)
         reduction = options[1] if len(options) > 1 else self.reduction
-        return Problem(self.op, shape, dtype, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
+        return problem_of(self.op, shape, dtype, world_size, reduction, layout=layout, scaling=scaling, mode="eager")
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         return f"{self.op} of {_FP8}" if inputs[0].dtype == _FP8 else ""
@@ -244,183 +243,140 @@ class _AgGemmGathered(_AgGemm):
 
 
 _ag_gemm: CallPath[torch.Tensor] = CallPath(_AgGemm())
-_ag_gemm_last = _ag_gemm.last
 _gathered: CallPath[tuple[torch.Tensor, torch.Tensor]] = CallPath(_AgGemmGathered())
-_gathered_last = _gathered.last
 
 
 def ag_gemm_gathered(
     tensors: Tensors, out_dtype: Any, group: Group, numerics: NumericsPolicy, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product and the gathered a; tensors are a, b, the scales and the outputs."""
-    fast = _gathered_last.get(group)
-    if fast is not None:
-        results: tuple[torch.Tensor, torch.Tensor] | None = fast(*tensors, out_dtype, numerics, max_sms)
-        if results is not None:
-            return results
+    if not is_dynamo_compiling():
+        fast = _gathered.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            results = fast(*tensors, out_dtype, numerics, max_sms)
+            if results is not None:
+                return results
     return _gathered.call(tensors, (out_dtype,), group, numerics, max_sms)
 
 
-class AgGemmList:
-    """`ag_gemm` with a list of b: the widest by the fused op, the others by the library from what it gathered.
+class _AgGemmList(_AgGemm):
+    """`ag_gemm` with a list of b, for lists of one length: every b, its scale and its out is a tensor of its own."""
 
-    `ag_gemm_list` is the operator of such calls. In every method `scales` and `outs` are scale_b and out: None or a
-    list as long as `several`, the list of b.
-    """
+    has_operator = False  # that of lists of any length is `torch_ops.ListOperator`
+    repeats = False
 
-    form = _AgGemm()
+    def __init__(self, length: int) -> None:
+        self.length = length
+        scales = [f"scale_b[{index}]" for index in range(length)]
+        self.inputs = ("a", "scale_a", *(f"b[{index}]" for index in range(length)), *scales)
+        self.outputs = (*(f"out[{index}]" for index in range(length)), "gathered")
+        self.optional = ("scale_a", *scales)
 
-    def call(
-        self,
-        inputs: tuple[Any, Sequence[Any], Any, Any],
-        outs: Any,
-        out_dtype: Any,
-        group: Group,
-        numerics: NumericsPolicy,
-        max_sms: int | None,
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The products and the gathered a; everything is checked before a peer is asked for anything.
+    @property
+    def operator(self) -> str:
+        return "ag_gemm_list"
 
-        Args:
-            inputs: a, several, scale_a and scales.
-            outs, out_dtype, group, numerics, max_sms: as the caller gave them.
-        """
-        flat = [t for given in (*inputs, outs) for t in (given if isinstance(given, (list, tuple)) else [given])]
-        if is_dynamo_compiling() or (isinstance(group, dist.ProcessGroup) and goes_by_operator(flat)):
-            return self._operate(inputs, outs, out_dtype, group, numerics, max_sms)
-        return self.serve(inputs, outs, out_dtype, group, numerics, max_sms)
+    def each(self, inputs: Tensors) -> list[Tensors]:
+        """The inputs of `ag_gemm` with each b."""
+        a, scale_a, *rest = inputs
+        return [(a, b, scale_a, scale_b) for b, scale_b in zip(rest[: self.length], rest[self.length :], strict=True)]
 
-    def _operate(
-        self,
-        inputs: tuple[Any, Sequence[Any], Any, Any],
-        outs: Any,
-        out_dtype: Any,
-        group: Group,
-        numerics: NumericsPolicy,
-        max_sms: int | None,
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """`call` by the operator: what is recorded or traced. Traced by Dynamo itself."""
-        a, several, scale_a, scales = inputs
-        given = [scale for scale in self._as_list(scales, "scale_b", len(several)) if scale is not None]
-        targets = self._as_list(outs, "out", len(several))
-        refusal = self.form.refusal((a,), None) if outs is None else f"{self.form.op} into a given tensor"
-        if refusal:
-            check_differentiable(refusal, (a, *several, *targets))
-        settings = (out_dtype, *group_arguments(group), numerics, max_sms)
-        *made, gathered = call_operator("ag_gemm_list", (a, list(several), scale_a, given), settings, "")
-        for index, out in enumerate(targets):
-            if out is not None:
-                check_fits(a, out, made[index].shape, made[index].dtype, name=f"out[{index}]", input_name="a")
-                made[index] = out.copy_(made[index])
-        return made, gathered
-
-    def serve(
-        self,
-        inputs: tuple[Any, Sequence[Any], Any, Any],
-        outs: Any,
-        out_dtype: Any,
-        group: Group,
-        numerics: NumericsPolicy,
-        max_sms: int | None,
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """`call` for plain tensors, at once."""
-        a, several, scale_a, scales = inputs
-        check_input(self.form.op, a, "a")
-        scales = self._as_list(scales, "scale_b", len(several))
-        outs = self._as_list(outs, "out", len(several))
-        world_size = communicator_for(self.form.op, a, group).world_size
-        kind = self._check((a, several, scale_a, scales), outs, out_dtype, world_size)
-        widest = max(range(len(several)), key=lambda index: (several[index].shape[1], -index))
-        tensors = (a, several[widest], scale_a, scales[widest], outs[widest], None)
-        first, gathered = ag_gemm_gathered(tensors, out_dtype, group, numerics, max_sms)
-        if kind == "rowwise" and len(several) > 1:
-            scale_a = all_gather(scale_a.detach(), group=group)
-        found = [
-            first if index == widest else self._product((gathered, b, scale_a, scales[index]), outs[index], out_dtype)
-            for index, b in enumerate(several)
-        ]
-        return found, gathered
-
-    def results(
-        self, inputs: tuple[Any, Sequence[Any], Any, Any], out_dtype: Any, world_size: int
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every product and of the gathered a.
-
-        Raises:
-            UnsupportedInputError: the inputs cannot be served.
-        """
-        a, several, scale_a, scales = inputs
-        scales = self._as_list(scales or None, "scale_b", len(several))
-        self._check((a, several, scale_a, scales), [None] * len(several), out_dtype, world_size)
-        found = [self.form.results((a, b), (out_dtype,), world_size)[0] for b in several]
-        return [*found, ((*self.form.leading(a, world_size), a.shape[-1]), a.dtype)]
-
-    def _as_list(self, given: Any, name: str, count: int) -> list[Any]:
-        """One for every b."""
-        if count == 0:
-            raise UnsupportedInputError(f"b of {self.form.op} is an empty list; pass at least one matrix [K, N]")
-        if given is None:
-            return [None] * count
-        if not isinstance(given, (list, tuple)) or len(given) != count:
-            what = f"{len(given)} elements" if isinstance(given, (list, tuple)) else f"type {type(given).__name__}"
-            raise UnsupportedInputError(
-                f"{name} of {self.form.op} has {what}; b is a list of {count}, so it must be a list as long"
-            )
-        return list(given)
-
-    def _check(
-        self, inputs: tuple[Any, Sequence[Any], Any, Sequence[Any]], outs: list[Any], out_dtype: Any, world_size: int
-    ) -> str:
-        """Refuse what cannot be served; how the operands are scaled."""
-        form, (a, several, scale_a, scales) = self.form, inputs
-        check_input(form.op, a, "a")
-        for index, (b, scale_b, out) in enumerate(zip(several, scales, outs, strict=True)):
-            of_one = (a, b, scale_a, scale_b)
-            for name, tensor in zip(("a", f"b[{index}]", "scale_a", f"scale_b[{index}]"), of_one, strict=True):
-                if tensor is not None:
-                    check_input(form.op, tensor, name)
-                    if tensor.device != a.device:
-                        raise UnsupportedInputError(
-                            f"{name} of {form.op} is on {tensor.device}, a on {a.device}; move one to the other's "
-                            "device"
-                        )
-            if b is not None and several[0] is not None and b.dtype != several[0].dtype:
+    def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
+        each = self.each(inputs)
+        first = each[0][1]
+        for index, (_, b, _, _) in enumerate(each):
+            if b is not None and first is not None and b.dtype != first.dtype:
                 raise UnsupportedInputError(
-                    f"b[{index}] of {form.op} is of {b.dtype}, b[0] of {several[0].dtype}; all must be of a's dtype, "
-                    f"{a.dtype}"
+                    f"b[{index}] of {self.op} is of {b.dtype}, b[0] of {first.dtype}; all must be of a's dtype, "
+                    f"{inputs[0].dtype}"
                 )
-            form.check(of_one, (out_dtype,), world_size)
-            if out is not None:
-                shape, dtype = form.results(of_one, (out_dtype,), world_size)[0]
-                name = f"out[{index}]"
-                check_out(a, out, shape, dtype, may_be_input=False, name=name, input_name="a")
-                check_apart(b, out, may_be_other=False, name=name, other_name=f"b[{index}]")
-                for other in range(index):
-                    if outs[other] is not None:
-                        check_apart(outs[other], out, may_be_other=False, name=name, other_name=f"out[{other}]")
-            check_differentiable(form.op, (*of_one, out))
-        kinds = [form.scaling(a, b, scale_a, scale_b) for b, scale_b in zip(several, scales, strict=True)]
+            _ag_gemm.form.check(each[index], options, world_size)
+        kinds = [self.scaling(*one) for one in each]
         if len(set(kinds)) > 1:
-            raise UnsupportedInputError(f"scales of {form.op} are {kinds}; they must be of one kind for all b")
-        return kinds[0]
+            raise UnsupportedInputError(f"scales of {self.op} are {kinds}; they must be of one kind for all b")
 
-    def _product(self, inputs: Tensors, out: torch.Tensor | None, out_dtype: Any) -> torch.Tensor:
-        """The product of the gathered a and b, by the library."""
-        form, options = self.form, (out_dtype,)
-        inputs = (inputs[0].detach(), inputs[1].detach(), *inputs[2:])
-        (shape, dtype), *_ = form.results(inputs, options, 1)
-        result = torch.empty(shape, dtype=dtype, device=inputs[0].device) if out is None else out
-        sink = result.detach() if result.is_contiguous() else torch.empty(shape, dtype=dtype, device=inputs[0].device)
-        if not form.is_idle(inputs, (sink,), options):
-            problem = form.problem(inputs, options, 1)
-            taken = tuple(tensor for tensor in form.operands(inputs, options) if tensor is not None)
-            product(problem, operands_of(problem, taken), form.written(sink))
-        if sink.data_ptr() != result.data_ptr():
-            result.detach().copy_(sink)
-        return result
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        each = [_gathered.form.results(one, options, world_size) for one in self.each(inputs)]
+        return [*(product for product, _ in each), each[0][1]]
 
 
-ag_gemm_list = AgGemmList()
+class _ListPath(CallPath[tuple[torch.Tensor, ...]]):
+    """The widest b by the fused op, the others by the library from what it gathered."""
+
+    form: _AgGemmList
+
+    def run(self, communicator: Communicator, inputs: Tensors, targets: Tensors, asked: Asked) -> None:
+        each, (*outs, gathered) = self.form.each(inputs), targets
+        widest = max(range(len(each)), key=lambda index: (each[index][1].shape[1], -index))
+        _, _, scale_a, scale_b = each[widest]
+        fused = (*each[widest], outs[widest], gathered)
+        ag_gemm_gathered(fused, asked.options[0], communicator.group, asked.numerics, asked.max_sms)
+        if len(each) > 1 and self.form.scaling(*each[widest]) == "rowwise":
+            scale_a = all_gather(scale_a, group=communicator.group)
+        for index, (_, b, _, scale_b) in enumerate(each):
+            if index != widest:
+                _multiply((gathered, b, scale_a, scale_b), outs[index], asked.options)
+
+
+def _multiply(inputs: Tensors, out: torch.Tensor, options: Any) -> None:
+    """The product of the gathered a and b, by the library."""
+    form = _ag_gemm.form
+    sink = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    if not form.is_idle(inputs, (sink,), options):
+        problem = form.problem(inputs, options, 1)
+        taken = tuple(tensor for tensor in form.operands(inputs, options) if tensor is not None)
+        product(problem, operands_of(problem, taken), form.written(sink))
+    if sink is not out:
+        out.copy_(sink)
+
+
+# One for every length: programs have lists of two or three.
+list_path = functools.cache(lambda length: _ListPath(_AgGemmList(length)))
+
+
+def as_list(given: Any, name: str, length: int) -> list[Any]:
+    """What is given beside a list of b: one for every b."""
+    if length == 0:
+        raise UnsupportedInputError("b of ag_gemm is an empty list; pass at least one matrix [K, N]")
+    if given is None:
+        return [None] * length
+    if not isinstance(given, (list, tuple)) or len(given) != length:
+        what = f"{len(given)} elements" if isinstance(given, (list, tuple)) else f"type {type(given).__name__}"
+        raise UnsupportedInputError(
+            f"{name} of ag_gemm has {what}; b is a list of {length}, so it must be a list as long"
+        )
+    return list(given)
+
+
+def _ag_gemm_list(
+    inputs: tuple[Any, Sequence[Any], Any, Any],
+    outs: Any,
+    out_dtype: Any,
+    group: Group,
+    numerics: NumericsPolicy,
+    max_sms: int | None,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The products and the gathered a; inputs are a, the list of b, scale_a and the list of scale_b."""
+    a, several, scale_a, scales = inputs
+    scales, targets = as_list(scales, "scale_b", len(several)), as_list(outs, "out", len(several))
+    tensors = (a, scale_a, *several, *scales, *targets, None)
+    if not is_dynamo_compiling():
+        group = world._default_pg if group is None else group
+        if not (isinstance(group, dist.ProcessGroup) and goes_by_operator(tensors)):
+            path = list_path(len(several))
+            *made, gathered = path.serve(tensors, (out_dtype,), group, numerics, max_sms)
+            return made, gathered
+    refusal = _ag_gemm.form.refusal((a,), None) if outs is None else "ag_gemm into a given tensor"
+    if refusal:
+        check_differentiable(refusal, tensors)
+    given = [scale for scale in scales if scale is not None]
+    settings = (out_dtype, *group_arguments(group), numerics, max_sms)
+    *made, gathered = call_operator("ag_gemm_list", (a, list(several), scale_a, given), settings, "")
+    for index, out in enumerate(targets):
+        if out is not None:
+            check_fits(a, out, made[index].shape, made[index].dtype, name=f"out[{index}]", input_name="a")
+            made[index] = out.copy_(made[index])
+    return made, gathered
 
 
 def ag_gemm(
@@ -453,47 +409,31 @@ def ag_gemm(
         return_gathered: also return the gathered `a_shard`.
         out: where to write: [m · world_size, ..., N] of the result's dtype, any strides, memory of its own. With a list
             of b a list as long. None allocates it.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
-        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
-            `any` all. Ordered: multiplied in fp32 with one accumulator, rounded once.
-        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        group: as in `all_reduce`.
+        numerics: as in `all_reduce`. Ordered: multiplied in fp32 with one accumulator, rounded once.
+        max_sms: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor, or a list of them; with `return_gathered` that and the gathered `a_shard`, [m
         · world_size, ..., K].
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: shapes, dtypes, scales, a device, option or output that cannot be served; says what to
-            do.
-        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
-            TUNEDCOMM_MODE=force no database has an answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if group is None and not is_dynamo_compiling():
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
     if isinstance(b, (list, tuple)):
-        found, gathered = ag_gemm_list.call((a_shard, b, scale_a, scale_b), out, out_dtype, group, numerics, max_sms)
+        found, gathered = _ag_gemm_list((a_shard, b, scale_a, scale_b), out, out_dtype, group, numerics, max_sms)
         return (found, gathered) if return_gathered else found
-    if is_dynamo_compiling():
-        if return_gathered:
-            both = (a_shard, b, scale_a, scale_b, out, None)
-            return _gathered.operate(both, (out_dtype,), group, numerics, max_sms)
-        return _ag_gemm.operate((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
     if return_gathered:
         both = (a_shard, b, scale_a, scale_b, out, None)
         return ag_gemm_gathered(both, out_dtype, group, numerics, max_sms)
-    fast = _ag_gemm_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _ag_gemm.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(a_shard, b, scale_a, scale_b, out, out_dtype, numerics, max_sms)
+            if result is not None:
+                return result
     return _ag_gemm.call((a_shard, b, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
 
 
@@ -516,7 +456,6 @@ class _GemmRs(GemmForm):
 
 
 _gemm_rs: CallPath[torch.Tensor] = CallPath(_GemmRs())
-_gemm_rs_last = _gemm_rs.last
 
 
 def gemm_rs(
@@ -547,39 +486,26 @@ def gemm_rs(
             None), fp16 or fp32; fp32 and fp64 operands keep their own.
         out: where to write: [M / world_size, ..., N] of the result's dtype, any strides, memory of its own. None
             allocates it.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
-        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
-            `any` all. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded once, summed in
-            rank order with one rounding at the end.
-        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        group: as in `all_reduce`.
+        numerics: as in `all_reduce`. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded
+            once, summed in rank order with one rounding at the end.
+        max_sms: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor [M / world_size, ..., N]: rank r has the r-th of as many equal parts of the
         rows.
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: shapes (M that is no multiple of the group's size among them), dtypes, scales, a device,
-            option or output that cannot be served; says what to do.
-        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
-            TUNEDCOMM_MODE=force no database has an answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _gemm_rs.operate((a, b, scale_a, scale_b, out), (out_dtype, op), group, numerics, max_sms)
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _gemm_rs_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _gemm_rs.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(a, b, scale_a, scale_b, out, out_dtype, op, numerics, max_sms)
+            if result is not None:
+                return result
     return _gemm_rs.call((a, b, scale_a, scale_b, out), (out_dtype, op), group, numerics, max_sms)
 
 
@@ -592,7 +518,6 @@ class _GemmAr(GemmForm):
 
 
 _gemm_ar: CallPath[torch.Tensor] = CallPath(_GemmAr())
-_gemm_ar_last = _gemm_ar.last
 
 
 def gemm_ar(
@@ -622,36 +547,23 @@ def gemm_ar(
         out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
             None), fp16 or fp32; fp32 and fp64 operands keep their own.
         out: where to write: [..., N] of the result's dtype, any strides, memory of its own. None allocates it.
-        group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
-            of graph captures.
-        numerics: classes of variants that may run: `default` admits `ordered` and `library`, `ordered` that one alone,
-            `any` all. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded once, summed in
-            rank order with one rounding at the end.
-        max_sms: SMs at most that the kernels may take, a whole number, the same on every rank, for callers that compute
-            beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
-            chooses for itself. None: no limit.
+        group: as in `all_reduce`.
+        numerics: as in `all_reduce`. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded
+            once, summed in rank order with one rounding at the end.
+        max_sms: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor [..., N].
 
     Raises:
-        NotInitializedError: no default process group, or a first call inside a graph capture.
-        GroupError: this rank is not a member of `group`, or the group has no backend for the tensors' device.
-        UnsupportedInputError: shapes, dtypes, scales, a device, option or output that cannot be served; says what to
-            do.
-        InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
-            TUNEDCOMM_MODE=force no database has an answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        NotInitializedError, GroupError, UnsupportedInputError, InfeasibleError, PeerTimeoutError: as in `all_reduce`.
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if is_dynamo_compiling():
-        return _gemm_ar.operate((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)
-    if group is None:
-        group = world._default_pg  # looked up anew: groups may be destroyed and made again
-    fast = _gemm_ar_last.get(group)
-    if fast is not None:
-        result: torch.Tensor | None = fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)
-        if result is not None:
-            return result
+    if not is_dynamo_compiling():
+        fast = _gemm_ar.last.get(world._default_pg if group is None else group)
+        if fast is not None:
+            result = fast(a, b, bias, scale_a, scale_b, out, out_dtype, numerics, max_sms)
+            if result is not None:
+                return result
     return _gemm_ar.call((a, b, bias, scale_a, scale_b, out), (out_dtype,), group, numerics, max_sms)

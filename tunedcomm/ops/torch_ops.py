@@ -31,7 +31,7 @@ from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
 from tunedcomm.errors import GroupError
 from tunedcomm.ops import collectives, gemm  # noqa: F401 - fills the table of paths
 from tunedcomm.ops.autograd import FORMULAS
-from tunedcomm.ops.call import CallPath, paths
+from tunedcomm.ops.call import CallPath, detached, paths
 from tunedcomm.ops.checks import check_differentiable, check_fits, check_input
 
 NAMESPACE = "tunedcomm"
@@ -97,6 +97,11 @@ class Operator:
         Raises:
             UnsupportedInputError: no variant takes such inputs.
         """
+        for name, tensor in zip(self.form.inputs, inputs, strict=True):
+            if tensor is not None:
+                check_input(self.name, tensor, name)
+        check_policy(asked.numerics)
+        check_max_sms(asked.max_sms)
         self.form.check(tuple(inputs), asked.options, asked.group_size)
         return self.form.results(tuple(inputs), asked.options, asked.group_size)
 
@@ -133,7 +138,7 @@ class Operator:
     def run(self, *arguments: Any) -> Any:
         """The functional form."""
         inputs, asked = self.split(arguments)
-        return self.serve([_plain(tensor) for tensor in inputs], (None,) * len(self.form.outputs), asked)
+        return self.serve([detached(tensor) for tensor in inputs], (None,) * len(self.form.outputs), asked)
 
     def run_into(self, *arguments: Any, **given: Any) -> None:
         """The form with `out`."""
@@ -152,41 +157,30 @@ class Operator:
 
     def fake(self, *arguments: Any) -> Any:
         """The functional form's results without their contents."""
-        inputs, results = self._fake_results(arguments)
-        made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in results)
+        inputs, asked = self.split(arguments)
+        made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in self.results(inputs, asked))
         return made[0] if len(made) == 1 else made
 
     def fake_into(self, *arguments: Any, **given: Any) -> None:
         """The form with `out`: its checks."""
-        inputs, results = self._fake_results(arguments)
+        inputs, asked = self.split(arguments)
+        results = self.results(inputs, asked)
         check_differentiable(f"{self.name} into a given tensor", (*inputs, *given.values()))
         for name, (shape, dtype) in zip(self.form.outputs, results, strict=True):
             check_fits(inputs[0], given[name], shape, dtype, name=name)
 
     def fake_in_place(self, *arguments: Any) -> None:
         """The form that ends in an underscore: its checks."""
-        inputs, _ = self._fake_results(arguments)
-        check_differentiable(f"{self.name} in place", inputs)
-
-    def _fake_results(self, arguments: Sequence[Any]) -> tuple[Tensors, Results]:
         inputs, asked = self.split(arguments)
-        for name, tensor in zip(self.form.inputs, inputs, strict=True):
-            if tensor is not None:
-                check_input(self.name, tensor, name)
-        check_policy(asked.numerics)
-        check_max_sms(asked.max_sms)
-        return inputs, self.results(inputs, asked)
-
-
-def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+        self.results(inputs, asked)
+        check_differentiable(f"{self.name} in place", inputs)
 
 
 class ListOperator(Operator):
     """`ag_gemm` with a list of b: (products…, gathered a) as one list; only the functional form."""
 
     def __init__(self) -> None:
-        self.name, self.form = "ag_gemm_list", gemm.ag_gemm_list.form
+        self.name, self.form = "ag_gemm_list", operators["ag_gemm"].form
 
     def declaration(self, *, mutated: bool) -> str:
         # No defaults: PyTorch leaves such arguments out, and with lists then counts too many gradients.
@@ -198,18 +192,18 @@ class ListOperator(Operator):
         _differentiate(self.name)
 
     def run(self, *arguments: Any) -> list[torch.Tensor]:
-        (a, several, scale_a, scales), asked = self.split(arguments)
-        inputs = (_plain(a), [_plain(b) for b in several], scale_a, list(scales) or None)
-        settings = (asked.options[0], _resolve(asked), asked.numerics, asked.max_sms)
-        made, gathered = gemm.ag_gemm_list.serve(inputs, None, *settings)
-        return [*made, gathered]
+        operator, inputs, asked = self._of_length(arguments)
+        return list(operator.serve([detached(t) for t in inputs], (None,) * len(operator.form.outputs), asked))
 
     def fake(self, *arguments: Any) -> list[torch.Tensor]:
+        operator, inputs, asked = self._of_length(arguments)
+        return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in operator.results(inputs, asked)]
+
+    def _of_length(self, arguments: Sequence[Any]) -> tuple[Operator, Tensors, Asked]:
+        """What serves lists of the call's length, and its tensors one after another."""
         (a, several, scale_a, scales), asked = self.split(arguments)
-        check_policy(asked.numerics)
-        check_max_sms(asked.max_sms)
-        results = gemm.ag_gemm_list.results((a, several, scale_a, scales), asked.options[0], asked.group_size)
-        return [a.new_empty(shape, dtype=dtype) for shape, dtype in results]
+        scales = gemm.as_list(scales or None, "scale_b", len(several))
+        return Operator(gemm.list_path(len(several))), (a, scale_a, *several, *scales), asked
 
 
 def _define(name: str, signature: str, run: Any, fake: Any) -> None:
