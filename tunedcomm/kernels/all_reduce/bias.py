@@ -16,7 +16,7 @@ Numerics: ordered, `library`: library. Graph-safe. Source: see all_reduce's vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -26,13 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tunedcomm.kernels.all_reduce.lamport import Lamport, TwoShotLamport
 from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce.one_shot import OneShot
-from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_rows, slice_packets
+from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_empty_slices, refuse_rows
 from tunedcomm.kernels.all_reduce.two_shot import RING, TwoShot
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
-from tunedcomm.kernels.common.feasibility import (
-    Launch,
-    refuse_launch_pdl,
-)
+from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     STATE_OFFSET,
@@ -320,9 +317,9 @@ def bias_rows_kernel(
         store_packets(out + packet * 16, s0, s1, s2, s3, here)
 
 
-def _arrange(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-    """Addresses of x, bias and out."""
-    return (inputs[0].data_ptr(), inputs[1].data_ptr(), outputs[0].data_ptr())
+def x_bias_and_out(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+    """Addresses of the two inputs and the output."""
+    return inputs[0].data_ptr(), inputs[1].data_ptr(), outputs[0].data_ptr()
 
 
 class _WithBias:
@@ -341,8 +338,8 @@ class _WithBias:
         total = packets_of(problem.nbytes)
         return (None, None, None, total, total // problem.shape[0])
 
-    def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
-        return AddressLaunch(by_address, _arrange)
+    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        return x_bias_and_out(inputs, outputs)
 
 
 class BiasLamport(_WithBias, Lamport):
@@ -364,22 +361,18 @@ class BiasTwoShot(_WithBias, TwoShot):
         }
     )
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         per_block = 32 * int(config["num_warps"])
         if per_block > 256 and problem.world_size > 4:
             return f"{per_block} packets a block at once from {problem.world_size} ranks spill registers"
-        return super().infeasible(problem, config, limits)
+        return super().refuse_config(problem, config, limits)
 
 
 class BiasTwoShotLamport(_WithBias, TwoShotLamport):
     kernels = (bias_two_shot_lamport_kernel,)
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        if reason := super().refuse(problem, limits):
-            return reason
-        if (problem.world_size - 1) * slice_packets(problem) >= packets_of(problem.nbytes):
-            return f"{problem.nbytes} bytes leave some of {problem.world_size} ranks without a slice"
-        return None
+        return super().refuse(problem, limits) or refuse_empty_slices(problem)
 
 
 class BiasUnfused(UnfusedVariant):
@@ -389,12 +382,8 @@ class BiasUnfused(UnfusedVariant):
     second_warps = "add_warps"
     space = sum_space(second_warps)
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return (
-            refuse_rows(problem, limits)
-            or refuse_launch_pdl(config, limits)
-            or super().infeasible(problem, config, limits)
-        )
+    def refuse_second(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_rows(problem, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         return {**super().wish(problem, limits), "add_warps": 8}
@@ -413,7 +402,7 @@ class BiasUnfused(UnfusedVariant):
             reduce(stream, x, out)
             add(stream, out, bias)
 
-        return AddressLaunch(by_address, _arrange)
+        return AddressLaunch(by_address, x_bias_and_out)
 
 
 class BiasLibrary(LibraryVariant):

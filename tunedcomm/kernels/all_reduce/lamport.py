@@ -30,11 +30,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_launch_pdl
+from tunedcomm.kernels.common.feasibility import refuse_stage
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.packets import arm, insert_own, num_packets, read_elements, sum_packets, write_elements
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    arm,
+    insert_own,
+    num_packets,
+    read_elements,
+    sum_packets,
+    write_elements,
+)
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, poll_packets, store_packets
-from tunedcomm.kernels.common.variant import LamportVariant
+from tunedcomm.kernels.common.variant import HOST_GRID, LamportVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
@@ -147,6 +155,8 @@ class TwoShotLamport(AllReduceVariant):
     summary = "reduce-scatter and all-gather by self-announcing packets in one kernel; best at medium sizes"
     kernels = (two_shot_lamport_kernel,)
     areas = ("arena", "stage_bytes")
+    most_rounds = 4
+    host_wish = HOST_GRID
     space = Space(
         {
             "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 96, 132, 264),
@@ -156,20 +166,13 @@ class TwoShotLamport(AllReduceVariant):
     )
     sliced = True
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
-        share = slice_packets(problem)
-        if 2 * problem.world_size * share * 16 > limits.stage_bytes:
-            return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
-        return refuse_launch_pdl(config, limits) or blocks_and_threads(config, limits, share, most_rounds=4)
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_stage(problem, limits, 2 * slice_packets(problem) * PACKET_BYTES)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
         share = slice_packets(problem)
         warps = 4 if share <= 132 * 128 else 8
-        return {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+        return {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps}
 
 
 LAMPORT = Lamport().register()

@@ -16,13 +16,11 @@ Source: NVLink SHARP as PyTorch's multimem operators use it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast
+from tunedcomm.kernels.common.feasibility import refuse_multicast
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     load_reduce,
@@ -33,11 +31,8 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.space import Choice, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Numerics, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 @triton.jit
@@ -108,23 +103,18 @@ def multimem_two_shot_kernel(
 
 
 class _Multimem(AllReduceVariant):
-    """Kernels that take the lane's multicast address after `status`; 0 there stands for the emulation."""
-
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_multicast(limits) or self.refuse(problem, limits):
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        if reason := refuse_multicast(limits) or super().refuse(problem, limits):
             return reason
         area_bytes = limits.staging_bytes if self.sliced else limits.one_shot_bytes
         if problem.nbytes + 16 * problem.world_size > area_bytes:
             return f"{problem.nbytes} bytes exceed the staging of {area_bytes} bytes"
-        return blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=1 << 16)
+        return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(self.work_packets(problem) / 256, 32), "num_warps": 8}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return workspace.lanes[problem.mode].multicast, *super().arguments(problem, config, workspace)
 
 
 class MultimemOneShot(_Multimem):
@@ -132,7 +122,7 @@ class MultimemOneShot(_Multimem):
     numerics: Numerics = "unordered"
     summary = "every rank loads sums that the switch makes (NVLink multicast)"
     kernels = (multimem_one_shot_kernel,)
-    areas = ("one_shot", "one_shot_bytes")
+    areas = ("multicast", "one_shot", "one_shot_bytes")
 
 
 class MultimemTwoShot(_Multimem):
@@ -140,7 +130,7 @@ class MultimemTwoShot(_Multimem):
     numerics: Numerics = "library"
     summary = "the switch sums each slice for its owner, whose one store reaches every rank (NVLink multicast)"
     kernels = (multimem_two_shot_kernel,)
-    areas = ("scatter", "gather")
+    areas = ("multicast", "scatter", "gather")
     sliced = True
 
 

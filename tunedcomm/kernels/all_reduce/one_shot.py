@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_one_shot
+from tunedcomm.kernels.common.feasibility import refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -30,7 +30,6 @@ from tunedcomm.kernels.common.lane import (
 from tunedcomm.kernels.common.packets import (
     insert_own,
     num_packets,
-    packets_of,
     read_elements,
     sum_packets,
     write_elements,
@@ -101,13 +100,10 @@ class OneShot(PullVariant, AllReduceVariant):
         }
     )
     most_blocks = 64
+    most_rounds = 8
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return (
-            self.refuse(problem, limits)
-            or refuse_one_shot(problem, limits)
-            or blocks_and_threads(config, limits, packets_of(problem.nbytes), most_rounds=8)
-        )
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_one_shot(problem, limits)
 
 
 ONE_SHOT = OneShot().register()

@@ -63,6 +63,14 @@ def slice_packets(problem: Problem) -> int:
     return -(-packets_of(problem.nbytes) // problem.world_size)
 
 
+def refuse_empty_slices(problem: Problem) -> str | None:
+    """Return why not every rank has packets to sum, or None."""
+    packets = packets_of(problem.nbytes)
+    if (problem.world_size - 1) * slice_packets(problem) >= packets:
+        return f"{packets} packets leave some of {problem.world_size} ranks without a slice"
+    return None
+
+
 def refuse_rows(problem: Problem, limits: Limits) -> str | None:
     """Return why no kernel can sum the rows of a matrix, which must be whole packets; None if one might."""
     if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):

@@ -42,13 +42,14 @@ kinds as in other libraries' proxy and copy kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_chunks
+from tunedcomm.kernels.common.feasibility import refuse_chunks, refuse_residence
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -62,18 +63,14 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
+from tunedcomm.kernels.common.variant import HOST_GRID
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
-
 
 RING = tl.constexpr(3)
 SPLIT_RING = tl.constexpr(4)
 _KINDS = tl.constexpr(3)
 _MANY_LANES = 16 << 20  # bytes from which fewer than 32 blocks of a kind never won
-_THREADS_PER_SM = 512  # whatever registers a thread takes, up to 128
 
 
 @triton.jit
@@ -289,18 +286,38 @@ def two_shot_split_kernel(
     write_counter(local, epoch + num_chunks, EPOCH_OFFSET)
 
 
+def _per_block(config: Config) -> int:
+    """Packets that a block takes at once."""
+    return 32 * int(config["num_warps"]) * int(config.get("items", 1))
+
+
 def _on_peers(problem: Problem) -> bool:
     return problem.input_kind == "symmetric" and problem.in_place
 
 
 class _Chunked(AllReduceVariant):
-    """Kernels that take a rank's slice in `num_chunks` chunks through the scatter and gather areas."""
+    """Kernels that take a rank's slice in `num_chunks` chunks through the scatter and gather areas.
+
+    Attributes:
+        ring: chunks that have a place there at once.
+        kinds: kinds of blocks, each with a share of the grid.
+    """
 
     sliced = True
-    areas = ("scatter", "gather")
+    areas = ("scatter", "gather", "num_chunks")
+    ring: int
+    kinds = 1
 
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return *super().arguments(problem, config, workspace), int(config["num_chunks"])
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return super().num_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // self.kinds})
+
+    def refuse_ring(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Return why the areas do not hold the chunks of a config, or None."""
+        return refuse_chunks(
+            problem, limits, rounds=self.num_rounds(problem, config), chunks=int(config["num_chunks"]),
+            blocks=int(config["num_blocks"]) // self.kinds, per_block=_per_block(config), slots=problem.world_size,
+            ring=self.ring,
+        )  # fmt: skip
 
 
 class TwoShot(_Chunked):
@@ -316,29 +333,23 @@ class TwoShot(_Chunked):
         }
     )
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
-        chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
-        per_block = 32 * int(config["num_warps"]) * int(config.get("items", 1))
-        if per_block > 1024:
+    ring = RING.value
+    most_rounds = 64
+    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if _per_block(config) > 1024:
             return "more than 1024 packets a block at once spill registers"
-        if _on_peers(problem):
-            if chunks > 1:
-                return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
-        elif reason := refuse_chunks(
-            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=blocks,
-            per_block=per_block, slots=problem.world_size, ring=RING.value,
-        ):  # fmt: skip
-            return reason
-        return blocks_and_threads(config, limits, slice_packets(problem), most_rounds=64 * chunks)
+        if not _on_peers(problem):
+            return self.refuse_ring(problem, config, limits)
+        if int(config["num_chunks"]) > 1:
+            return "in place on symmetric memory there is nothing to overlap: only num_chunks=1"
+        return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         share = slice_packets(problem)
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
         chunks = 1 if _on_peers(problem) or share < 132 * 512 * 8 else 4 if share < 1 << 21 else 16
-        return {"num_blocks": min(share / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+        return {"num_blocks": min(share / 512, 132), "num_warps": 16, "num_chunks": chunks}
 
     def kernel(self, problem: Problem) -> Any:
         return self.kernels[-1] if _on_peers(problem) else self.kernels[0]
@@ -360,40 +371,30 @@ class TwoShotSplit(_Chunked):
         }
     )
 
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        """Rounds of a lane."""
-        return super().num_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // _KINDS.value})
+    ring = SPLIT_RING.value
+    kinds = _KINDS.value
+    host_wish: Mapping[str, float] = {"num_blocks": 3, "num_warps": 4, "num_chunks": 4}
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
-        chunks, blocks = int(config["num_chunks"]), int(config["num_blocks"])
-        lanes, threads = blocks // _KINDS.value, 32 * int(config["num_warps"])
-        per_block = threads * int(config["items"])
-        if per_block * problem.world_size > 4096:
-            return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
-        if int(config["items"]) > 1 and threads < 512:
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if _per_block(config) * problem.world_size > 4096:
+            return f"{_per_block(config)} packets of {problem.world_size} ranks a block at once spill registers"
+        if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
             return "16 warps take as many packets a block with fewer of them a thread"
-        if limits.backend == "host" and lanes > 1:
-            return "interpreted blocks run one after another: more than 3 only cost time"
-        if blocks > limits.max_blocks:
-            return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
-        if limits.backend == "cuda" and blocks * threads > limits.num_sms * _THREADS_PER_SM:
-            return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
+        return None
+
+    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := refuse_residence(config, limits):
+            return reason
+        lanes, chunks = int(config["num_blocks"]) // self.kinds, int(config["num_chunks"])
         if limits.backend == "cuda" and problem.nbytes < 1 << 20:
             return f"{problem.nbytes} bytes are over before three kinds of blocks are in step"
         if limits.backend == "cuda" and (lanes < (8 if problem.nbytes < _MANY_LANES else 32) or chunks == 1):
             return f"{lanes} blocks of each kind and {chunks} chunks leave the links idle"
-        return refuse_chunks(
-            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=lanes,
-            per_block=per_block, slots=problem.world_size, ring=SPLIT_RING.value,
-        )  # fmt: skip
+        return self.refuse_ring(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 3, "num_warps": 4, "items": 1, "num_chunks": 4}
         chunks = min(max(slice_packets(problem) * problem.world_size >> 19, 4), 64)  # of 8 MiB
-        return {"num_blocks": 132, "num_warps": 16, "items": 1, "num_chunks": chunks}
+        return {"num_blocks": 132, "num_warps": 16, "num_chunks": chunks}
 
 
 TWO_SHOT = TwoShot().register()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.all_reduce.lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
+from tunedcomm.kernels.common.feasibility import refuse_launch_pdl
 from tunedcomm.kernels.common.launch import AddressLaunch, BoundKernel, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.variant import VariantBase
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
@@ -46,10 +47,15 @@ class UnfusedVariant(VariantBase):
     """An ordered all_reduce kernel, then the last of `kernels`, on sums that lie where the first one put them.
 
     The second kernel does not touch the lane and has the constant PDL; `space` is of `sum_space(second_warps)`.
+    Numerics: ordered. Graph-safe. Lane rules: those of the all_reduce kernel.
     """
 
     name = "unfused"
     second_warps: str
+
+    def refuse_second(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Return why the second kernel cannot run, or None."""
+        raise NotImplementedError
 
     def second_blocks(self, problem: Problem, config: Config) -> int:
         """Grid of the second kernel."""
@@ -60,6 +66,8 @@ class UnfusedVariant(VariantBase):
         raise NotImplementedError
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse_second(problem, config, limits) or refuse_launch_pdl(config, limits):
+            return reason
         if config["algorithm"] == "two_shot_lamport" and int(config["num_chunks"]) > 1:
             return "two_shot_lamport has no chunks: only num_chunks=1"
         if int(config["num_warps"]) > 8 and problem.world_size > 4:

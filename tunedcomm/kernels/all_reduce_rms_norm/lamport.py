@@ -23,24 +23,20 @@ Source: the fused kernels of TensorRT-LLM and FlashInfer, after all_reduce's `la
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.all_reduce.op import slice_packets
-from tunedcomm.kernels.all_reduce_rms_norm.op import (
-    LAMPORT_ROWS_SPACE,
-    RmsNormVariant,
-    lamport_rows_wish,
-    refuse_grid,
-    refuse_row_blocks,
-)
+from tunedcomm.kernels.all_reduce.op import refuse_empty_slices, slice_packets
+from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import refuse_stage
 from tunedcomm.kernels.common.lane import STATE_OFFSET, block_range, read_counter, write_counter
-from tunedcomm.kernels.common.packets import arm, insert_own, packets_of, sum_packets
+from tunedcomm.kernels.common.packets import PACKET_BYTES, arm, insert_own, packets_of, sum_packets
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
-from tunedcomm.space import Config
+from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
 
@@ -150,43 +146,53 @@ def rms_norm_two_shot_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class Lamport(RmsNormVariant):
+class _OfPackets(RmsNormVariant):
+    """A variant whose blocks share the pushing and summing of packets, then take rows; `work_packets` are pushed."""
+
+    areas = ("arena", "stage_bytes")
+    space = Space(
+        {
+            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
+            "num_warps": PowerOfTwo(1, 32),
+            "launch_pdl": Choice(False, True),
+        }
+    )
+    host_wish: Mapping[str, float] = {"num_blocks": 1, "num_warps": 16}
+    mixed = True
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        warps = row_warps(problem)
+        blocks = max(problem.shape[0], self.work_packets(problem) / (32 * warps))
+        return {"num_blocks": min(blocks, 128), "num_warps": warps}
+
+
+class Lamport(_OfPackets):
     name = "lamport"
     summary = "one-shot push without flags, rows summed and normalised where they arrive; best for few tokens"
     kernels = (rms_norm_lamport_kernel,)
-    areas = ("arena", "stage_bytes")
-    space = LAMPORT_ROWS_SPACE
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return (
-            refuse_row_blocks(problem, limits, config, slots=problem.world_size)
-            or refuse_stage(problem, limits, packets_of(problem.nbytes) * 16)
-            or refuse_grid(problem, config, limits, mixed=True)
-        )
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return lamport_rows_wish(problem, limits, packets_of(problem.nbytes))
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        stage = packets_of(problem.nbytes) * PACKET_BYTES
+        return super().refuse_config(problem, config, limits) or refuse_stage(problem, limits, stage)
 
 
-class TwoShotLamport(RmsNormVariant):
+class TwoShotLamport(_OfPackets):
     name = "two_shot_lamport"
     summary = "reduce-scatter and all-gather of sums by self-announcing packets, then the norm; for medium sizes"
     kernels = (rms_norm_two_shot_lamport_kernel,)
-    areas = ("arena", "stage_bytes")
-    space = LAMPORT_ROWS_SPACE
+    slots = 1
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_row_blocks(problem, limits, config):
+    def work_packets(self, problem: Problem) -> int:
+        return slice_packets(problem)
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().refuse_config(problem, config, limits) or refuse_empty_slices(problem):
             return reason
-        packets, share = packets_of(problem.nbytes), slice_packets(problem)
-        if (problem.world_size - 1) * share >= packets:
-            return f"{packets} packets leave some of {problem.world_size} ranks without a slice"
-        if (problem.world_size * share + packets) * 16 > limits.stage_bytes:
+        if (
+            problem.world_size * slice_packets(problem) + packets_of(problem.nbytes)
+        ) * PACKET_BYTES > limits.stage_bytes:
             return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
-        return refuse_grid(problem, config, limits, mixed=True)
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        return lamport_rows_wish(problem, limits, slice_packets(problem))
+        return None
 
 
 LAMPORT = Lamport().register()

@@ -15,12 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, refuse_grid, refuse_row_blocks, row_warps
+from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import refuse_one_shot
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.packets import insert_own, sum_packets
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.common.variant import HOST_GRID
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
@@ -70,18 +71,16 @@ class OneShot(RmsNormVariant):
     areas = ("one_shot", "one_shot_bytes")
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_row_blocks(problem, limits, config, slots=problem.world_size) or refuse_one_shot(
-            problem, limits
-        ):
+    host_wish = HOST_GRID
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().refuse_config(problem, config, limits) or refuse_one_shot(problem, limits):
             return reason
         if int(config["num_blocks"]) > problem.shape[0]:
             return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"
-        return refuse_grid(problem, config, limits)
+        return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16}
         return {"num_blocks": min(problem.shape[0], 128), "num_warps": row_warps(problem)}
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
-from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.kernels.common.feasibility import refuse_residence
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, with_extras
 from tunedcomm.kernels.common.variant import KernelVariant
 from tunedcomm.metrics import busbw_factor
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
 
 EPS = 1e-6  # of launches without an eps of their own
 E4M3_MAX = 448.0
-LAMPORT_ROWS_SPACE = Space(
-    {
-        "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128),
-        "num_warps": PowerOfTwo(1, 32),
-        "launch_pdl": Choice(False, True),
-    }
-)
 NUM_VARYING = 8  # x, weight, bias, residual, scale, out, residual_out, eps
 _FEWEST_SHARE = 4  # grids below a quarter of the rows that could run side by side never win
 
@@ -193,15 +185,11 @@ def eps_bits(eps: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", eps))[0])
 
 
-def _arrange(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+def arrange(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+    """What varies from launch to launch: addresses, 0 for what the problem does not have, and the bits of eps."""
     given = given_of(problem, inputs)
     tensors = (*given[:5], *outputs)
     return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))
-
-
-def many_launch(problem: Problem, by_address: Callable[..., None]) -> AddressLaunch:
-    """A launch of tensors from one by addresses."""
-    return AddressLaunch(by_address, functools.partial(_arrange, problem))
 
 
 def row_packets(problem: Problem) -> int:
@@ -225,16 +213,16 @@ def row_constants(problem: Problem) -> dict[str, Value]:
     }
 
 
-def refuse_row_blocks(problem: Problem, limits: Limits, config: Config, *, slots: int = 1) -> str | None:
-    """Return why no kernel can run `problem` with the warps of `config`; None if one might.
+def refuse_row_warps(problem: Problem, limits: Limits, num_warps: int, *, slots: int = 1) -> str | None:
+    """Return why blocks of so many warps cannot hold rows of `problem`, or None.
 
     Args:
-        problem, limits, config: what is asked, where, and with what.
+        problem, limits, num_warps: what is asked, where, and with what.
         slots: ranks from which a thread holds packets of a row at once. What fits is what compiles without spills.
     """
     if reason := refuse_rows(problem, limits):
         return reason
-    packets, threads = row_packets(problem), 32 * int(config["num_warps"])
+    packets, threads = row_packets(problem), 32 * num_warps
     if packets > MAX_ROW_PACKETS:
         return f"a row of {packets} packets; a block holds at most {MAX_ROW_PACKETS}"
     block = row_block(packets)
@@ -245,53 +233,47 @@ def refuse_row_blocks(problem: Problem, limits: Limits, config: Config, *, slots
         return f"{share} packets of a row from {slots} ranks for each of {threads} threads do not fit into registers"
     if limits.backend == "cuda" and threads > 512 and problem.world_size > 4:
         return f"packets from {problem.world_size} ranks do not fit into the 64 registers of each of {threads} threads"
-    if config.get("launch_pdl") and not limits.launch_pdl:
-        return "programmatic dependent launch is not available here"
     return None
-
-
-def refuse_grid(problem: Problem, config: Config, limits: Limits, *, mixed: bool = False) -> str | None:
-    """Return why a grid that must be resident does not suit the rows and packets of a problem, or None.
-
-    Args:
-        mixed: blocks wait for what other blocks than their counterparts send.
-    """
-    blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
-    tokens, packets = problem.shape[0], packets_of(problem.nbytes)
-    if blocks > limits.max_blocks:
-        return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
-    if limits.backend == "cuda" and blocks > limits.num_sms * max(1, 512 // threads):
-        return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
-    if limits.backend == "host" and blocks > 4:
-        return "interpreted blocks run one after another: more than 4 only cost time"
-    if limits.backend == "host" and mixed and blocks > 1:
-        return "interpreted blocks run one after another, so none may wait for a later one: only num_blocks=1"
-    if blocks >= 2 * max(tokens, -(-packets // threads)):
-        return f"{tokens} rows of {packets} packets in all leave half of {blocks} blocks without work"
-    if limits.backend == "cuda" and _FEWEST_SHARE * blocks < min(tokens, limits.num_sms):
-        return f"{blocks} blocks leave most SMs idle at {tokens} rows"
-    return None
-
-
-def lamport_rows_wish(problem: Problem, limits: Limits, pushed: int) -> dict[str, float]:
-    """First guess in LAMPORT_ROWS_SPACE where the grid pushes `pushed` packets to a peer."""
-    if limits.backend == "host":
-        return {"num_blocks": 1, "num_warps": 16, "launch_pdl": False}
-    warps = row_warps(problem)
-    blocks = min(max(problem.shape[0], pushed / (32 * warps)), 128)
-    return {"num_blocks": blocks, "num_warps": warps, "launch_pdl": limits.launch_pdl}
 
 
 class RmsNormVariant(KernelVariant):
-    """A variant whose kernel takes what varies (`NUM_VARYING`), tokens and packets of a row before the lane."""
+    """A variant whose kernel takes what varies (`NUM_VARYING`), tokens and packets of a row before the lane.
+
+    Attributes:
+        slots: ranks from which a thread holds packets of a row at once; 0 for all of them.
+        mixed: blocks wait for what other blocks than their counterparts send.
+    """
 
     op = "all_reduce_rms_norm"
+    slots = 0
+    mixed = False
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        return refuse_rows(problem, limits)
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        slots = self.slots or problem.world_size
+        return refuse_row_warps(problem, limits, int(config["num_warps"]), slots=slots)
+
+    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Return why a grid that must be resident does not suit the rows and packets of a problem, or None."""
+        if reason := refuse_residence(config, limits):
+            return reason
+        blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
+        tokens, packets = problem.shape[0], packets_of(problem.nbytes)
+        if limits.backend == "host" and self.mixed and blocks > 1:
+            return "interpreted blocks run one after another, so none may wait for a later one: only num_blocks=1"
+        if blocks >= 2 * max(tokens, -(-packets // threads)):
+            return f"{tokens} rows of {packets} packets in all leave half of {blocks} blocks without work"
+        if limits.backend == "cuda" and _FEWEST_SHARE * blocks < min(tokens, limits.num_sms):
+            return f"{blocks} blocks leave most SMs idle at {tokens} rows"
+        return None
 
     def leading(self, problem: Problem) -> tuple[int | None, ...]:
         return (*(None,) * NUM_VARYING, problem.shape[0], row_packets(problem))
 
-    def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
-        return many_launch(problem, by_address)
+    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        return arrange(problem, inputs, outputs)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         constants = {**row_constants(problem), "WORLD_SIZE": problem.world_size}

@@ -32,19 +32,14 @@ all_reduce's `two_shot_split`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.two_shot import SPLIT_RING
-from tunedcomm.kernels.all_reduce_rms_norm.op import (
-    RmsNormVariant,
-    refuse_grid,
-    refuse_row_blocks,
-    row_packets,
-    row_warps,
-)
+from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, row_packets, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
@@ -60,6 +55,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
+from tunedcomm.kernels.common.variant import HOST_GRID
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
 
@@ -240,8 +236,8 @@ def rms_norm_two_shot_split_kernel(
 class _Chunked(RmsNormVariant):
     """Kernels that take `rows` rows of a block (of each kind) at a time, one chunk; `num_rounds` is their number."""
 
-    areas = ("scatter", "gather")
     kinds = 1
+    slots = 4  # what is worked out once for every packet of a row takes as many registers as packets of four ranks
 
     def num_lanes(self, config: Config) -> int:
         """Blocks of each kind."""
@@ -254,36 +250,35 @@ class _Chunked(RmsNormVariant):
         """Chunks that have a place in the staging at once."""
         raise NotImplementedError
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        # What is worked out once for every packet of a row takes as many registers as packets of four ranks.
-        if reason := refuse_row_blocks(problem, limits, config, slots=4):
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().refuse_config(problem, config, limits):
             return reason
         blocks, rows = self.num_lanes(config), int(config["rows"])
         if rows > 1 and blocks * rows > problem.shape[0]:
             return f"{problem.shape[0]} rows are less than one chunk of {rows} for each of {blocks} blocks"
         if blocks > problem.shape[0]:
             return f"{problem.shape[0]} rows leave some of {blocks} blocks without work"
-        share, held = (
-            -(-row_packets(problem) // problem.world_size),
-            min(self.num_rounds(problem, config), self.ring(config)),
-        )
+        share = -(-row_packets(problem) // problem.world_size)
+        held = min(self.num_rounds(problem, config), self.ring(config))
         needed = held * blocks * rows * problem.world_size * share * PACKET_BYTES
         if needed > limits.staging_bytes:
             return (
                 f"chunks of {rows} rows for {blocks} blocks need {needed} bytes of staging; there are "
                 f"{limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
             )
-        return refuse_grid(problem, config, limits)
+        return None
 
     def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        areas = super().arguments(problem, config, workspace)
-        return *areas, self.num_rounds(problem, config), int(config["rows"])
+        counted = {**config, "num_chunks": self.num_rounds(problem, config)}
+        return super().arguments(problem, counted, workspace)
 
 
 class TwoShot(_Chunked):
     name = "two_shot"
     summary = "rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens"
     kernels = (rms_norm_two_shot_kernel,)
+    areas = ("scatter", "gather", "num_chunks", "rows", "lag")
+    host_wish: Mapping[str, float] = {**HOST_GRID, "rows": 1}
     space = Space(
         {
             "num_blocks": Choice(1, 2, 8, 32, 64, 128, 132, 264),
@@ -296,8 +291,8 @@ class TwoShot(_Chunked):
     def ring(self, config: Config) -> int:
         return 2 * int(config["lag"]) + 1
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().infeasible(problem, config, limits):
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().refuse_config(problem, config, limits):
             return reason
         chunks, lag = self.num_rounds(problem, config), int(config["lag"])
         if lag > 1 and chunks <= 2 * lag:
@@ -305,20 +300,17 @@ class TwoShot(_Chunked):
         return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "rows": 1, "lag": 1}
         tokens = problem.shape[0]
         rows = 1 if tokens < 1024 else 4
         return {"num_blocks": min(tokens, 132), "num_warps": row_warps(problem), "rows": rows, "lag": 1}
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        return *super().arguments(problem, config, workspace), int(config["lag"])
 
 
 class TwoShotSplit(_Chunked):
     name = "two_shot_split"
     summary = "as two_shot, by blocks that push, blocks that sum and blocks that normalise; best for many tokens"
     kernels = (rms_norm_two_shot_split_kernel,)
+    areas = ("scatter", "gather", "num_chunks", "rows")
+    host_wish: Mapping[str, float] = {"num_blocks": 3, "num_warps": 16, "rows": 1}
     space = Space(
         {
             "num_blocks": Choice(3, 24, 48, 96, 132, 198, 264),
@@ -331,18 +323,12 @@ class TwoShotSplit(_Chunked):
     def ring(self, config: Config) -> int:
         return int(SPLIT_RING.value)
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().infeasible(problem, config, limits):
-            return reason
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if limits.backend == "cuda" and int(config["num_warps"]) < 4:
             return f"{config['num_warps']} warps a block leave the links idle"
-        if limits.backend == "host" and self.num_lanes(config) > 1:
-            return "interpreted blocks run one after another: more than 3 only cost time"
-        return None
+        return super().refuse_config(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 3, "num_warps": 16, "rows": 1}
         tokens = problem.shape[0]
         rows = 1 if tokens < 1024 else 2
         return {"num_blocks": min(3 * tokens, 132), "num_warps": row_warps(problem), "rows": rows}

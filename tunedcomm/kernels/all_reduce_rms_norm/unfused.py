@@ -8,6 +8,7 @@ Numerics: ordered. Graph-safe. Lane rules: those of the all_reduce kernel; the s
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -17,14 +18,15 @@ from triton.language.extra.cuda import gdc_wait
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
 from tunedcomm.kernels.all_reduce_rms_norm.op import (
     NUM_VARYING,
-    many_launch,
-    refuse_row_blocks,
+    arrange,
+    refuse_row_warps,
     row_constants,
     row_packets,
     row_warps,
 )
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem
@@ -64,9 +66,8 @@ class Unfused(UnfusedVariant):
     second_warps = "norm_warps"
     space = sum_space(second_warps)
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        of_norm = {"num_warps": config["norm_warps"], "launch_pdl": config["launch_pdl"]}
-        return refuse_row_blocks(problem, limits, of_norm) or super().infeasible(problem, config, limits)
+    def refuse_second(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_row_warps(problem, limits, int(config["norm_warps"]))
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         return {**super().wish(problem, limits), "norm_warps": row_warps(problem)}
@@ -92,7 +93,7 @@ class Unfused(UnfusedVariant):
             reduce(stream, x, s)
             norm(stream, s, *rest)
 
-        return many_launch(problem, by_address)
+        return AddressLaunch(by_address, functools.partial(arrange, problem))
 
 
 UNFUSED = Unfused().register()

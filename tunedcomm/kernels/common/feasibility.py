@@ -54,20 +54,27 @@ def grid_rounds(work_packets: int, config: Config) -> int:
     return -(-work_packets // per_round)
 
 
-def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:
-    """Return why a grid does not suit `work_packets` packets, or None.
-
-    A grid must be resident (512 threads an SM fit whatever registers a kernel takes), have work for each block, and not
-    go round more than `most_rounds` times.
-    """
+def refuse_residence(config: Config, limits: Limits) -> str | None:
+    """Return why the blocks of a grid cannot all be resident, or None: 512 threads an SM fit with any registers."""
     blocks, threads = int(config["num_blocks"]), 32 * int(config["num_warps"])
     if blocks > limits.max_blocks:
         return f"{blocks} blocks, but the signal area has {limits.max_blocks} rows"
-    if limits.backend == "cuda" and blocks * threads > limits.num_sms * 512:
+    if limits.backend == "cuda" and blocks > limits.num_sms * max(1, 512 // threads):
         return f"{blocks} blocks of {threads} threads do not all fit on {limits.num_sms} SMs at once"
     if limits.backend == "host" and blocks > 4:
         return "interpreted blocks run one after another: more than 4 only cost time"
-    per_round = threads * int(config.get("items", 1))
+    return None
+
+
+def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, most_rounds: int) -> str | None:
+    """Return why a grid does not suit `work_packets` packets, or None.
+
+    A grid must be resident, have work for each block, and not go round more than `most_rounds` times.
+    """
+    if reason := refuse_residence(config, limits):
+        return reason
+    blocks = int(config["num_blocks"])
+    per_round = 32 * int(config["num_warps"]) * int(config.get("items", 1))
     if (blocks - 1) * per_round >= work_packets and blocks > 1:
         return f"{work_packets} packets leave some of {blocks} blocks without work"
     if blocks * per_round * most_rounds < work_packets:
@@ -86,7 +93,7 @@ def refuse_one_shot(problem: Problem, limits: Limits, *, messages: int = 1) -> s
 
 def refuse_launch_pdl(config: Config, limits: Limits) -> str | None:
     """Return why `launch_pdl` may not be set here, or None."""
-    if config["launch_pdl"] and not limits.launch_pdl:
+    if config.get("launch_pdl") and not limits.launch_pdl:
         return "programmatic dependent launch is not available here"
     return None
 

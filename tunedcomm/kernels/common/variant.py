@@ -18,7 +18,8 @@ is described by a subclass of it, or of its op's own subclass (`AllReduceVariant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from tunedcomm.kernels.common.feasibility import (
     refuse_launch_pdl,
     refuse_stage,
 )
-from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel, input_and_output
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_variant
@@ -48,6 +49,9 @@ def lane_arguments(problem: Problem, workspace: Workspace) -> tuple[int, ...]:
     lane = workspace.lanes[problem.mode]
     status = workspace.status_argument(problem)
     return (lane.local, *lane.peers, workspace.rank, workspace.timeout_ns, status)
+
+
+HOST_GRID: Mapping[str, float] = {"num_blocks": 2, "num_warps": 16}
 
 
 class VariantBase:
@@ -118,9 +122,13 @@ class KernelVariant(VariantBase):
     Attributes:
         areas: names of the kernel's `arguments`: fields of the workspace's layout (offsets and sizes), axes of the
             space, and `multicast`, the lane's multicast address; 0 there stands for the interpreter's emulation.
+        most_rounds: rounds of the grid, at most, for each of the `num_chunks` chunks of a config.
+        host_wish: what takes the place of `wish` on the host backend.
     """
 
     areas: tuple[str, ...] = ()
+    most_rounds = 1 << 16
+    host_wish: Mapping[str, float] = {}
 
     def kernel(self, problem: Problem) -> Any:
         """The kernel that serves `problem`: the first of `kernels` where there is no choice."""
@@ -129,6 +137,28 @@ class KernelVariant(VariantBase):
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         """Return why no kernel of the op can run `problem`, whatever the config; None if one might."""
         raise NotImplementedError
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Return why `config` cannot serve `problem`, whatever its grid; None if it might."""
+        return None
+
+    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Return why the grid does not suit, or None."""
+        most_rounds = self.most_rounds * int(config.get("num_chunks", 1))
+        return blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=most_rounds)
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return (
+            self.refuse(problem, limits)
+            or self.refuse_config(problem, config, limits)
+            or refuse_launch_pdl(config, limits)
+            or self.refuse_grid(problem, config, limits)
+        )
+
+    def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
+        wish = {"items": 1, "launch_pdl": limits.launch_pdl, **self.wish(problem, limits)}
+        on_host = self.host_wish if limits.backend == "host" else {}
+        return closest({**wish, **on_host}, self.space, problem, limits, self.infeasible)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Constexpr arguments of the kernel; PDL is added for spaces with the axis `launch_pdl`."""
@@ -143,9 +173,9 @@ class KernelVariant(VariantBase):
         known = {**config, "multicast": workspace.lanes[problem.mode].multicast}
         return tuple(int(known[name] if name in known else getattr(workspace.layout, name)) for name in self.areas)
 
-    def launched(self, problem: Problem, by_address: Callable[..., None]) -> Launch:
-        """The launch of a bound kernel, which takes the stream and the addresses that `leading` leaves open."""
-        return AddressLaunch(by_address)
+    def arrange(self, problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
+        """The addresses that `leading` leaves open."""
+        return input_and_output(inputs, outputs)
 
     def work_packets(self, problem: Problem) -> int:
         """Packets that the grid shares out among its threads."""
@@ -176,7 +206,7 @@ class KernelVariant(VariantBase):
         symmetric = dict(request.constants).get("SYMMETRIC")
         if not symmetric:
             sources = () if symmetric is None else (0,) * (MAX_WORLD_SIZE - 1)
-            return self.launched(problem, kernel.fix((*head, *sources, *extra)))
+            return AddressLaunch(kernel.fix((*head, *sources, *extra)), functools.partial(self.arrange, problem))
         launch, peers_of = kernel.fix((*head, *(None,) * (MAX_WORLD_SIZE - 1), *extra)), workspace.peers_of
 
         def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
@@ -221,23 +251,17 @@ class LamportVariant(KernelVariant):
         }
     )
     areas = ("arena", "stage_bytes")
+    most_rounds = 4
+    host_wish = HOST_GRID
     packet_bytes = PACKET_BYTES
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        packets = self.work_packets(problem)
-        return (
-            self.refuse(problem, limits)
-            or refuse_stage(problem, limits, packets * self.packet_bytes)
-            or refuse_launch_pdl(config, limits)
-            or blocks_and_threads(config, limits, packets, most_rounds=4)
-        )
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        return refuse_stage(problem, limits, self.work_packets(problem) * self.packet_bytes)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "launch_pdl": False}
         packets = self.work_packets(problem)
         warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
-        return {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps, "launch_pdl": limits.launch_pdl}
+        return {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps}
 
 
 class PullVariant(KernelVariant):
@@ -248,14 +272,13 @@ class PullVariant(KernelVariant):
     """
 
     areas = ("one_shot", "one_shot_bytes")
+    host_wish: Mapping[str, float] = {**HOST_GRID, "items": 2}
     most_blocks = 132
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "items": 2}
         packets = self.work_packets(problem)
         warps = 4 if packets <= 2048 else 16
-        return {"num_blocks": min(packets / (32 * warps), self.most_blocks), "num_warps": warps, "items": 1}
+        return {"num_blocks": min(packets / (32 * warps), self.most_blocks), "num_warps": warps}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         symmetric = problem.input_kind == "symmetric" and not problem.in_place
