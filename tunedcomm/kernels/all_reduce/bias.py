@@ -415,7 +415,6 @@ class BiasLibrary(LibraryVariant):
         reduce = library_reduction("sum", workspace.group)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            del stream
             (x, bias), (out,) = inputs, outputs
             if out is not x:
                 out.copy_(x)

@@ -28,20 +28,17 @@ def library_reduction(reduction: str, group: dist.ProcessGroup) -> Callable[[tor
     """A function that reduces a tensor in place over `group`, on the current stream."""
     import torch.distributed as dist
 
-    ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
     all_reduce, op = dist.all_reduce, ops[reduction]
 
     def reduce(out: torch.Tensor) -> None:
-        all_reduce(out, op, group=group)
+        if reduction == "avg" and not out.is_cuda:  # gloo has no average
+            all_reduce(out, dist.ReduceOp.SUM, group=group)
+            out.div_(dist.get_world_size(group))
+        else:
+            all_reduce(out, op, group=group)
 
-    def average(out: torch.Tensor) -> None:
-        if out.is_cuda:
-            all_reduce(out, dist.ReduceOp.AVG, group=group)
-            return
-        all_reduce(out, op, group=group)
-        out.div_(dist.get_world_size(group))  # gloo has no average
-
-    return average if reduction == "avg" else reduce
+    return reduce
 
 
 class Library(LibraryVariant):
@@ -51,45 +48,48 @@ class Library(LibraryVariant):
         reduce = library_reduction(problem.reduction, workspace.group)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            del stream
-            out = outputs[0]
-            if out is not inputs[0]:
-                out.copy_(inputs[0])
-            reduce(out)
+            if outputs[0] is not inputs[0]:
+                outputs[0].copy_(inputs[0])
+            reduce(outputs[0])
 
         return run
 
 
-def staging_of(problem: Problem, workspace: Workspace) -> torch.Tensor:
-    """The lane's staging, made known to PyTorch under the group's own name; collective."""
-    import torch
-    import torch.distributed._symmetric_memory as symm_mem
-
-    staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)
-    symm_mem.rendezvous(workspace.buffers[problem.mode].local, workspace.group)
-    return staging
-
-
-def refuse_torch(problem: Problem, limits: Limits, *, granularity: int) -> str | None:
-    """Return why PyTorch's operators cannot run `problem`, or None; `granularity` divides the message in bytes."""
-    if limits.backend != "cuda" or not limits.symmetric:
-        return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
-    if problem.dtype not in ("bfloat16", "float32"):
-        return f"PyTorch's operators sum bfloat16 and float32, not {problem.dtype}"
-    if problem.reduction != "sum":
-        return f"PyTorch's operators do sum, not {problem.reduction}"
-    if problem.world_size not in (2, 4, 8):
-        return f"PyTorch's operators serve 2, 4 or 8 ranks, not {problem.world_size}"
-    if problem.numel == 0 or problem.nbytes % granularity:
-        return f"PyTorch's operators want a multiple of {granularity} bytes, not {problem.nbytes}"
-    if problem.input_kind == "plain" and problem.nbytes + PACKET_BYTES > limits.staging_bytes:
-        return f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} bytes (TUNEDCOMM_WORKSPACE_MIB)"
-    return None
-
-
 class _TorchVariant(LibraryVariant):
+    """An operator of PyTorch, on a tensor that is known to PyTorch under the group's own name."""
+
     op = "all_reduce"
     bounded = False
+
+    def granularity(self, problem: Problem) -> int:
+        """Bytes of which the message must be a multiple."""
+        return 16
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if limits.backend != "cuda" or not limits.symmetric:
+            return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
+        if problem.dtype not in ("bfloat16", "float32"):
+            return f"PyTorch's operators sum bfloat16 and float32, not {problem.dtype}"
+        if problem.reduction != "sum":
+            return f"PyTorch's operators do sum, not {problem.reduction}"
+        if problem.world_size not in (2, 4, 8):
+            return f"PyTorch's operators serve 2, 4 or 8 ranks, not {problem.world_size}"
+        if problem.numel == 0 or problem.nbytes % self.granularity(problem):
+            return f"PyTorch's operators want a multiple of {self.granularity(problem)} bytes, not {problem.nbytes}"
+        if problem.input_kind == "plain" and problem.nbytes + PACKET_BYTES > limits.staging_bytes:
+            return (
+                f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} bytes (TUNEDCOMM_WORKSPACE_MIB)"
+            )
+        return None
+
+    def staging(self, problem: Problem, workspace: Workspace) -> torch.Tensor:
+        """The lane's staging, made known to PyTorch; collective."""
+        import torch
+        import torch.distributed._symmetric_memory as symm_mem
+
+        staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)
+        symm_mem.rendezvous(workspace.buffers[problem.mode].local, workspace.group)
+        return staging
 
 
 class TorchOneShot(_TorchVariant):
@@ -99,54 +99,36 @@ class TorchOneShot(_TorchVariant):
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if problem.nbytes > 8 * limits.one_shot_bytes:
             return f"one-shots are out of the question at {problem.nbytes} bytes"
-        return refuse_torch(problem, limits, granularity=16)
+        return super().infeasible(problem, config, limits)
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
 
-        name = workspace.group.group_name
+        name, known = workspace.group.group_name, torch.ops.symm_mem
         if problem.input_kind == "symmetric" and not problem.in_place:
-
-            def run_symmetric(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-                del stream
-                torch.ops.symm_mem.one_shot_all_reduce_out(inputs[0], "sum", name, outputs[0])
-
-            return run_symmetric
-        staging = staging_of(problem, workspace)
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            del stream
-            torch.ops.symm_mem.one_shot_all_reduce_copy_out(
-                staging, inputs[0].view(-1), "sum", name, outputs[0].view(-1)
-            )
-
-        return run
+            return lambda inputs, outputs, stream: known.one_shot_all_reduce_out(inputs[0], "sum", name, outputs[0])
+        staging, reduce = self.staging(problem, workspace), known.one_shot_all_reduce_copy_out
+        return lambda inputs, outputs, stream: reduce(staging, inputs[0].view(-1), "sum", name, outputs[0].view(-1))
 
 
 class TorchTwoShot(_TorchVariant):
     name = "torch_two_shot"
     summary = "PyTorch's symmetric-memory two-shot"
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return refuse_torch(problem, limits, granularity=16 * problem.world_size)
+    def granularity(self, problem: Problem) -> int:
+        return 16 * problem.world_size
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
 
-        name = workspace.group.group_name
+        name, reduce = workspace.group.group_name, torch.ops.symm_mem.two_shot_all_reduce_
         if problem.input_kind == "symmetric" and problem.in_place:
-
-            def run_in_place(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-                del outputs, stream
-                torch.ops.symm_mem.two_shot_all_reduce_(inputs[0], "sum", name)
-
-            return run_in_place
-        staging = staging_of(problem, workspace)
+            return lambda inputs, outputs, stream: reduce(inputs[0], "sum", name)
+        staging = self.staging(problem, workspace)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            del stream
             staging.copy_(inputs[0].view(-1))
-            torch.ops.symm_mem.two_shot_all_reduce_(staging, "sum", name)
+            reduce(staging, "sum", name)
             outputs[0].view(-1).copy_(staging)
 
         return run

@@ -58,7 +58,6 @@ class Library(LibraryVariant):
         reduce = library_reduction("sum", workspace.group)
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            del stream
             given = given_of(problem, inputs)
             s = given.x.clone()
             reduce(s)

@@ -8,8 +8,6 @@ import triton.language as tl
 from tunedcomm.kernels.common.sync import INTERPRET, signal, wait, wait_together
 from tunedcomm.symm import layout
 
-__all__ = ["EPOCH_OFFSET", "MAX_BLOCKS", "STATE_OFFSET"]
-
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 STATE_OFFSET = tl.constexpr(layout.STATE_OFFSET)
 EPOCH_OFFSET = tl.constexpr(layout.EPOCH_OFFSET)

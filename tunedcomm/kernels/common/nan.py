@@ -9,8 +9,6 @@ import triton.language as tl
 
 from tunedcomm.kernels.common.launch import CompileRequest
 
-__all__ = ["NAN_BITS", "NUM_CELLS", "WIDTHS", "count_nan_kernel", "count_nan_request"]
-
 NUM_CELLS = 64  # blocks of a launch, each with a cell of its own for what it finds
 WIDTHS = (1, 2, 4, 8)
 # dtype to (the bits without the sign, the largest of them that is no NaN).
