@@ -27,14 +27,7 @@ import triton.language as tl
 from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, constants_of
 from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    read_counter,
-    write_counter,
-)
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,

@@ -27,13 +27,7 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.packets import (
-    insert_own,
-    num_packets,
-    read_elements,
-    sum_packets,
-    write_elements,
-)
+from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import PullVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
