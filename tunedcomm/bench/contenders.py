@@ -20,8 +20,7 @@ from tunedcomm.bench.csv import CUBLAS, FUSED_GEMMS
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.errors import InfeasibleError
-from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
-from tunedcomm.kernels.all_reduce_rms_norm.op import Given, given_of
+from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, given_of
 from tunedcomm.kernels.gemm.op import operands_of, product, product_reference, wanted_of
 from tunedcomm.ops import run_problem
 from tunedcomm.peers import LeftOut, Peer, Tensors, default_group, symmetric

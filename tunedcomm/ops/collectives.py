@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.kernels.all_reduce_rms_norm.library import add_and_norm
-from tunedcomm.kernels.all_reduce_rms_norm.op import eps_bits
+from tunedcomm.kernels.all_reduce_rms_norm.op import add_and_norm, eps_bits
 from tunedcomm.kernels.all_to_all.op import layout_of
 from tunedcomm.ops.call import CallPath, Form, Tensors, problem_of, world
 from tunedcomm.ops.checks import (

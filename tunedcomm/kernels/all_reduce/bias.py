@@ -42,7 +42,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import add_extras, arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, outputs_like, with_extras
+from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, outputs_like, row_shapes, with_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import LibraryVariant
 from tunedcomm.metrics import busbw_factor
@@ -68,15 +68,7 @@ def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -
 
 
 def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    del problem
     return (with_extras(ordered_sum([x for x, _ in inputs], "sum"), inputs[rank][1]),)
-
-
-def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
-    del itemsize
-    if backend != "cuda":
-        return [(1, 256), (3, 256), (16, 1024)]
-    return [(1 << power, 8192) for power in range(13)]
 
 
 ALL_REDUCE_BIAS = register_op(
@@ -94,7 +86,7 @@ ALL_REDUCE_BIAS = register_op(
         tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
         message_bytes=lambda problem: problem.nbytes,
         busbw_factor=lambda world_size: busbw_factor("all_reduce", world_size),
-        default_shapes=_default_shapes,
+        default_shapes=row_shapes,
         ordered_reference=_ordered_reference,
     )
 )

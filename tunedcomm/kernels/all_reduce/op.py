@@ -27,12 +27,10 @@ def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any)
 def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
     import torch
 
-    del rank
     return (reduced([values for (values,) in inputs], problem.reduction, torch.float64),)
 
 
 def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    del rank
     return (ordered_sum([values for (values,) in inputs], problem.reduction),)
 
 

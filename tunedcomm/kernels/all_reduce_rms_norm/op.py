@@ -11,18 +11,21 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
-from tunedcomm.kernels.common.feasibility import refuse_residence
+from tunedcomm.kernels.common.feasibility import Launch, refuse_residence
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, with_extras
-from tunedcomm.kernels.common.variant import KernelVariant
+from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, row_shapes, with_extras
+from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
+
+    from tunedcomm.symm.workspace import Workspace
 
 EPS = 1e-6  # of launches without an eps of their own
 E4M3_MAX = 448.0
@@ -83,7 +86,7 @@ def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -
             h = h + extra.double()
     y = h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * given.weight.double()
     if given.scale is not None:
-        y = _to_e4m3((y / given.scale.double()).float()).double()
+        y = to_e4m3((y / given.scale.double()).float()).double()
     return y, h
 
 
@@ -108,7 +111,7 @@ def _norm_of(h: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Ten
     factor = (torch.ones_like(root) / root).unsqueeze(-1)
     y = h.float() * factor * weight.float()
     if scale is not None:
-        return _to_e4m3(y * (torch.ones_like(scale) / scale))
+        return to_e4m3(y * (torch.ones_like(scale) / scale))
     return y.to(h.dtype)
 
 
@@ -141,7 +144,7 @@ def _square_sum(h: torch.Tensor) -> torch.Tensor:
     return butterfly(total)
 
 
-def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """fp32 in e4m3, saturated."""
     import torch
 
@@ -149,11 +152,8 @@ def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _default_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
-    del itemsize
-    if backend != "cuda":
-        return [(1, 256), (3, 256), (16, 1024)]
-    tokens = [1 << power for power in range(13)]
-    return [*((count, 8192) for count in tokens), *((count, h) for h in (4096, 5120) for count in (1, 16, 128, 1024))]
+    narrower = [(tokens, hidden) for hidden in (4096, 5120) for tokens in (1, 16, 128, 1024)]
+    return [*row_shapes(backend, itemsize), *(narrower if backend == "cuda" else ())]
 
 
 ALL_REDUCE_RMS_NORM = register_op(
@@ -284,3 +284,58 @@ class RmsNormVariant(KernelVariant):
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """Rounds of the grid, in which each block takes a row."""
         return -(-problem.shape[0] // int(config["num_blocks"]))
+
+
+def add_and_norm(
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, h) of a sum, as a model would write it."""
+    import torch
+
+    wide = torch.promote_types(s.dtype, torch.float32)
+    h = s
+    if bias is not None or residual is not None:
+        total = s.to(wide)
+        if bias is not None:
+            total = total + bias
+        if residual is not None:
+            total = total + residual
+        h = total.to(s.dtype)
+    held = h.to(wide)
+    y = held * (held.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    if scale is not None:
+        return to_e4m3(y / scale), h
+    return y.to(s.dtype), h
+
+
+class Library(LibraryVariant):
+    """NCCL (gloo on CPUs), then PyTorch operators one by one; fp64 is computed in fp64. Graph-safe on NCCL.
+
+    h and y have the rounding points of the kernels, with the norm's sum in PyTorch's order.
+    """
+
+    op = "all_reduce_rms_norm"
+    summary = "NCCL on GPUs, gloo on CPUs, then PyTorch operators"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        reduce = library_reduction("sum", workspace.group)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            given = given_of(problem, inputs)
+            s = given.x.clone()
+            reduce(s)
+            s = s.reshape(problem.shape)
+            extra = None if given.residual is None else given.residual.reshape(problem.shape)
+            y, h = add_and_norm(s, given.weight, given.bias, extra, given.scale, given.eps)
+            outputs[0].copy_(y.reshape(outputs[0].shape))
+            outputs[1].copy_(h.reshape(outputs[1].shape))
+
+        return run
+
+
+LIBRARY = Library().register()

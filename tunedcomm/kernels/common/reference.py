@@ -99,6 +99,13 @@ def powers_of_two(backend: str, itemsize: int, *, largest_mib: int) -> list[tupl
     return sizes
 
 
+def row_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
+    """Matrices of 1 to 4096 rows on GPUs, and a few small ones on the host."""
+    if backend != "cuda":
+        return [(1, 256), (3, 256), (16, 1024)]
+    return [(1 << power, 8192) for power in range(13)]
+
+
 def draw_any(problem: Problem, numel: int, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:
     """Values of an op that moves them; `integers` come with a few words that the packet protocol has to disguise."""
     import torch
