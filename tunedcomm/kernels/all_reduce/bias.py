@@ -29,7 +29,7 @@ from tunedcomm.kernels.all_reduce.one_shot import OneShot
 from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_empty_slices, refuse_rows
 from tunedcomm.kernels.all_reduce.two_shot import RING, TwoShot
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
-from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.feasibility import Launch, packets_a_block
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     STATE_OFFSET,
@@ -323,8 +323,7 @@ class _WithBias:
         return refuse_rows(problem, limits)
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        block = 32 * int(config["num_warps"]) * int(config.get("items", 1))
-        return {"WORLD_SIZE": problem.world_size, "DTYPE": problem.dtype, "BLOCK": block}
+        return {"WORLD_SIZE": problem.world_size, "DTYPE": problem.dtype, "BLOCK": packets_a_block(config)}
 
     def leading(self, problem: Problem) -> tuple[int | None, ...]:
         total = packets_of(problem.nbytes)
@@ -354,9 +353,8 @@ class BiasTwoShot(_WithBias, TwoShot):
     )
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        per_block = 32 * int(config["num_warps"])
-        if per_block > 256 and problem.world_size > 4:
-            return f"{per_block} packets a block at once from {problem.world_size} ranks spill registers"
+        if packets_a_block(config) > 256 and problem.world_size > 4:
+            return f"{packets_a_block(config)} packets a block at once from {problem.world_size} ranks spill registers"
         return super().refuse_config(problem, config, limits)
 
 

@@ -19,13 +19,15 @@ Source: the two-level scheme of NCCL, Horovod and others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.library import library_reduction
-from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, constants_of
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant
 from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
@@ -39,7 +41,7 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import VariantBase, lane_arguments
+from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
@@ -122,10 +124,9 @@ def _piece_numel(problem: Problem, config: Config, staging_bytes: int) -> int:
     return min(share * ranks * (PACKET_BYTES // ITEMSIZE[problem.dtype]), problem.numel)
 
 
-class Hierarchical(VariantBase):
+class Hierarchical(AllReduceVariant):
     """The two kernels on the ranks of a node (`Workspace.nodes`), with the library's all_reduce between them."""
 
-    op = "all_reduce"
     name = "hierarchical"
     numerics: Numerics = "library"
     summary = "over several nodes: reduce-scatter and all-gather within them, NCCL (gloo on CPUs) between them"
@@ -138,17 +139,17 @@ class Hierarchical(VariantBase):
         }
     )
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if limits.ranks_per_node == 0:
+    host_wish: Mapping[str, float] = {"num_blocks": 2}
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        ranks = limits.ranks_per_node
+        if ranks == 0:
             return "the group does not span several nodes with the same number of ranks, or these share no memory"
-        if problem.dtype not in KERNEL_DTYPES:
-            return f"kernels sum {', '.join(KERNEL_DTYPES)}; {problem.dtype} goes to the library"
-        if problem.reduction not in ("sum", "avg"):
-            return f"kernels do sum and avg; {problem.reduction} goes to the library"
+        return super().refuse(replace(problem, world_size=ranks), replace(limits, symmetric=True))
+
+    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if config["ranks_per_node"] != limits.ranks_per_node:
             return f"nodes have {limits.ranks_per_node} ranks, not {config['ranks_per_node']}"
-        if problem.numel == 0:
-            return "there is nothing to do"
         piece = _piece_numel(problem, config, limits.staging_bytes) * ITEMSIZE[problem.dtype]
         share = -(-packets_of(piece) // limits.ranks_per_node)
         return blocks_and_threads(config, limits, share, most_rounds=256)
@@ -156,14 +157,14 @@ class Hierarchical(VariantBase):
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         ranks = max(limits.ranks_per_node, 2)
         share = -(-packets_of(problem.nbytes) // ranks)
-        blocks = 2 if limits.backend == "host" else min(share / 512, 132)
-        return {"ranks_per_node": ranks, "num_blocks": blocks, "num_warps": 16}
+        return {"ranks_per_node": ranks, "num_blocks": min(share / 512, 132), "num_warps": 16}
 
-    def num_blocks(self, problem: Problem, config: Config) -> int:
-        return int(config["num_blocks"])
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """Not known: the grid goes round once and more for each piece."""
+        return 0
 
     def compile_requests(self, problem: Problem, config: Config) -> tuple[CompileRequest, CompileRequest]:
-        constants = {**constants_of(problem, config), "RANKS": int(config["ranks_per_node"])}
+        constants = {**self.constants(problem, config), "RANKS": int(config["ranks_per_node"])}
         del constants["WORLD_SIZE"]
         warps = int(config["num_warps"])
         scatter = CompileRequest.of(scatter_slices_kernel, constants, num_warps=warps)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.kernels.common.feasibility import refuse_kernels
+from tunedcomm.kernels.common.feasibility import packets_a_block, refuse_kernels
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import ordered_sum, outputs_like, powers_of_two, reduced, summands
 from tunedcomm.kernels.common.variant import KernelVariant
@@ -78,18 +78,6 @@ def refuse_rows(problem: Problem, limits: Limits) -> str | None:
     return None
 
 
-def constants_of(problem: Problem, config: Config) -> dict[str, Value]:
-    """Constants that every all_reduce kernel takes."""
-    return {
-        "WORLD_SIZE": problem.world_size,
-        "DTYPE": problem.dtype,
-        "WIDTH": ITEMSIZE[problem.dtype],
-        "AVG": problem.reduction == "avg",
-        "TAIL": problem.nbytes % PACKET_BYTES != 0,
-        "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
-    }
-
-
 class AllReduceVariant(KernelVariant):
     """A variant of all_reduce; its threads share the whole message, or each rank's slice of it (`sliced`)."""
 
@@ -97,11 +85,17 @@ class AllReduceVariant(KernelVariant):
     sliced = False
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        """Return why no kernel can run `problem`, whatever the config; None if one might."""
         return refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum", "avg"))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return constants_of(problem, config)
+        return {
+            "WORLD_SIZE": problem.world_size,
+            "DTYPE": problem.dtype,
+            "WIDTH": ITEMSIZE[problem.dtype],
+            "AVG": problem.reduction == "avg",
+            "TAIL": problem.nbytes % PACKET_BYTES != 0,
+            "BLOCK": packets_a_block(config),
+        }
 
     def work_packets(self, problem: Problem) -> int:
         return slice_packets(problem) if self.sliced else packets_of(problem.nbytes)

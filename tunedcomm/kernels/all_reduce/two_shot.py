@@ -49,7 +49,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
-from tunedcomm.kernels.common.feasibility import refuse_chunks, refuse_residence
+from tunedcomm.kernels.common.feasibility import packets_a_block, refuse_chunks, refuse_residence
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -286,11 +286,6 @@ def two_shot_split_kernel(
     write_counter(local, epoch + num_chunks, EPOCH_OFFSET)
 
 
-def _per_block(config: Config) -> int:
-    """Packets that a block takes at once."""
-    return 32 * int(config["num_warps"]) * int(config.get("items", 1))
-
-
 def _on_peers(problem: Problem) -> bool:
     return problem.input_kind == "symmetric" and problem.in_place
 
@@ -315,7 +310,7 @@ class _Chunked(AllReduceVariant):
         """Return why the areas do not hold the chunks of a config, or None."""
         return refuse_chunks(
             problem, limits, rounds=self.num_rounds(problem, config), chunks=int(config["num_chunks"]),
-            blocks=int(config["num_blocks"]) // self.kinds, per_block=_per_block(config), slots=problem.world_size,
+            blocks=int(config["num_blocks"]) // self.kinds, per_block=packets_a_block(config), slots=problem.world_size,
             ring=self.ring,
         )  # fmt: skip
 
@@ -338,7 +333,7 @@ class TwoShot(_Chunked):
     host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if _per_block(config) > 1024:
+        if packets_a_block(config) > 1024:
             return "more than 1024 packets a block at once spill registers"
         if not _on_peers(problem):
             return self.refuse_ring(problem, config, limits)
@@ -376,8 +371,8 @@ class TwoShotSplit(_Chunked):
     host_wish: Mapping[str, float] = {"num_blocks": 3, "num_warps": 4, "num_chunks": 4}
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if _per_block(config) * problem.world_size > 4096:
-            return f"{_per_block(config)} packets of {problem.world_size} ranks a block at once spill registers"
+        if packets_a_block(config) * problem.world_size > 4096:
+            return f"{packets_a_block(config)} packets of {problem.world_size} ranks a block at once spill registers"
         if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
             return "16 warps take as many packets a block with fewer of them a thread"
         return None

@@ -48,10 +48,14 @@ def refuse_multicast(limits: Limits) -> str | None:
     return None
 
 
+def packets_a_block(config: Config) -> int:
+    """Packets that a block takes at once: `items` for each thread, one where there is no such axis."""
+    return 32 * int(config["num_warps"]) * int(config.get("items", 1))
+
+
 def grid_rounds(work_packets: int, config: Config) -> int:
-    """Rounds of a grid of `num_blocks`, `num_warps` and perhaps `items` for so many packets."""
-    per_round = int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config.get("items", 1))
-    return -(-work_packets // per_round)
+    """Rounds of a grid of `num_blocks` for so many packets."""
+    return -(-work_packets // (int(config["num_blocks"]) * packets_a_block(config)))
 
 
 def refuse_residence(config: Config, limits: Limits) -> str | None:
@@ -73,8 +77,7 @@ def blocks_and_threads(config: Config, limits: Limits, work_packets: int, *, mos
     """
     if reason := refuse_residence(config, limits):
         return reason
-    blocks = int(config["num_blocks"])
-    per_round = 32 * int(config["num_warps"]) * int(config.get("items", 1))
+    blocks, per_round = int(config["num_blocks"]), packets_a_block(config)
     if (blocks - 1) * per_round >= work_packets and blocks > 1:
         return f"{work_packets} packets leave some of {blocks} blocks without work"
     if blocks * per_round * most_rounds < work_packets:

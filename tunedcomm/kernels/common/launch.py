@@ -211,25 +211,17 @@ def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
 
 def _fill_in(launch: Callable[..., None], arguments: Sequence[int | None]) -> Callable[..., None]:
     """Wrap `launch(stream, *arguments)` so that only the arguments that are None are given at each call."""
+    count = next((i for i, value in enumerate(arguments) if value is not None), len(arguments))
+    rest = tuple(arguments[count:])
 
     def run(stream: int, *varying: int) -> None:
         given = iter(varying)
         launch(stream, *(next(given) if value is None else value for value in arguments))
 
-    return run
-
-
-def _behind_varying(launch: Callable[..., None], arguments: Sequence[int | None]) -> Callable[..., None]:
-    """`_fill_in`, by the shorter way where all arguments that vary come first."""
-    count = next((i for i, value in enumerate(arguments) if value is not None), len(arguments))
-    rest = tuple(arguments[count:])
-    if None in rest:
-        return _fill_in(launch, arguments)
-
-    def run(stream: int, *varying: int) -> None:
+    def run_first(stream: int, *varying: int) -> None:
         launch(stream, *varying, *rest)
 
-    return run
+    return run if None in rest else run_first
 
 
 def _through_triton(
@@ -263,7 +255,7 @@ def _through_triton(
             entry(grid, 1, 1, stream, function, cooperative, pdl, scratch, None, packed, None, None, None, *args, *tail)
 
     if list(arguments[:2]) != [None, None] or None in arguments[2:]:
-        return _behind_varying(launch_any, arguments)
+        return _fill_in(launch_any, arguments)
     rest = (*arguments[2:], *tail)
 
     def launch_shared(stream: int, x: int, out: int) -> None:

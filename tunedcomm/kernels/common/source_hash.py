@@ -114,7 +114,7 @@ def _bound_in(scope: ast.AST) -> Iterator[str]:
     """Names that a function, lambda or comprehension binds itself, in order of appearance."""
     args = getattr(scope, "args", None)
     if isinstance(args, ast.arguments):
-        yield from _parameters(args)
+        yield from (arg.arg for arg in _parameters(args))
     pending = [node for node in ast.iter_child_nodes(scope) if node is not args]
     while pending:
         node = pending.pop(0)
@@ -130,9 +130,18 @@ def _bound_in(scope: ast.AST) -> Iterator[str]:
             pending[:0] = ast.iter_child_nodes(node)
 
 
-def _parameters(args: ast.arguments) -> list[str]:
+def _parameters(args: ast.arguments) -> list[ast.arg]:
     every = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
-    return [arg.arg for arg in every if arg is not None]
+    return [arg for arg in every if arg is not None]
+
+
+def _dotted(node: ast.expr) -> tuple[ast.expr, list[str]]:
+    """What stands before the dots of an expression, and the names behind them."""
+    attributes: list[str] = []
+    while isinstance(node, ast.Attribute):
+        attributes.insert(0, node.attr)
+        node = node.value
+    return node, attributes
 
 
 class _Told:
@@ -189,10 +198,9 @@ class _Told:
     def _function(self, node: ast.FunctionDef | ast.Lambda) -> str:
         args = node.args
         outside = [self._node(getattr(node, "decorator_list", [])), self._node([*args.defaults, *args.kw_defaults])]
-        every = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
         counts = len(args.posonlyargs), len(args.args), len(args.kwonlyargs)
         kinds = f"{counts},{bool(args.vararg)},{bool(args.kwarg)}"
-        annotations = [self._node(arg.annotation) for arg in every if arg is not None]
+        annotations = [self._node(arg.annotation) for arg in _parameters(args)]
         names = self._enter(node)
         body = node.body
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
@@ -202,11 +210,7 @@ class _Told:
         return f"{type(node).__name__}({names}{kinds};{outside};{annotations};{inner})"
 
     def _name(self, node: ast.Name | ast.Attribute) -> str:
-        attributes: list[str] = []
-        base: ast.expr = node
-        while isinstance(base, ast.Attribute):
-            attributes.insert(0, base.attr)
-            base = base.value
+        base, attributes = _dotted(node)
         if not isinstance(base, ast.Name):
             return f"{self._node(base)}.{'.'.join(attributes)}"
         for scope in reversed(self._scopes):
@@ -222,13 +226,10 @@ class _Told:
 
     def _called(self, node: ast.expr) -> Any:
         """The function of our own that an expression names, or None."""
-        attributes: list[str] = []
-        while isinstance(node, ast.Attribute):
-            attributes.insert(0, node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name) or any(node.id in scope for scope in self._scopes):
+        base, attributes = _dotted(node)
+        if not isinstance(base, ast.Name) or any(base.id in scope for scope in self._scopes):
             return None
-        value = self._globals.get(node.id)
+        value = self._globals.get(base.id)
         for name in attributes:
             if not isinstance(value, types.ModuleType):
                 return None
@@ -240,7 +241,7 @@ class _Told:
         positions: dict[str, int] = {}
         if callee is not None and not any(isinstance(arg, ast.Starred) for arg in node.args):
             args = _syntax(callee).args  # type: ignore[union-attr]
-            positions = {name: place for place, name in enumerate(_parameters(args))}
+            positions = {arg.arg: place for place, arg in enumerate(_parameters(args))}
         given = [(f"{place:03}", arg) for place, arg in enumerate(node.args)]
         given += [
             (f"{positions[word.arg]:03}" if word.arg in positions else f"{word.arg}=", word.value)
@@ -267,10 +268,9 @@ def _constant(value: Any, where: str, name: str) -> str:
         return f"constexpr {_constant(value.value, where, name)}"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return f"{type(value).__name__}:{value!r}"
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}:[{','.join(_constant(item, where, name) for item in value)}]"
-    if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__}:[{','.join(sorted(_constant(item, where, name) for item in value))}]"
+    if isinstance(value, (tuple, list, set, frozenset)):
+        items = [_constant(item, where, name) for item in value]
+        return f"{type(value).__name__}:[{','.join(items if isinstance(value, (tuple, list)) else sorted(items))}]"
     if isinstance(value, Mapping):
         inner = (f"{_constant(key, where, name)}:{_constant(item, where, name)}" for key, item in value.items())
         return f"{type(value).__name__}:{{{','.join(inner)}}}"

@@ -10,7 +10,7 @@ is described by a subclass of it, or of its op's own subclass (`AllReduceVariant
         space = Space({"num_blocks": Choice(1, 2, 4), "num_warps": PowerOfTwo(1, 16)})
         areas = ("arena", "stage_bytes")  # of the workspace; the kernel's last arguments
 
-        def infeasible(self, problem, config, limits): ...  # a sentence, or None
+        def refuse_config(self, problem, config, limits): ...  # a sentence, or None
         def wish(self, problem, limits): ...  # the config to try first; the nearest feasible one is taken
 
     LAMPORT = Lamport().register()
@@ -28,6 +28,7 @@ from tunedcomm.kernels.common.feasibility import (
     blocks_and_threads,
     closest,
     grid_rounds,
+    packets_a_block,
     refuse_kernels,
     refuse_launch_pdl,
     refuse_stage,
@@ -232,7 +233,7 @@ class MoveVariant(KernelVariant):
         return {
             "WORLD_SIZE": problem.world_size,
             "ALIGN": alignment_of(problem.nbytes),
-            "BLOCK": 32 * int(config["num_warps"]) * int(config.get("items", 1)),
+            "BLOCK": packets_a_block(config),
         }
 
 
