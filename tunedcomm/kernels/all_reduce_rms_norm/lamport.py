@@ -15,8 +15,6 @@ rank. A stage holds n scatter slots of a slice each and the gathered matrix. Eve
 to it). A block scatters and reduces its packets before it waits for any row, and all blocks are resident, so no block
 waits for one that has not begun.
 
-Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
-
 Numerics: ordered. Graph-safe: the call counter lives in the lane.
 Source: the fused kernels of TensorRT-LLM and FlashInfer, after all_reduce's `lamport`.
 """

@@ -4,8 +4,6 @@ Areas, flags and lane rules are those of all_reduce's `one_shot` on plain input,
 into the one-shot area, exchanges flags with the blocks of its number, and reads from the peers the rows that those
 copied.
 
-Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
-
 Numerics: ordered. Graph-safe.
 Source: all_reduce's `one_shot`, with the norm behind it as in Kraken's one-shot.
 """

@@ -2,6 +2,7 @@
 
 Inputs are x, weight, then bias, residual and scale as far as the problem has them, then eps if it is not the default;
 outputs are y and residual_out. Kernels take the addresses of all these, in this order, and eps as the bits of an fp32.
+The residual is read and residual_out written by the same thread, packet by packet, so they may be the same tensor.
 """
 
 from __future__ import annotations

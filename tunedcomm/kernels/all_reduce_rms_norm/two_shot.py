@@ -23,8 +23,6 @@ rules are those of all_reduce's `two_shot_split`, within a lane's part of the ar
 own slices go through its own gather area too, so its reducers and finishers raise their flags for each other as they do
 for the peers'.
 
-Reads and writes of the residual are by the same thread, packet by packet, so residual_out may be the residual.
-
 Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
 Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy, and
 all_reduce's `two_shot_split`.
