@@ -211,63 +211,49 @@ def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
 
 def _fill_in(launch: Callable[..., None], arguments: Sequence[int | None]) -> Callable[..., None]:
     """Wrap `launch(stream, *arguments)` so that only the arguments that are None are given at each call."""
-    count = next((i for i, value in enumerate(arguments) if value is not None), len(arguments))
-    rest = tuple(arguments[count:])
 
     def run(stream: int, *varying: int) -> None:
         given = iter(varying)
         launch(stream, *(next(given) if value is None else value for value in arguments))
 
-    def run_first(stream: int, *varying: int) -> None:
-        launch(stream, *varying, *rest)
-
-    return run if None in rest else run_first
+    return run
 
 
 def _through_triton(
     compiled: Any, grid: int, tail: tuple[Any, ...], scratch: Any, arguments: Sequence[int | None]
 ) -> Callable[..., None]:
-    """The least Python above the driver's launch that this Triton allows.
+    """The least Python above the driver's launch that this Triton allows: one function if what varies comes first.
 
     `CompiledKernel.run` is a Python object around Triton's C function; where its layout is one of the known two, the C
     function is called directly, else `run` is. `scratch` is where the kernel keeps its tensor descriptors; the calls of
     one plan follow each other, so it has one for good.
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    count = next((i for i, value in enumerate(arguments) if value is not None), len(arguments))
+    mixed = None in arguments[count:]
+    rest = tail if mixed else (*arguments[count:], *tail)
     unknown = not hasattr(run, "global_scratch_size") or getattr(run, "profile_scratch_size", 1) > 0
     if unknown or getattr(run, "gsan_enabled", False) or not hasattr(run, "launch"):
 
         def launch(stream: int, *args: int) -> None:
-            run(grid, 1, 1, stream, function, packed, None, None, None, *args, *tail)
+            run(grid, 1, 1, stream, function, packed, None, None, None, *args, *rest)
 
-        return _fill_in(launch, arguments)
+        return _fill_in(launch, arguments) if mixed else launch
     entry, cooperative, pdl = run.launch, run.launch_cooperative_grid, run.launch_pdl
     shared = hasattr(run, "kernel_signature")  # a Triton whose kernels share one C launcher
     described = (run.arg_annotations, run.kernel_signature) if shared else ()
 
-    def launch_any(stream: int, *args: int) -> None:
-        if shared:
-            entry(
-                grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, scratch, None, *described,
-                (*args, *tail),
-            )  # fmt: skip
-        else:
-            entry(grid, 1, 1, stream, function, cooperative, pdl, scratch, None, packed, None, None, None, *args, *tail)
-
-    if list(arguments[:2]) != [None, None] or None in arguments[2:]:
-        return _fill_in(launch_any, arguments)
-    rest = (*arguments[2:], *tail)
-
-    def launch_shared(stream: int, x: int, out: int) -> None:
+    def launch_shared(stream: int, *args: int) -> None:
         entry(
             grid, 1, 1, stream, function, cooperative, pdl, packed, None, None, None, scratch, None, *described,
-            (x, out, *rest),
+            (*args, *rest),
         )  # fmt: skip
 
-    def launch_own(stream: int, x: int, out: int) -> None:
-        entry(grid, 1, 1, stream, function, cooperative, pdl, scratch, None, packed, None, None, None, x, out, *rest)
+    def launch_own(stream: int, *args: int) -> None:
+        entry(grid, 1, 1, stream, function, cooperative, pdl, scratch, None, packed, None, None, None, *args, *rest)
 
-    return launch_shared if shared else launch_own
+    known = launch_shared if shared else launch_own
+    return _fill_in(known, arguments) if mixed else known
 
 
 def _resident(num_registers: int, compiled: Any, request: CompileRequest, properties: Any) -> int:
