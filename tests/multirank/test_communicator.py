@@ -24,7 +24,7 @@ from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator, live_communicators
 from tunedcomm.kernels.common import sync
 from tunedcomm.spec import Problem, get_variant
-from tunedcomm.symm import host
+from tunedcomm.symm import buffer
 
 KERNELS = ("lamport", "one_shot", "two_shot", "two_shot_lamport")
 launched: list[Launched] = []
@@ -200,7 +200,7 @@ def no_shared_memory(rank: int) -> None:
     """One rank that cannot map it: a warning, and the library on every rank."""
     tunedcomm.release_communicators()
     launched.clear()
-    with replaced(host, "_map", lambda path, nbytes: "planted: cannot map", here=rank == 1), logged() as warnings:
+    with replaced(buffer, "_map", lambda path, nbytes: "planted: cannot map", here=rank == 1), logged() as warnings:
         x = torch.full((64,), rank + 1.0)
         assert torch.equal(tunedcomm.all_reduce(x), torch.full((64,), 3.0))
     assert names() == ["library"]

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.spec import Mode, Problem, ops
-from tunedcomm.symm import host
-from tunedcomm.symm.buffer import SymmetricBuffer
+from tunedcomm.symm.buffer import SymmetricBuffer, allocate_on_host
 from tunedcomm.symm.layout import LANES, PANEL_DATA, STATUS_BYTES, LaneLayout, rotate
 
 _SENTINEL_WORD = -0x80000000
@@ -37,7 +36,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Sym
         from tunedcomm.symm import cuda
 
         return cuda.allocate(group, device, nbytes)
-    return host.allocate(group, nbytes)
+    return allocate_on_host(group, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
