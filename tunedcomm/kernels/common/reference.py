@@ -14,6 +14,7 @@ from tunedcomm.spec import DTYPES, OpSpec, Problem, register_op
 if TYPE_CHECKING:
     import torch
 
+SUM_DTYPES = ("bfloat16", "float16", "float32")  # that kernels sum
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
@@ -104,6 +105,53 @@ def row_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
     if backend != "cuda":
         return [(1, 256), (3, 256), (16, 1024)]
     return [(1 << power, 8192) for power in range(13)]
+
+
+def register_reduction(name: str, summary: str, *, shape_help: str, largest_mib: int, scatters: bool) -> OpSpec:
+    """Register an op that reduces all ranks' tensors element by element.
+
+    Args:
+        name, summary, shape_help: as in `OpSpec`.
+        largest_mib: the largest message that is swept on GPUs.
+        scatters: the result is the rank's chunk of the sum and not the whole.
+    """
+
+    def make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
+        numel = problem.numel * (problem.world_size if scatters else 1)
+        return (summands(numel, problem.dtype, rank, seed, kind, device),)
+
+    def parts(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
+        first = rank * problem.numel if scatters else 0
+        return [values[first : first + problem.numel] for (values,) in inputs]
+
+    def reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+        import torch
+
+        return (reduced(parts(problem, inputs, rank), problem.reduction, torch.float64),)
+
+    def exact(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
+        return (ordered_sum(parts(problem, inputs, rank), problem.reduction),)
+
+    return register_op(
+        OpSpec(
+            name=name,
+            summary=summary,
+            reductions=("sum", "avg", "max", "min"),
+            dtypes=SUM_DTYPES,
+            shape_help=shape_help,
+            rank_of_shape=1,
+            make_inputs=make_inputs,
+            make_outputs=outputs_like,
+            reference=reference,
+            # ‖out − ref‖ / ‖ref‖ of a sum of up to 8 ranks: a few roundings in the payload's dtype.
+            tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
+            message_bytes=lambda problem: problem.nbytes,
+            busbw_factor=lambda world_size: busbw_factor(name, world_size),
+            default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib),
+            ordered_reference=exact,
+            in_place=not scatters,
+        )
+    )
 
 
 def draw_any(problem: Problem, numel: int, rank: int, seed: int, kind: str, device: Any) -> torch.Tensor:

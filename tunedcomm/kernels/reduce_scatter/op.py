@@ -2,60 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunedcomm.kernels.common.feasibility import Launch, refuse_kernels
 from tunedcomm.kernels.common.packets import alignment_of
-from tunedcomm.kernels.common.reference import ordered_sum, outputs_like, powers_of_two, reduced, summands
+from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
 from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace, reduce_scatter_single
-from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
-from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
-if TYPE_CHECKING:
-    import torch
-
-KERNEL_DTYPES = ("bfloat16", "float16", "float32")
-
-
-def _make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
-    return (summands(problem.numel * problem.world_size, problem.dtype, rank, seed, kind, device),)
-
-
-def _chunks(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
-    return [values[rank * problem.numel : (rank + 1) * problem.numel] for (values,) in inputs]
-
-
-def _reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    import torch
-
-    return (reduced(_chunks(problem, inputs, rank), problem.reduction, torch.float64),)
-
-
-def _ordered_reference(problem: Problem, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor]:
-    return (ordered_sum(_chunks(problem, inputs, rank), problem.reduction),)
-
-
-REDUCE_SCATTER = register_op(
-    OpSpec(
-        name="reduce_scatter",
-        summary="rank r gets the elementwise sum (avg, max, min) of all ranks' r-th chunks",
-        reductions=("sum", "avg", "max", "min"),
-        dtypes=KERNEL_DTYPES,
-        shape_help="number of elements of one rank's result, e.g. 98304",
-        rank_of_shape=1,
-        make_inputs=_make_inputs,
-        make_outputs=outputs_like,
-        reference=_reference,
-        # ‖out − ref‖ / ‖ref‖ of a sum of up to 8 ranks: a few roundings in the payload's dtype.
-        tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=lambda world_size: busbw_factor("reduce_scatter", world_size),
-        default_shapes=functools.partial(powers_of_two, largest_mib=128),
-        ordered_reference=_ordered_reference,
-    )
+REDUCE_SCATTER = register_reduction(
+    "reduce_scatter",
+    "rank r gets the elementwise sum (avg, max, min) of all ranks' r-th chunks",
+    shape_help="number of elements of one rank's result, e.g. 98304",
+    largest_mib=128,
+    scatters=True,
 )
 
 
@@ -65,7 +26,7 @@ class ReduceScatterVariant(KernelVariant):
     op = "reduce_scatter"
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum", "avg"))
+        return refuse_kernels(problem, limits, SUM_DTYPES, ("sum", "avg"))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {
