@@ -13,12 +13,10 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.db.maintenance import pinnable
 from tunedcomm.db.records import Pin
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
-from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, candidates, get_variant
 
@@ -216,17 +214,3 @@ def test_unordered_variant_is_said_to_serve_few(path: Path, monkeypatch: pytest.
     code, _, errors = invoke("db", "pin", *ASKED, *ON_H200, *WHY, "--variant", "loose")
     assert code == 0
     assert "numerics='any'" in errors
-
-
-def test_library_function_says_the_same() -> None:
-    kernels.discover()
-    limits = limits_for(H200, 4)
-    assert pinnable(PROBLEM, "library", limits=limits) == Candidate.of("all_reduce", "library", {})
-    assert pinnable(PROBLEM, "lamport", limits=limits).config_dict == default_of("lamport")
-    for error, variant, config in (
-        (UnknownNameError, "two_shoot", None),
-        (ConfigError, "lamport", {"num_blocks": 7}),
-        (InfeasibleError, "multimem_one_shot", None),
-    ):
-        with pytest.raises(error):
-            pinnable(PROBLEM, variant, config, limits=limits)  # type: ignore[arg-type]

@@ -310,7 +310,7 @@ def test_does_not_replace_an_open_database(source: Path, tmp_path: Path) -> None
 
 
 def test_refuses_what_can_hold_nothing(tmp_path: Path) -> None:
-    assert "is not a SQLite file" in refused(DatabaseAccessError, ["sqlite://"], tmp_path / "out.db")
+    assert "give a file's path" in refused(DatabaseAccessError, ["sqlite://"], tmp_path / "out.db")
     url = f"postgresql+psycopg://user:secret@/name?host={tmp_path}"
     text = refused(DatabaseAwayError, [url], tmp_path / "out.db")
     assert "does not answer" in text

@@ -179,9 +179,9 @@ def test_any_url_is_accepted(tmp_path: Path) -> None:
         assert database.url == f"sqlite:///{tmp_path}/by_url.db"
     with Database.open(tmp_path / "by_url.db", readonly=True) as database:
         assert len(database.trials()) == 1
-    with Database.open("sqlite://", create=True) as memory:
-        memory.record([trial()])
-        assert (len(memory.trials()), memory.path) == (1, None)
+    for url in ("sqlite://", "sqlite:///:memory:", f"sqlite:///{tmp_path}/by_url.db?timeout=5"):
+        with pytest.raises(DatabaseAccessError, match="give a file's path"):
+            Database.open(url, create=True)
 
 
 def test_odd_characters_in_the_path(tmp_path: Path) -> None:

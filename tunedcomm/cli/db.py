@@ -52,15 +52,15 @@ from tunedcomm.cli.stored import (
     read_each,
     read_layers,
 )
-from tunedcomm.errors import ConfigError, InfeasibleError, UnknownNameError
-from tunedcomm.spec import Mode, admits, format_shape, get_variant
+from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.spec import Candidate, Mode, admits, check_candidate, format_shape, get_variant
 
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
     from tunedcomm.db.maintenance import DatabaseStats, GroupStats, Pruned
     from tunedcomm.db.records import Trial
     from tunedcomm.hardware import Environment
-    from tunedcomm.spec import Candidate, Limits, Problem, Variant
+    from tunedcomm.spec import Limits, Problem, Variant
 
 
 _LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
@@ -241,7 +241,6 @@ def db_pin(
         raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
     chosen = get_variant(options.problem().op, variant)
     from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.maintenance import pinnable
     from tunedcomm.db.store import Database
     from tunedcomm.symm.layout import limits_for
 
@@ -250,10 +249,14 @@ def db_pin(
     problem = options.problem_in(environment)
     limits = limits_for(environment, problem.world_size)
     parts = split(config)
-    try:
-        candidate = pinnable(problem, chosen.name, parse_config(parts, chosen) if parts else None, limits=limits)
-    except InfeasibleError as error:
-        raise typer.BadParameter(str(error), param_hint="--variant") from None
+    values = parse_config(parts, chosen) if parts else chosen.default_config(problem, limits)
+    candidate = Candidate.of(problem.op, variant, chosen.space.validate(values))
+    infeasible = None if chosen.is_library else check_candidate(problem, candidate, limits, by_name=False)
+    if infeasible is not None:
+        raise typer.BadParameter(
+            f"{candidate} cannot run {problem} there: {infeasible}; pin another one, `tunedcomm explain` lists them",
+            param_hint="--variant",
+        )
     _check_measured(problem, candidate, environment, limits, layers)
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")

@@ -47,7 +47,7 @@ from tunedcomm.db.schema import (
     VariantRow,
 )
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError
+from tunedcomm.errors import DatabaseCorruptError
 
 _BATCH = 2000
 # Columns by which a row of one database is the same as a row of another; a run's end may be known to one alone.
@@ -94,8 +94,6 @@ def as_sqlite(source: str | Path, scratch: Path, *, is_checked: bool = False) ->
     target = parse_target(source)
     name, schema, path = str(target), HEAD, target.path
     if path is None:
-        if target.is_sqlite:
-            raise DatabaseAccessError(f"{target} is not a SQLite file; give the path of a file, or the URL of a server")
         # Every row as it is at one moment, with its id.
         with connected(target, readonly=True) as there, connected(create_file(scratch)) as here:
             ensure_schema(there.engine, target, create=False, readonly=True)

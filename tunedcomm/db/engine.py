@@ -19,15 +19,15 @@ import shutil
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import platformdirs
-from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event, func, make_url, select
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 
 from tunedcomm import settings
 from tunedcomm.db.schema import VERSION_TABLE, Base
@@ -62,14 +62,10 @@ def warn_once(message: str) -> None:
 
 
 class Target(NamedTuple):
-    """Where a database is: a SQLAlchemy URL and, for a SQLite file, its path."""
+    """Where a database is: a SQLAlchemy URL and, for a SQLite file, its path; None for a server."""
 
     url: URL
     path: Path | None
-
-    @property
-    def is_sqlite(self) -> bool:
-        return self.url.get_backend_name() == "sqlite"
 
     @property
     def name(self) -> str:
@@ -84,7 +80,7 @@ def parse_target(target: str | Path) -> Target:
     """Read a path or a SQLAlchemy URL.
 
     Raises:
-        DatabaseAccessError: neither.
+        DatabaseAccessError: neither, or a SQLite database that is not simply a file.
     """
     text = str(target)
     if "://" not in text:
@@ -94,13 +90,17 @@ def parse_target(target: str | Path) -> Target:
         return Target(URL.create("sqlite", database=str(path)), path)
     try:
         url = make_url(text)
-        # Passwords stay out of messages, so the text itself is never quoted from here on.
-        is_file = url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:") and not url.query
-        return Target(url, Path(str(url.database)) if is_file else None)
-    except (ArgumentError, NoSuchModuleError) as error:
+    except ArgumentError as error:  # passwords stay out of messages, so the text itself is never quoted
         raise DatabaseAccessError(
             f"not a database URL: {error}; use a file path or e.g. postgresql+psycopg://user@host/name"
         ) from None
+    if url.get_backend_name() != "sqlite":
+        return Target(url, None)
+    if url.database in (None, "", ":memory:") or url.query:
+        raise DatabaseAccessError(
+            f"{url} is a database in memory, or a URL with options, which processes cannot share; give a file's path"
+        )
+    return Target(url, Path(str(url.database)))
 
 
 def data_directory() -> Path:
@@ -157,9 +157,15 @@ def prepare_file(path: Path, *, create: bool) -> None:
             raise DatabaseAccessError(f"database {path} is a directory; give a file in it, e.g. {path / 'tuned.db'}")
         if not stat.S_ISREG(mode):
             raise DatabaseAccessError(f"database {path} is not a regular file; give the path of a SQLite file")
-        _check_side_files(path)
+        for side in side_files(path):  # SQLite would wait for ever for a pipe there
+            if os.path.lexists(side) and not side.is_file():
+                raise DatabaseAccessError(f"{side} is not a regular file, as SQLite's own one would be; remove it")
         with path.open("rb") as file:
             header = file.read(len(_HEADER))
+        if header and header != _HEADER:
+            raise DatabaseCorruptError(
+                f"{path} is not a SQLite database (it starts with {header!r}); move it away or give another path"
+            )
     except FileNotFoundError:
         if not create:
             raise DatabaseAccessError(
@@ -178,24 +184,6 @@ def prepare_file(path: Path, *, create: bool) -> None:
             f"cannot read database {path}: {error.strerror}; check the permissions of the file and its directories, "
             "or set TUNEDCOMM_DB to a file you may read"
         ) from None
-    else:
-        if header and header != _HEADER:
-            raise DatabaseCorruptError(
-                f"{path} is not a SQLite database (it starts with {header!r}); move it away or give another path"
-            )
-
-
-def _check_side_files(path: Path) -> None:
-    """Refuse a side file that is no regular file: SQLite would wait for ever for a pipe there."""
-    for side in side_files(path):
-        try:
-            is_regular = stat.S_ISREG(side.stat().st_mode)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise DatabaseAccessError(f"cannot look at {side}: {error.strerror}; remove it") from None
-        if not is_regular:
-            raise DatabaseAccessError(f"{side} is not a regular file, as SQLite's own one would be; remove it")
 
 
 def side_files(path: Path) -> list[Path]:
@@ -314,39 +302,53 @@ def per_host_hint(path: Path) -> str:
 # Engines
 
 
+# Seconds, but for the last, which is in milliseconds: unanswered data, a machine that is gone.
+_LIBPQ_DEFAULTS = {
+    "application_name": "tunedcomm",
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
+
+
 def make_engine(
     target: Target, *, readonly: bool, immutable: bool = False, busy_timeout_s: float = BUSY_TIMEOUT_S
 ) -> Engine:
-    """An engine of a file or server; `immutable` reads a file that cannot change, without locks and side files."""
-    try:
-        if not target.is_sqlite:
-            return create_engine(target.url, **server_options(target))
-        if target.path is None:
-            engine = create_engine(target.url, poolclass=StaticPool if not target.url.query else None)
-        else:
-            uri = file_uri(target.path, readonly=readonly, immutable=immutable)
-            engine = create_engine(
-                "sqlite://",
-                creator=lambda: sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, check_same_thread=False),
-            )
-    except (ArgumentError, ImportError) as error:
-        raise DatabaseAccessError(
-            f"no driver for database {target}: {error}; install it, e.g. pip install 'tunedcomm[postgres]'"
-        ) from None
+    """An engine of a file or server; `immutable` reads a file that cannot change, without locks and side files.
+
+    A cluster has many processes with an engine or two each, and a server has a limit of connections: an engine keeps
+    few. None waits for ever: one that was cut off is noticed when it is taken from the pool, a server that has vanished
+    without a word by time-outs.
+    """
     path = target.path
+    if path is None:
+        options: dict[str, Any] = {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 4}
+        try:
+            if target.url.get_driver_name() in ("psycopg", "psycopg2"):
+                given = target.url.query
+                options["connect_args"] = {name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in given}
+            return create_engine(target.url, **options)
+        except (ArgumentError, ImportError) as error:
+            raise DatabaseAccessError(
+                f"no driver for database {target}: {error}; install it, e.g. pip install 'tunedcomm[postgres]'"
+            ) from None
+    uri = file_uri(path, readonly=readonly, immutable=immutable)
+    engine = create_engine(
+        "sqlite://", creator=lambda: sqlite3.connect(uri, uri=True, timeout=busy_timeout_s, check_same_thread=False)
+    )
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, _: object) -> None:
-        set_pragmas(connection, busy_timeout_s, wal=path is not None and not readonly)
-        if path is None:
-            return
+        set_pragmas(connection, busy_timeout_s, wal=not readonly)
         if readonly:
             _limit_reading(connection, path)
         _refuse_computed(connection, target, writing=not readonly)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
-        if path is not None and readonly:
+        if readonly:
             _limit_steps(connection.connection.driver_connection, path)
         immediate = connection.get_execution_options().get(IMMEDIATE, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
@@ -363,37 +365,6 @@ def connected(target: Target, *, readonly: bool = False, immutable: bool = False
             yield connection
     finally:
         engine.dispose()
-
-
-# Seconds, but for the last, which is in milliseconds: unanswered data, a machine that is gone.
-_LIBPQ_DEFAULTS = {
-    "application_name": "tunedcomm",
-    "connect_timeout": 10,
-    "keepalives_idle": 30,
-    "keepalives_interval": 10,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 60_000,
-}
-
-
-def server_options(target: Target, session: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Options of `create_engine` for a server: few connections, and none that waits for ever.
-
-    A cluster has many processes with an engine or two each, and a server has a limit of connections. One that was cut
-    off is noticed when it is taken from the pool; a server that has vanished without a word, by time-outs.
-
-    Args:
-        target: the server.
-        session: parameters of the server for each session.
-    """
-    options: dict[str, Any] = {"pool_pre_ping": True, "pool_size": 1, "max_overflow": 4}
-    if target.url.get_driver_name() not in ("psycopg", "psycopg2"):
-        return options
-    arguments: dict[str, Any] = {name: value for name, value in _LIBPQ_DEFAULTS.items() if name not in target.url.query}
-    if session:
-        given = [target.url.query.get("options", ""), *(f"-c{name}={value}" for name, value in session.items())]
-        arguments["options"] = " ".join(map(str, given)).strip()
-    return {**options, "connect_args": arguments}
 
 
 def exclusive(connection: Connection, name: str) -> None:
@@ -506,28 +477,36 @@ def translated(target: Target) -> Iterator[None]:
         raise driver_error(target, error) from error
 
 
-# SQLSTATE codes, by their beginnings. Away: connection exceptions, shutdown, crash, start-up, too many connections.
-_AWAY = ("08", "57P01", "57P02", "57P03", "57P05", "53300")
-_BUSY = ("40001", "40P01", "55P03")
-_FULL = ("53100",)
-# What a server says that refuses a connection for now, where the driver passes no code on.
-_REFUSED_FOR_NOW = ("starting up", "shutting down", "recovery mode", "too many", "connection slots", "terminating")
 _NO_SPACE_BYTES = 1 << 20
 _MAX_TEXT = 500  # what a driver quotes of a damaged file has no end
+# What a server says that refuses a connection for now, where the driver passes no code on.
+_REFUSED_FOR_NOW = ("starting up", "shutting down", "recovery mode", "too many", "connection slots", "terminating")
 
 
 def driver_error(target: Target, error: Any) -> DatabaseError:
     """The `DatabaseError` that says what a driver's exception means and what to do next."""
     text = printable(" ".join(str(error).split()))[:_MAX_TEXT]
     low = text.lower()
-    found = _sqlite_error(target, text, low) if target.is_sqlite else _server_error(target, error, text, low)
-    if found is not None:
-        return found
-    if "no such table" in low or "no such column" in low or _code(error) in ("42P01", "42703"):
-        return DatabaseCorruptError(f"{target} does not have the tables of its version ({text}); restore a copy of it")
-    if "readonly" in low or "read-only" in low or _code(error) == "42501":
-        return DatabaseAccessError(f"{target} cannot be written ({text}); check permissions or set TUNEDCOMM_DB")
-    return DatabaseAccessError(f"{target} cannot be used ({text}); check the path, the disk space and the server")
+    # SQLSTATE, as psycopg and psycopg2 name it.
+    code = str(getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or "")
+
+    def says(*words: str) -> bool:
+        return any(word in low for word in words)
+
+    # A log that cannot grow is reported as an I/O error.
+    if code.startswith("53100") or says("disk is full") or (says("disk i/o") and _no_space(target)):
+        return disk_full(target, text)
+    found = (_sqlite_error if target.path is not None else _server_error)(target, error, code, says)
+    if found is None and (says("no such table", "no such column") or code in ("42P01", "42703")):
+        found = DatabaseCorruptError, "does not have the tables of its version", "restore a copy of it"
+    if found is None and (says("readonly", "read-only") or code == "42501"):
+        found = DatabaseAccessError, "cannot be written", "check permissions or set TUNEDCOMM_DB"
+    kind, what, advice = found or (
+        DatabaseAccessError,
+        "cannot be used",
+        "check the path, the disk space and the server",
+    )
+    return kind(f"{target} {what} ({text}); {advice}")
 
 
 def disk_full(where: object, text: str) -> DatabaseFullError:
@@ -538,76 +517,54 @@ def disk_full(where: object, text: str) -> DatabaseFullError:
     )
 
 
-def _sqlite_error(target: Target, text: str, low: str) -> DatabaseError | None:
-    if "locked" in low and "locking protocol" not in low:
-        return DatabaseBusyError(
-            f"{target} is locked by another writer ({text}); wait for it to end, or give each host its own file and "
-            "merge them"
-        )
-    # A log that cannot grow is reported as an I/O error.
-    if "disk is full" in low or ("disk i/o" in low and _no_space(target)):
-        return disk_full(target, text)
-    if "not a database" in low or "malformed" in low or "corrupt" in low or "can't decode" in low:
-        return DatabaseCorruptError(
-            f"{target} is damaged ({text}); move it away and tune again, or restore a copy. Read what is left with "
-            "`sqlite3 FILE .recover`"
-        )
-    if "interrupted" in low or "too big" in low:
-        return DatabaseCorruptError(
-            f"{target} takes more to read than a file of its size can hold ({text}); it is damaged, or was made to do "
-            "harm: leave it out, or restore a copy of it"
-        )
-    is_refused = "unable to open" in low or "readonly" in low
-    if is_refused and target.path is not None and (left := leftovers(target.path)):
-        return DatabaseAccessError(
-            f"{target} cannot be used ({text}): a writer was killed and left {left[0].name}, which only a process that "
-            "may write there can fold in; open it once as such a user, e.g. with `sqlite3 FILE 'PRAGMA quick_check'`"
-        )
-    if "unable to open" in low:
-        return DatabaseAccessError(
-            f"{target} cannot be opened or made ({text}); check the permissions of it and of its directory, or set "
-            "TUNEDCOMM_DB or --db to another file"
-        )
-    if "locking protocol" in low or "disk i/o" in low:
-        return DatabaseAccessError(
-            f"{target} cannot be used ({text}); on a network file system give each host a local file (TUNEDCOMM_DB) "
-            "and merge them, or use PostgreSQL"
-        )
-    return None
-
-
-def _server_error(target: Target, error: Any, text: str, low: str) -> DatabaseError | None:
-    code = _code(error)
-    if code.startswith(_BUSY):
-        return DatabaseBusyError(f"{target} is held by another writer ({text}); run the command again")
-    if code.startswith(_FULL):
-        return disk_full(target, text)
-    # Without a code no server answered, or it refused the connection with a text alone.
-    is_connection = not code and type(error).__name__ in ("OperationalError", "ConnectionTimeout", "InterfaceError")
-    is_refused = "fatal:" in low and not any(reason in low for reason in _REFUSED_FOR_NOW)
-    if code.startswith(_AWAY) or (is_connection and not is_refused):
-        return DatabaseAwayError(
-            f"{target} does not answer ({text}); check that the server runs, can be reached from here and takes more "
-            "connections"
-        )
-    if is_refused:
-        return DatabaseAccessError(f"{target} refuses the connection ({text}); check user, password and database name")
-    return None
-
-
-def _code(error: Any) -> str:
-    """SQLSTATE, as psycopg and psycopg2 name it."""
-    return str(getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or "")
-
-
 def _no_space(target: Target) -> bool:
     with suppress(OSError):
         return target.path is not None and shutil.disk_usage(target.path.parent).free < _NO_SPACE_BYTES
     return False
 
 
-_FIRST_WAIT_S = 0.05
-_LONGEST_WAIT_S = 5.0
+# The class of an error, what is the matter with the database, and what to do.
+_Meaning: TypeAlias = tuple[type[DatabaseError], str, str]
+
+
+def _sqlite_error(target: Target, error: Any, code: str, says: Callable[..., bool]) -> _Meaning | None:
+    if says("database is locked", "table is locked", "schema is locked"):
+        advice = "wait for it to end, or give each host its own file and merge them"
+        return DatabaseBusyError, "is locked by another writer", advice
+    if says("not a database", "malformed", "corrupt", "can't decode"):
+        advice = "move it away and tune again, or restore a copy. Read what is left with `sqlite3 FILE .recover`"
+        return DatabaseCorruptError, "is damaged", advice
+    if says("interrupted", "too big"):
+        advice = "it is damaged, or was made to do harm: leave it out, or restore a copy of it"
+        return DatabaseCorruptError, "takes more to read than a file of its size can hold", advice
+    if says("unable to open", "readonly") and target.path is not None and (left := leftovers(target.path)):
+        advice = (
+            f"a writer was killed and left {left[0].name}, which only a process that may write there can fold in; open "
+            "it once as such a user, e.g. with `sqlite3 FILE 'PRAGMA quick_check'`"
+        )
+        return DatabaseAccessError, "cannot be used", advice
+    if says("unable to open"):
+        advice = "check the permissions of it and of its directory, or set TUNEDCOMM_DB or --db to another file"
+        return DatabaseAccessError, "cannot be opened or made", advice
+    if says("locking protocol", "disk i/o"):
+        advice = "on a network file system give each host a local file (TUNEDCOMM_DB) and merge them, or use PostgreSQL"
+        return DatabaseAccessError, "cannot be used", advice
+    return None
+
+
+def _server_error(target: Target, error: Any, code: str, says: Callable[..., bool]) -> _Meaning | None:
+    if code.startswith(("40001", "40P01", "55P03")):
+        return DatabaseBusyError, "is held by another writer", "run the command again"
+    # Connection exceptions, shutdown, crash, start-up, too many connections. Without a code no server answered, or it
+    # refused the connection with a text alone.
+    is_refused = says("fatal:") and not says(*_REFUSED_FOR_NOW)
+    is_connection = not code and type(error).__name__ in ("OperationalError", "ConnectionTimeout", "InterfaceError")
+    if code.startswith(("08", "57P01", "57P02", "57P03", "57P05", "53300")) or (is_connection and not is_refused):
+        advice = "check that the server runs, can be reached from here and takes more connections"
+        return DatabaseAwayError, "does not answer", advice
+    if is_refused:
+        return DatabaseAccessError, "refuses the connection", "check user, password and database name"
+    return None
 
 
 def retry(operation: Callable[[bool], T], limit_s: float) -> T:
@@ -625,21 +582,16 @@ def retry(operation: Callable[[bool], T], limit_s: float) -> T:
         DatabaseAwayError: the server was away for longer than the limit.
         DatabaseBusyError: another writer held the database for longer than the limit.
     """
-    begin, wait = time.monotonic(), _FIRST_WAIT_S
-    for attempt in itertools.count():
+    begin, wait, again = time.monotonic(), 0.05, False
+    while True:
         try:
-            result = operation(attempt > 0)
+            return operation(again)
         except (DatabaseAwayError, DatabaseBusyError) as error:
-            waited = time.monotonic() - begin
-            if waited >= limit_s:
+            left = limit_s - (time.monotonic() - begin)
+            if left <= 0:
                 raise
-            if attempt == 0:
+            if not again:
                 _log.warning("%s. Waiting for it, for up to %.0f s", error, limit_s)
             # Scattered, so that a cluster does not come back all at once.
-            time.sleep(min(wait * random.uniform(0.5, 1.0), limit_s - waited))  # noqa: S311
-            wait = min(wait * 1.6, _LONGEST_WAIT_S)
-            continue
-        if attempt:
-            _log.info("the database is back after %.1f s", time.monotonic() - begin)
-        return result
-    raise AssertionError("unreachable")
+            time.sleep(min(wait * random.uniform(0.5, 1.0), left))  # noqa: S311
+            wait, again = min(wait * 1.6, 5.0), True

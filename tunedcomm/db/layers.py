@@ -26,7 +26,7 @@ from tunedcomm.db.engine import (
 from tunedcomm.db.records import Reader
 from tunedcomm.db.snapshot import SnapshotBuilder
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseError
+from tunedcomm.errors import DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.snapshot import Snapshot, gc_paused
 from tunedcomm.spec import Problem
@@ -51,7 +51,7 @@ class Layer:
 
 
 def user_database() -> str:
-    """The database that is the user's own: `TUNEDCOMM_DB`, or `tuned.db` in the user's data directory.
+    """The user's own database: `TUNEDCOMM_DB`, or `tuned.db` in the user's data directory.
 
     Raises:
         DatabaseAccessError: TUNEDCOMM_DB is not set, and the user has no home directory.
@@ -63,26 +63,17 @@ def writable_database(target: str | None = None) -> str:
     """`target`, by default the user database, where commands may store something in it.
 
     Raises:
-        DatabaseAccessError: no target is given, and there is no place for a user database; it is a SQLite database but
-            not simply a file; or it lies on a network file system.
+        DatabaseAccessError: there is no place for a user database, `target` is neither path nor URL, or it lies on a
+            network file system.
     """
     named = user_database() if target is None else target
-    parsed = parse_target(named)
-    if parsed.path is not None:
-        refuse_network(parsed.path)
-    elif parsed.is_sqlite:
-        raise DatabaseAccessError(
-            f"{parsed} is a database in memory, or a URL with options, which commands cannot share; give a file's path"
-        )
+    if (path := parse_target(named).path) is not None:
+        refuse_network(path)
     return named
 
 
 def named_layers(target: str | None = None) -> list[Layer]:
-    """`target`, by default the user database, as the only layer.
-
-    Raises:
-        DatabaseAccessError: no target is given, and there is no place for a user database.
-    """
+    """`target`, by default the user database, as the only layer."""
     return [Layer("user", user_database() if target is None else target)]
 
 
@@ -132,14 +123,9 @@ def layers() -> list[Layer]:
 
 
 def layers_beside(target: str | None = None) -> list[Layer]:
-    """Every layer that is there, but for `target`, by default the user database.
-
-    Raises:
-        DatabaseAccessError: `target` is neither a path nor a URL, or there is no place for a user database.
-    """
-    own = _place(named_layers(target)[0].target)
+    """Every layer that is there, but for `target`, by default the user database."""
     found = {_place(layer.target): layer for layer in layers() if not is_absent(layer)}
-    found.pop(own, None)
+    found.pop(_place(named_layers(target)[0].target), None)
     return list(found.values())
 
 
@@ -178,17 +164,12 @@ def load_snapshot(
     """Merge the rows of every layer for this environment's hard fields and this world size; see `SnapshotBuilder`.
 
     Args:
-        environment: where the calls will run.
-        world_size: ranks of the group.
-        layers: what to read instead of `layers()`.
-        strict: raise what is wrong with a layer instead of leaving the layer out with a warning; a user database
-            that was never made counts as wrong too.
+        layers: read these instead of `layers()`.
+        strict: raise a layer's error instead of leaving the layer out with a warning, also if there is no user
+            database.
         borrow: names of other hardware whose rows may serve where there are none of this, as in TUNEDCOMM_BORROW.
         like: keep only what the choice for this problem may depend on, which takes a fraction of the time. Such a
             snapshot answers for this problem alone.
-
-    Raises:
-        DatabaseError: only with `strict`.
     """
     builder = SnapshotBuilder(environment, world_size, borrow)
     with gc_paused():
@@ -240,8 +221,8 @@ class LayerFingerprint:
     Attributes:
         layer: `user`, `site` or `packaged`.
         target: file, or URL without its password; of what is packaged, the file's name.
-        place: host, device and inode of a file that is there, else nothing.
-        content: size and time of change of a file that is there (of what is packaged, its size), else nothing.
+        place: host, device and inode of a file, None if it cannot be looked at.
+        content: size and time of change of a file; of what is packaged its size, for every host has its own copy.
     """
 
     layer: str
@@ -264,7 +245,6 @@ def layer_fingerprints() -> tuple[LayerFingerprint, ...]:
         user = []
     found = [_look(layer) for layer in (*user, *(Layer("site", target) for target in site_databases(is_quiet=True)))]
     for path in packaged_databases():
-        # Every host may have installed its own copy of the package: times say nothing.
         found.append(LayerFingerprint("packaged", path.name, content=(path.stat().st_size,)))
     return tuple(seen for seen in found if seen is not None)
 
@@ -284,24 +264,15 @@ def _look(layer: Layer) -> LayerFingerprint | None:
 
 
 def differences(seen: Sequence[tuple[LayerFingerprint, ...]]) -> list[str]:
-    """Differences of each rank's layers from those of rank 0, in words; empty if there are none.
-
-    Args:
-        seen: of every rank, by rank.
-    """
+    """Differences of each rank's layers from those of rank 0, in words; `seen` is by rank."""
     found: dict[str, list[int]] = {}
     for rank, theirs in enumerate(seen):
         for layer in ("user", "site", "packaged"):
-            first = [each for each in seen[0] if each.layer == layer]
-            here = [each for each in theirs if each.layer == layer]
+            first, here = ([each for each in every if each.layer == layer] for every in (seen[0], theirs))
             if len(first) != len(here) or not all(map(LayerFingerprint.is_same, first, here)):
-                text = f"{_names(here)} as {layer} database where rank 0 has {_names(first)}"
-                found.setdefault(text, []).append(rank)
+                names = [", ".join(each.target for each in every) or "none" for every in (here, first)]
+                found.setdefault(f"{names[0]} as {layer} database where rank 0 has {names[1]}", []).append(rank)
     return [f"{_ranks(ranks)} {text}" for text, ranks in found.items()]
-
-
-def _names(seen: Sequence[LayerFingerprint]) -> str:
-    return ", ".join(each.target for each in seen) or "none"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

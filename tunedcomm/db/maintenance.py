@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from sqlalchemy import (
     BigInteger,
@@ -28,7 +28,6 @@ from sqlalchemy import (
     func,
     insert,
     select,
-    true,
     type_coerce,
 )
 
@@ -50,9 +49,8 @@ from tunedcomm.db.engine import (
 )
 from tunedcomm.db.jsonl import SoundRows
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.migrate import upgrade_database
 from tunedcomm.db.records import FAILED, Reader, StoredVariant, Trial, canonical_json, utc_now
-from tunedcomm.db.schema import SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
+from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, ok_rows
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
@@ -62,13 +60,11 @@ from tunedcomm.errors import (
     DatabaseError,
     DatabaseFullError,
     DatabaseVersionError,
-    InfeasibleError,
 )
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import pool
 from tunedcomm.selection.snapshot import Row
-from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, Limits, Problem, admits, check_candidate, get_variant, variants
+from tunedcomm.spec import Candidate, Problem, admits, variants
 
 Level: TypeAlias = Literal["ok", "warn", "fail"]
 # Op and variant to the hash of its source as it is now; None for a variant that this tunedcomm does not have.
@@ -86,31 +82,6 @@ def is_current(variant: StoredVariant | None, source_hash: SourceHash) -> bool |
     if variant is None or current is None:
         return None
     return variant.name == _LIBRARY or current == variant.source_hash
-
-
-def pinnable(problem: Problem, variant: str, config: Mapping[str, Value] | None = None, *, limits: Limits) -> Candidate:
-    """The candidate to give to `Database.pin`, which dispatch would run: any other pin would be of no effect.
-
-    Args:
-        problem: what the pin is for; its variants must be registered.
-        variant: a name.
-        config: a point of the variant's space; by default the variant's own for the problem.
-        limits: of the machine that the pin is for.
-
-    Raises:
-        UnknownNameError: no such variant.
-        ConfigError: the config is not in its space.
-        InfeasibleError: dispatch would not run it there.
-    """
-    found = get_variant(problem.op, variant)
-    values = found.default_config(problem, limits) if config is None else dict(config)
-    candidate = Candidate.of(problem.op, variant, found.space.validate(values))
-    reason = None if found.is_library else check_candidate(problem, candidate, limits, by_name=False)
-    if reason is not None:
-        raise InfeasibleError(
-            f"{candidate} cannot run {problem} there: {reason}; pin another one, `tunedcomm explain` lists them"
-        )
-    return candidate
 
 
 # Check
@@ -146,14 +117,9 @@ class Finding:
 
 
 def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]:
-    """Look at everything about a database; nothing is changed, and tuners may go on writing to it.
+    """Look at everything about a database; it is sound where no finding has the level `fail`.
 
-    Args:
-        target: a file or any SQLAlchemy URL.
-        source_hash: hashes of the variants' sources now; the variants must be registered.
-
-    Returns:
-        A finding for everything that was looked at; the database is sound where none has the level `fail`.
+    Nothing is changed, and tuners may go on writing to it. The variants must be registered.
 
     Raises:
         DatabaseBusyError: another process has held it locked for half a minute.
@@ -170,12 +136,12 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
         if damage[0].level == "fail":
             return found  # what its rows hold means nothing then
     try:
-        state = upgrade_database(target, check=True)
-        if state.before not in SOUND:
-            text = f"revision {state.before}, and this tunedcomm reads {state.after}"
-            return [*found, Finding("schema", "fail", text, f"`tunedcomm db upgrade --db {state.target}`")]
         with Database.open(target, readonly=True) as database:
-            found.append(Finding("schema", "ok", f"revision {database.schema_version}"))
+            revision = database.schema_version
+            if revision not in SOUND:
+                text = f"revision {revision}, and this tunedcomm reads {HEAD}"
+                return [*found, Finding("schema", "fail", text, f"`tunedcomm db upgrade --db {where}`")]
+            found.append(Finding("schema", "ok", f"revision {revision}"))
             return [*found, *check_rows(database, source_hash).findings]
     except DatabaseVersionError as error:
         return [*found, Finding("schema", "fail", str(error), "upgrade tunedcomm")]
@@ -244,14 +210,8 @@ def _damage(where: Target, path: Path) -> list[Finding]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class RowReport:
-    """The result of looking at every row.
-
-    Attributes:
-        findings: one a kind of fault, or one that says that all is well.
-        invalid: table to the ids of rows that no reader uses; a trial that refers to such a row is one itself.
-    """
+class RowReport(NamedTuple):
+    """Findings about every row; and by table the ids of rows that are invalid, or refer to an invalid one."""
 
     findings: Sequence[Finding]
     invalid: Mapping[str, Set[int]]
@@ -279,41 +239,29 @@ class _Faults:
 def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
     """Check values, digests and references of every row, and that configs lie in their variants' spaces.
 
-    Readers skip an invalid row and go on; here each is found and counted. Nothing is changed.
-
-    Args:
-        database: open, for reading at least.
-        source_hash: hashes of the variants' sources now; the variants must be registered.
+    Readers skip an invalid row and go on; here each is found and counted. The variants must be registered.
     """
     faults = {name: _Faults() for name in Base.metadata.tables}
     invalid: dict[str, set[int]] = {name: set() for name in Base.metadata.tables}
+    unknown, by_variant = _Faults(), Counter[StoredVariant]()
+    num_pins = 0
+    latest, objection = (utc_now() + _AHEAD).isoformat(), functools.cache(_objection)
 
     def add(name: str, id_: Any, what: str) -> None:
         faults[name].add(f"{name} {id_}: {what}")
         invalid[name].add(id_)
 
-    restore = f"{_PRUNE_INVALID}; or restore a copy"
-    found: list[Finding] = []
     with database.reading() as connection:
         sound = SoundRows(connection, add)
-        loaded: dict[str, Mapping[int, Any]] = {"environment": sound.environments, "problem": sound.problems}
-        for name, held in {**loaded, "variant": sound.variants, "run": sound.runs}.items():
-            wrong = faults[name].finding(f"{name}s", "rows make no sense", restore)
-            found += _or_ok(f"{name}s", wrong, f"{len(held)}, all sound")
-        outside, unknown, by_variant = _Faults(), _Faults(), Counter[StoredVariant]()
-        num_pins = 0
-        latest, objection = (utc_now() + _AHEAD).isoformat(), functools.cache(_objection)
         for problem_id, (problem, _) in sound.problems.items():
             for id_, line in sound.trials(problem_id):
                 variant = StoredVariant(problem.op, line["variant"], line["numerics"], line["source_hash"])
                 by_variant[variant] += 1
-                if reason := _contradiction(line, latest):
+                reason = _contradiction(line, latest)
+                if reason is None and is_current(variant, source_hash):
+                    reason = objection(problem.op, variant.name, canonical_json(line["config"]))
+                if reason is not None:
                     add("trial", id_, reason)
-                elif is_current(variant, source_hash) and (
-                    reason := objection(problem.op, variant.name, canonical_json(line["config"]))
-                ):
-                    outside.add(f"trial {id_}: {reason}")
-                    invalid["trial"].add(id_)
             for id_, line in sound.pins(problem_id):
                 num_pins += 1
                 if line["variant"] not in variants(problem.op):
@@ -321,24 +269,16 @@ def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
                 elif reason := objection(problem.op, line["variant"], canonical_json(line["config"])):
                     add("pin", id_, reason)
         sound.report_orphans()
-        unused = query.unused_rows(true())
-        idle = {name: query.count(connection, unused[model]) for name, model in _UNUSED.items()}
-    wrong = faults["trial"].finding(
-        "trials", "make no sense, readers skip them", f"{_PRUNE_INVALID}; or restore a copy"
-    )
-    wrong += outside.finding("trials", "have configs outside of their variants' spaces", _PRUNE_INVALID)
-    found += _or_ok("trials", wrong, f"{by_variant.total()}, all sound")
-    wrong = faults["pin"].finding("pins", "are of no effect", _MEND_PIN)
-    wrong += unknown.finding("pins", "name variants that this tunedcomm does not have", _MEND_PIN, level="warn")
-    found += _or_ok("pins", wrong, f"{num_pins}, all sound")
-    found += _sources(by_variant, source_hash)
-    text = ", ".join(f"{count} {name}" for name, count in idle.items() if count)
-    mend = "nothing: they do no harm, and `tunedcomm db prune` removes them on its way"
-    wrong = [Finding("unused rows", "warn", f"{text} that no trial and no pin refers to", mend)] if text else []
-    return RowReport([*found, *_or_ok("unused rows", wrong, "none")], invalid)
-
-
-_UNUSED: Mapping[str, type[Base]] = {"environments": EnvironmentRow, "problems": ProblemRow}
+    sizes = {"environment": len(sound.environments), "problem": len(sound.problems), "variant": len(sound.variants)}
+    sizes |= {"run": len(sound.runs), "trial": by_variant.total(), "pin": num_pins}
+    found: list[Finding] = []
+    for name, size in sizes.items():
+        mend = _MEND_PIN if name == "pin" else f"{_PRUNE_INVALID}; or restore a copy"
+        wrong = faults[name].finding(f"{name}s", "make no sense", mend)
+        if name == "pin":
+            wrong += unknown.finding("pins", "name variants that this tunedcomm does not have", _MEND_PIN, level="warn")
+        found += _or_ok(f"{name}s", wrong, f"{size}, all sound")
+    return RowReport([*found, *_sources(by_variant, source_hash)], invalid)
 
 
 def _contradiction(line: Mapping[str, Any], latest: str) -> str | None:
@@ -355,26 +295,23 @@ def _objection(op: str, name: str, config: str) -> str | None:
     try:
         variants(op)[name].space.validate(json.loads(config))
     except ConfigError as error:
-        return f"{name}: {error}"
+        return f"its config is outside of the space of {name}: {error}"
     return None
 
 
 def _sources(by_variant: Mapping[StoredVariant, int], source_hash: SourceHash) -> list[Finding]:
-    states: dict[bool | None, Counter[str]] = {state: Counter() for state in (True, False, None)}
-    for variant, count in by_variant.items():
-        states[is_current(variant, source_hash)][f"{variant.op} {variant.name}"] += count
-    stale, unknown = (
-        ", ".join(f"{count} of {name}" for name, count in sorted(states[state].items())) for state in (False, None)
-    )
+    counts: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+    for variant, count in sorted(by_variant.items(), key=str):
+        counts[is_current(variant, source_hash)].append(f"{count} of {variant.op} {variant.name}")
     found = []
-    if stale:
-        text = f"kernels have changed since these trials, which are not used any more: {stale}"
+    if stale := counts[False]:
+        text = f"kernels have changed since these trials, which are not used any more: {', '.join(stale)}"
         mend = "`tunedcomm tune` measures them again; `tunedcomm db prune --stale` removes the old trials"
         found.append(Finding("sources", "warn", text, mend))
-    if unknown:
-        text = f"variants that this tunedcomm does not have: {unknown}"
+    if unknown := counts[None]:
+        text = f"variants that this tunedcomm does not have: {', '.join(unknown)}"
         found.append(Finding("sources", "warn", text, "nothing, where another tunedcomm reads the database too"))
-    return _or_ok("sources", found, f"{states[True].total()} trials, all of kernels as they are now")
+    return _or_ok("sources", found, "all trials are of kernels as they are now")
 
 
 # Prune
@@ -390,7 +327,7 @@ _SELECTED = Table("tunedcomm_selected", MetaData(), Column("id", BigInteger, pri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which trials are meant: those that everything given here applies to.
+    """The trials that everything given here applies to.
 
     Attributes:
         stale: of a variant whose source has changed since.
@@ -477,9 +414,7 @@ def prune(
     stay, with what they refer to.
 
     Args:
-        database: open; to write unless it is a dry run.
-        selection: which trials.
-        source_hash: hashes of the variants' sources now; the variants must be registered.
+        database: open; to write unless it is a dry run. The variants must be registered.
         dry_run: remove nothing, only say what would be.
         elsewhere: the other databases that dispatch reads, see `layers_beside`; only looked at.
 
@@ -553,17 +488,11 @@ def _conditions(connection: Connection, selection: Selection, source_hash: Sourc
 def _hidden_by_failures(
     connection: Connection, ids: Collection[int], elsewhere: Iterable[Layer]
 ) -> tuple[set[int], set[int]]:
-    """Ids of good trials that selected failures keep from being used, and of those failures that must stay.
+    """Ids of good trials that the selected failures keep from being used, and of those failures that must stay.
 
     A failure counts until the candidate is good at the same problem again. While it counts, the candidate does not run
     that problem, and nothing is predicted of it in the whole family. A failure that hides good trials of another
-    database stays.
-
-    Args:
-        connection: in a transaction.
-        ids: of the selected trials.
-        elsewhere: other databases that dispatch reads beside this one. One that cannot be read is left out with a
-            warning.
+    database stays. A database that cannot be read is left out with a warning.
     """
 
     def reach(trial: Trial) -> tuple[Any, ...]:
@@ -707,12 +636,7 @@ class DatabaseStats:
 
 
 def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
-    """Sum up an open database; invalid rows are left out with a warning.
-
-    Args:
-        database: open, for reading at least.
-        source_hash: hashes of the variants' sources now; the variants must be registered.
-    """
+    """Sum up an open database; invalid rows are left out with a warning. The variants must be registered."""
     reader = Reader()
     found: dict[tuple[str, str, str, int, str, str], GroupStats] = {}
 

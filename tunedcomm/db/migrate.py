@@ -16,18 +16,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    MetaData,
-    PrimaryKeyConstraint,
-    String,
-    Table,
-    insert,
-    inspect,
-    select,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine
 
 from tunedcomm.db.engine import (
     BUSY_TIMEOUT_S,
@@ -38,7 +28,6 @@ from tunedcomm.db.engine import (
     exclusive,
     file_uri,
     is_immutable,
-    make_engine,
     parse_target,
     prepare_file,
     translated,
@@ -50,11 +39,11 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 _log = logging.getLogger("tunedcomm")
 # As Alembic makes it.
 _MAX_VERSION = 32
-_VERSIONS = Table(
+_VERSIONS = sa.Table(
     VERSION_TABLE,
-    MetaData(),
-    Column("version_num", String(_MAX_VERSION)),
-    PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(_MAX_VERSION)),
+    sa.PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
 )
 # Alembic keeps its context in module globals.
 _alembic_lock = threading.Lock()
@@ -82,11 +71,7 @@ class Upgrade:
 
 
 def upgrade_database(target: str | Path, *, check: bool = False) -> Upgrade:
-    """Upgrade a database; of a SQLite file a copy is kept as `NAME.bak-<revision>`.
-
-    Args:
-        target: a file or any SQLAlchemy URL. Of a server, make a dump with its own tools first.
-        check: change nothing, only say what would be done.
+    """Upgrade a database, unless `check`; of a SQLite file a copy is kept as `NAME.bak-<revision>`.
 
     Raises:
         DatabaseAccessError: missing, or it or its directory cannot be written.
@@ -98,41 +83,26 @@ def upgrade_database(target: str | Path, *, check: bool = False) -> Upgrade:
     if where.path is not None:
         prepare_file(where.path, create=False)
     # Looked at without writing: opening to write would change a file that is up to date.
-    before = known_revision(where, stored_revision(where))
+    immutable = where.path is not None and is_immutable(where.path)
+    with connected(where, readonly=True, immutable=immutable) as connection:
+        before = _known_revision(where, schema_version(connection))
     copy = None
     if before != HEAD and not check:
-        engine = make_engine(where, readonly=False)
-        try:
-            with translated(where):
-                copy = _migrate(engine, where, create=False)
-        finally:
-            engine.dispose()
+        with connected(where) as connection:
+            copy = _migrate(connection, where, create=False)
     return Upgrade(target=str(where), before=before, after=HEAD, copy=copy)
-
-
-def stored_revision(target: Target) -> str | None:
-    """The schema revision of a database, which is opened for reading only; None where there is none."""
-    with connected(
-        target, readonly=True, immutable=target.path is not None and is_immutable(target.path)
-    ) as connection:
-        return schema_version(connection)
 
 
 def schema_version(connection: Connection) -> str | None:
     """The stored revision, or None where there is no version table."""
-    if not inspect(connection).has_table(VERSION_TABLE):
+    if not sa.inspect(connection).has_table(VERSION_TABLE):
         return None
-    version = connection.execute(select(_VERSIONS.c.version_num)).scalar()
+    version = connection.execute(sa.select(_VERSIONS.c.version_num)).scalar()
     return str(version)[:_MAX_VERSION] if version is not None else None
 
 
-def known_revision(target: Target, version: str | None) -> str:
-    """The revision, where this tunedcomm knows it.
-
-    Raises:
-        DatabaseCorruptError: there is none.
-        DatabaseVersionError: it is a later one.
-    """
+def _known_revision(target: Target, version: str | None) -> str:
+    """The revision; an error where there is none, or where it is a later one than this tunedcomm knows."""
     if version is None:
         raise DatabaseCorruptError(
             f"{target} holds no tunedcomm tables: it is empty or belongs to another program; give another path, or "
@@ -147,22 +117,19 @@ def known_revision(target: Target, version: str | None) -> str:
 
 
 def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:
-    """Check the version, create or upgrade the tables where that is allowed, and return the version.
-
-    Raises:
-        DatabaseCorruptError: no tunedcomm database, and not to be made one.
-        DatabaseVersionError: newer than this tunedcomm, or older and open for reading only.
-    """
+    """Check the version, create or upgrade the tables where that is allowed, and return the version."""
     with engine.connect() as connection:
         version = schema_version(connection)
     if version == HEAD or (readonly and version in READABLE):
         return version
     if readonly:
         raise DatabaseVersionError(
-            f"{target} has schema {known_revision(target, version)} and this tunedcomm reads {HEAD}; run `tunedcomm db "
-            f"upgrade --db {target}`, on a copy of it if it cannot be written"
+            f"{target} has schema {_known_revision(target, version)} and this tunedcomm reads {HEAD}; run `tunedcomm "
+            f"db upgrade --db {target}`, on a copy of it if it cannot be written"
         )
-    if (copy := _migrate(engine, target, create=create)) is not None:
+    with engine.connect().execution_options(**{IMMEDIATE: True}) as connection:
+        copy = _migrate(connection, target, create=create)
+    if copy is not None:
         _log.warning("%s was upgraded from schema %s to %s; %s is as it was", target, version, HEAD, copy)
     return HEAD
 
@@ -178,17 +145,17 @@ def create_file(path: Path) -> Target:
     return target
 
 
-def _migrate(engine: Engine, target: Target, *, create: bool) -> Path | None:
+def _migrate(connection: Connection, target: Target, *, create: bool) -> Path | None:
     """Bring the tables to `HEAD` in one transaction; returns the copy that is kept of a SQLite file with older ones."""
-    with engine.connect().execution_options(**{IMMEDIATE: True}) as connection, connection.begin():
+    with connection.begin():
         # Looked at again under the lock: another process may have made the tables meanwhile.
         exclusive(connection, "migrate")
         version = schema_version(connection)
         # A shared server's other tables are none of our business.
-        if version is None and create and not (target.is_sqlite and inspect(connection).get_table_names()):
+        if version is None and create and not (target.path is not None and sa.inspect(connection).get_table_names()):
             _create_tables(connection)
             return None
-        version = known_revision(target, version)
+        version = _known_revision(target, version)
         if version == HEAD:
             return None
         copy = _back_up(target.path, f"bak-{version}") if target.path is not None else None
@@ -204,7 +171,7 @@ def _migrate(engine: Engine, target: Target, *, create: bool) -> Path | None:
 def _create_tables(connection: Connection) -> None:
     for metadata in (Base.metadata, WorkingBase.metadata, _VERSIONS.metadata):
         metadata.create_all(connection, checkfirst=False)
-    connection.execute(insert(_VERSIONS).values(version_num=HEAD))
+    connection.execute(sa.insert(_VERSIONS).values(version_num=HEAD))
 
 
 def _upgrade_tables(connection: Connection) -> None:
@@ -220,10 +187,7 @@ def _upgrade_tables(connection: Connection) -> None:
 
 
 def _back_up(path: Path, suffix: str) -> Path:
-    """Copy a SQLite file, with what is in its log, to `NAME.<suffix>` or `NAME.<suffix>-2` and so on beside it.
-
-    The copy appears complete or not at all.
-    """
+    """Copy a SQLite file to `NAME.<suffix>`, or `NAME.<suffix>-2` and so on; it appears complete or not at all."""
     copy, number = path.with_name(f"{path.name}.{suffix}"), 1
     while os.path.lexists(copy):  # an earlier copy may hold what a later one does not
         number += 1
