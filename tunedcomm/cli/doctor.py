@@ -20,7 +20,7 @@ import typer
 from tunedcomm import settings
 from tunedcomm.cli.options import BorrowOption, JsonOption, borrowed
 from tunedcomm.cli.output import Line, emit_json, print_lines
-from tunedcomm.cli.stored import environment_here, nearest_stored, open_layer, read_layers, stored_environments
+from tunedcomm.cli.stored import environment_here, nearest_stored, read_layers, stored_environments
 from tunedcomm.errors import DatabaseError, SettingError
 from tunedcomm.hardware import advice
 from tunedcomm.version import VERSION
@@ -165,7 +165,7 @@ def check_databases() -> Iterator[Line]:
             yield Line(name, "ok", f"{layer.target} is not there yet; `tunedcomm tune` makes it")
         else:
             try:
-                with open_layer(layer) as database:
+                with layer.open() as database:
                     held = f"{len(database.problems())} problems, {len(database.environments())} environments"
                     yield Line(name, "ok", f"{database.url}: {held}, schema {database.schema_version}")
             except DatabaseError as error:

@@ -41,17 +41,6 @@ def read_layers(database: str | None) -> Sequence[Layer]:
     return [layer for layer in layers() if not is_absent(layer)]
 
 
-def open_layer(layer: Layer) -> Database:
-    """Open for reading; what ships with the package cannot change while it is open.
-
-    Raises:
-        DatabaseError: it cannot be read.
-    """
-    from tunedcomm.db.store import Database
-
-    return Database.open(layer.target, readonly=True, immutable=True if layer.name == "packaged" else None)
-
-
 def read_each(
     layers: Iterable[Layer], read: Callable[[Database], T], *, is_strict: bool = False, is_quiet: bool = False
 ) -> Iterator[tuple[Layer, T]]:
@@ -68,7 +57,7 @@ def read_each(
     """
     for layer in layers:
         try:
-            with open_layer(layer) as opened:
+            with layer.open() as opened:
                 found = read(opened)
         except DatabaseError as error:
             if is_strict:

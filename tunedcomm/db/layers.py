@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tunedcomm import settings
 from tunedcomm.db.engine import (
+    BUSY_TIMEOUT_S,
     data_directory,
     expand_home,
     network_of,
@@ -48,6 +49,11 @@ class Layer:
 
     name: str
     target: str
+
+    def open(self, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> Database:
+        """The database, open for reading; what ships with the package cannot change while it is open."""
+        immutable = True if self.name == "packaged" else None
+        return Database.open(self.target, readonly=True, immutable=immutable, busy_timeout_s=busy_timeout_s)
 
 
 def user_database() -> str:
@@ -193,10 +199,9 @@ _all_layers = layers
 def _read(layer: Layer, layer_rank: int, into: SnapshotBuilder, like: Problem | None) -> None:
     """Add a layer; it is read again if somebody wrote to it meanwhile who cannot be locked out."""
     deadline = time.monotonic() + _READ_TIMEOUT_S
-    immutable = True if layer.name == "packaged" else None
     while True:
         try:
-            with Database.open(layer.target, readonly=True, immutable=immutable, busy_timeout_s=_READ_TIMEOUT_S) as db:
+            with layer.open(busy_timeout_s=_READ_TIMEOUT_S) as db:
                 reader = Reader()
                 with db.reading() as connection:
                     fetched = into.fetch(connection, reader, layer=layer.name, layer_rank=layer_rank, like=like)

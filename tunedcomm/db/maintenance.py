@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -512,22 +513,21 @@ def _hidden_by_failures(
     names = {(trial.problem.op, trial.variant, trial.source_hash) for trial in failed}
     here, there = load(connection, _RAN) if failed else [], []
     for layer in elsewhere if failed else ():
-        immutable = True if layer.name == "packaged" else None
         try:
-            with Database.open(layer.target, readonly=True, immutable=immutable) as other, other.reading() as reading:
+            with layer.open() as other, other.reading() as reading:
                 there += load(reading, ("ok",))
         except DatabaseError as error:
             warn_once(f"what failures hide in a database of the {layer.name} layer is not known: {error}")
-    good = {(reach(t), t.problem): t.created_at for t in sorted((*here, *there), key=_made) if t.status == "ok"}
+    good = {
+        (reach(t), t.problem): t.created_at
+        for t in sorted((*here, *there), key=attrgetter("created_at"))
+        if t.status == "ok"
+    }
     counting = [t for t in failed if t.created_at >= good.get((reach(t), t.problem), t.created_at)]
     outside = {reach(trial) for trial in there}
     gone = {reach(trial) for trial in counting} - outside
     along, kept = [t for t in here if reach(t) in gone], [t for t in counting if reach(t) in outside]
     return {t.id for t in along if t.id is not None}, {t.id for t in kept if t.id is not None}
-
-
-def _made(trial: Trial) -> datetime:
-    return trial.created_at
 
 
 def _groups(connection: Connection) -> tuple[PrunedGroup, ...]:

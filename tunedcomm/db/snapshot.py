@@ -8,7 +8,7 @@ and only those that the rows refer to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any, NamedTuple, TypeAlias
@@ -131,14 +131,7 @@ def ok_rows(
 ) -> list[Row]:
     """The rows that a snapshot needs of one database: every final, and the best of each variant where there are none.
 
-    Args:
-        connection: in a transaction.
-        environments: where the trials may have run, by id.
-        world_size: of their problems.
-        reader: counts what makes no sense.
-        here: where the calls will run; rows of other software are marked as drift.
-        layer, layer_rank, borrowed: of the rows.
-        like: only problems that may answer for this one.
+    With `like` only of problems that may answer for that one. Rows of other software than `here` are marked as drift.
     """
     of_world = _of_world(world_size, like)
     variants = load_variants(connection, reader)
@@ -274,9 +267,7 @@ class SnapshotBuilder:
     """
 
     def __init__(self, environment: Environment, world_size: int, borrow: Sequence[str] = ()) -> None:
-        self._environment = environment
-        self._world_size = world_size
-        self._borrow = borrow
+        self._environment, self._world_size, self._borrow = environment, world_size, borrow
         self._own, self._lent = _Rows(), _Rows()
         self._pins: dict[Problem, tuple[tuple[Any, ...], Pinned]] = {}
         self._loans: dict[str, Loan] = {}
@@ -297,15 +288,8 @@ class SnapshotBuilder:
         failures: list[list[_Failed]] = []
         for environments in (own, lent):
             asked = (connection, environments, self._world_size, reader)
-            if environments:
-                rows += ok_rows(
-                    *asked,
-                    here=self._environment,
-                    layer=layer,
-                    layer_rank=layer_rank,
-                    borrowed=environments is lent,
-                    like=like,
-                )
+            marks: dict[str, Any] = {"layer": layer, "layer_rank": layer_rank, "borrowed": environments is lent}
+            rows += ok_rows(*asked, here=self._environment, like=like, **marks) if environments else []
             failures.append(_failed_trials(*asked, like) if environments else [])
         pins = query.pins(connection, reader, PinRow.environment_id.in_(list(own)))
         return Fetched(layer, layer_rank, rows, failures[0], failures[1], pins, found)
@@ -324,23 +308,20 @@ class SnapshotBuilder:
                 latest = into.failures.get(key)
                 if latest is None or (failure.created_at, failure.status) > (latest.created_at, latest.status):
                     into.failures[key] = failure
-        self._add_pins(fetched.pins, fetched.layer, fetched.layer_rank)
+        for pin in fetched.pins:  # the newest of each problem that has none from a nearer layer
+            if pin.problem.world_size != self._world_size or pin.environment.hard_key != self._environment.hard_key:
+                continue
+            # Equal times are told apart by content, so that every host decides alike.
+            age = (-fetched.layer_rank, pin.created_at, str(pin.candidate), pin.reason)
+            if pin.problem not in self._pins or age > self._pins[pin.problem][0]:
+                candidate, reason = pin.candidate, pin.reason
+                pinned = Pinned(problem=pin.problem, candidate=candidate, reason=reason, layer=fetched.layer)
+                self._pins[pin.problem] = (age, pinned)
         for loan in fetched.loans:
             self._loans.setdefault(str(loan.environment), loan)
 
     def _key(self, trial: Row | _Failed) -> _Key:
         return (self._problems.of(trial.problem), self._candidates.of(trial.candidate), trial.source_hash)
-
-    def _add_pins(self, pins: Iterable[Pin], layer: str, layer_rank: int) -> None:
-        """Keep the newest pin of each problem that has none from a nearer layer."""
-        for pin in pins:
-            if pin.problem.world_size != self._world_size or pin.environment.hard_key != self._environment.hard_key:
-                continue
-            # Equal times are told apart by content, so that every host decides alike.
-            age = (-layer_rank, pin.created_at, str(pin.candidate), pin.reason)
-            if pin.problem not in self._pins or age > self._pins[pin.problem][0]:
-                pinned = Pinned(problem=pin.problem, candidate=pin.candidate, reason=pin.reason, layer=layer)
-                self._pins[pin.problem] = (age, pinned)
 
     def build(self) -> Snapshot:
         """The snapshot of what was read."""
@@ -401,24 +382,21 @@ def _one_a_family(trials: Iterable[_Failed]) -> tuple[Failure, ...]:
     )
 
 
-def _drift_notes(here: Environment, rows: Iterable[Row]) -> tuple[str, ...]:
-    rows = list(rows)
-    drifted = [row for row in rows if row.drift]
-    if not drifted:
-        return ()
-    names = [n for n in SOFT_FIELDS if n != "tunedcomm"]
+def _drift_notes(here: Environment, rows: Collection[Row]) -> tuple[str, ...]:
+    drifted = [row.environment for row in rows if row.drift]
     changes = sorted(
         {
-            f"{name} {getattr(row.environment, name) or '(none)'} → {getattr(here, name) or '(none)'}"
-            for row in drifted
-            for name in names
-            if getattr(row.environment, name) != getattr(here, name)
+            f"{name} {getattr(there, name) or '(none)'} → {getattr(here, name) or '(none)'}"
+            for there in set(drifted)
+            for name in SOFT_FIELDS
+            if name != "tunedcomm" and getattr(there, name) != getattr(here, name)
         }
     )
-    return (
+    note = (
         f"{len(drifted)} of {len(rows)} rows were measured under other software ({', '.join(changes)}); they are used "
-        "where there is nothing newer. `tunedcomm tune` measures them again",
+        "where there is nothing newer. `tunedcomm tune` measures them again"
     )
+    return (note,) if drifted else ()
 
 
 def _borrow_notes(rows: Iterable[Row]) -> tuple[str, ...]:
