@@ -260,7 +260,6 @@ class _Search:
             problems,
             settings,
             source_hash=replay.source_hash,
-            on_trial=self._take,
             stored=stored,
             clock=lambda: self._now,
             seconds_left=seconds_left,
@@ -283,6 +282,7 @@ class _Search:
             result = self._replay.answer(command, self._settings)
             self._steps.append(Step(command, result))
             coordinator.learn(gang, result)
+            self._take_trials()
             if result.status in LOST:
                 coordinator.lost(gang, result.status, result.reason, begun=None)
                 if not coordinator.has_time:
@@ -292,6 +292,7 @@ class _Search:
                 coordinator.gang_ready(gang, self._replay.environment, self._limits)
             self._idle.append(gang)
             self._command_idle()
+        self._take_trials()
         return SearchRun(
             steps=tuple(self._steps),
             stored=tuple(self._stored),
@@ -312,8 +313,10 @@ class _Search:
                 self._idle.append(gang)
                 self._reason = command.reason or self._reason
 
-    def _take(self, trial: Trial) -> None:
-        self._stored.append(replace(trial, created_at=_NOON))  # runs are compared
+    def _take_trials(self) -> None:
+        trials = [trial for trial, _ in self._coordinator.unstored]
+        self._coordinator.unstored.clear()
+        self._stored += [replace(trial, created_at=_NOON) for trial in trials]  # runs are compared
 
 
 _FORMAT = 1

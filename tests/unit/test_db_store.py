@@ -252,14 +252,3 @@ def test_bulk_speed(database_url: str) -> None:
     assert time.perf_counter() - start < 15
     assert 18 * 7 <= len(found.rows) < 600
     assert START.isoformat() <= min(r.created_at for r in found.rows)
-
-
-def test_ids_of_other_runs_are_found_by_problem(database: Database) -> None:
-    """What a sweep asks all the time: did anybody else store something of this problem?"""
-    mine, theirs = (database.start_run(command=name, seed=None, budget="", host="h") for name in ("mine", "theirs"))
-    asked, other = trial().problem, replace(trial().problem, shape=(12345,))
-    database.record([trial(problem=asked, run_id=mine), trial(problem=other, run_id=theirs)])
-    assert database.trial_ids(asked, after_id=0, except_run=mine) == []
-    found = database.record([trial(problem=asked, run_id=theirs), trial(problem=asked, run_id=None)])
-    assert database.trial_ids(asked, after_id=0, except_run=mine) == found
-    assert database.trial_ids(asked, after_id=found[0], except_run=mine) == found[1:]

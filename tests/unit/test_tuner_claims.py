@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from claim_samples import CANDIDATES, FIRST, PROBLEM, SECOND, acquire, claims_of, flying, work
-from db_samples import H200
+from db_samples import H200, trial
 from postgres import PostgresServer
 from sqlalchemy import select, update
 
@@ -139,6 +139,31 @@ def test_an_owner_is_a_process_and_not_its_number() -> None:
     host, kernel, pid, start, nonce = json.loads(here)
     assert owner_lives(json.dumps([host, kernel, pid, start - 1, nonce])) is False
     assert owner_lives(json.dumps([host, "another kernel", pid, start, nonce])) is None
+
+
+def test_what_others_store_is_told_once_and_ends_their_claims(
+    opened: Callable[..., Claims], database: Database
+) -> None:
+    runs = [database.start_run(command=name, seed=None, budget="", host="h") for name in ("mine", "theirs")]
+    config = FIRST.config_dict
+    old = database.record([trial("lamport", 1.0, problem=PROBLEM, config=config, run_id=runs[1])])
+    one = opened("a", run_id=runs[0], known=database.trials())
+    two = opened("b", run_id=runs[1])
+    theirs = acquire(two)
+    assert theirs is not None
+    assert acquire(one) is None
+    assert one.news(PROBLEM) == []
+    for run_id in runs:
+        two.record([trial("lamport", 2.0, problem=PROBLEM, config=config, run_id=run_id)], [theirs])
+    two.record([trial("lamport", 3.0, problem=replace(PROBLEM, shape=(2048,)), config=config, run_id=runs[1])], [])
+    assert one.news(PROBLEM) == []  # nobody has looked since
+    mine = acquire(one)
+    assert mine is not None
+    assert [(t.run_id, t.latency_p50_us) for t in one.news(PROBLEM)] == [(runs[1], 2.0)]
+    assert one.news(PROBLEM) == []
+    assert flying(one) == set()
+    assert one.news(PROBLEM) == []
+    assert len(old) == 1
 
 
 @pytest.mark.slow

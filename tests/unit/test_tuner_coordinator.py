@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,9 @@ class Table:
 class TableClaims(Claims):
     """One supervisor's claims in a `Table`."""
 
-    def __init__(self, table: Table, supervisor: int) -> None:
+    def __init__(self, table: Table, supervisor: int, store: Store) -> None:
         self.table, self.supervisor = table, supervisor
+        self.store = store
 
     def acquire(self, problem: Problem, candidate: Candidate, *, final: bool) -> Claim | None:
         claim = Claim(problem=problem, candidate=candidate, final=final, key=str((problem, candidate, final)))
@@ -73,12 +74,19 @@ class TableClaims(Claims):
     def holds(self, claim: Claim) -> bool:
         return self.table.held.get(claim.key, (-1, None))[0] == self.supervisor
 
+    def news(self, problem: Problem) -> list[Trial]:
+        return self.store.news(self.supervisor, problem)
+
+    def record(self, trials: Sequence[Trial], claims: Iterable[Claim]) -> None:
+        self.store.rows += [(self.supervisor, trial) for trial in trials]
+        self.release(claims)
+
     def release(self, claims: Iterable[Claim]) -> None:
         for claim in claims:
             if self.holds(claim):
                 del self.table.held[claim.key]
 
-    def in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
+    def in_flight(self, problem: Problem, *, final: bool, max_age_s: float = 0.0) -> frozenset[Candidate]:
         return frozenset(
             claim.candidate
             for owner, claim in self.table.held.values()
@@ -96,7 +104,6 @@ class Site:
         self, number: int, store: Store, table: Table | None = None, *, gangs: int = 2, **changes: Any
     ) -> None:
         self.number, self.store = number, store
-        self.unflushed: list[Trial] = []
         self.asked: list[tuple[Problem | None, Candidate | None, bool]] = []
         known = [trial for _, trial in store.rows]
         for problem in PROBLEMS:
@@ -105,10 +112,8 @@ class Site:
             PROBLEMS,
             replace(SETTINGS, gangs=gangs, **changes),
             source_hash=replay().source_hash,
-            on_trial=self.unflushed.append,
             stored=known,
-            claims=None if table is None else TableClaims(table, number),
-            news=lambda problem: store.news(number, problem),
+            claims=None if table is None else TableClaims(table, number, store),
         )
         self.commands: dict[int, Command] = {}
         for gang in range(gangs):
@@ -127,9 +132,13 @@ class Site:
         return command.kind
 
     def flush(self) -> None:
-        self.store.rows += [(self.number, row) for row in self.unflushed]
-        self.unflushed.clear()
-        self.coordinator.trials_stored()
+        unstored = self.coordinator.unstored
+        trials = [trial for trial, _ in unstored]
+        if self.coordinator.claims is None:
+            self.store.rows += [(self.number, trial) for trial in trials]
+        else:
+            self.coordinator.claims.record(trials, [claim for _, claim in unstored if claim is not None])
+        unstored.clear()
 
 
 def run(sites: Iterable[Site], seed: int) -> None:
@@ -195,7 +204,7 @@ def test_what_a_dead_supervisor_had_claimed_is_taken_over() -> None:
         if live.step(gang) != "trial" and not live.commands:
             break
     assert live.step(0) == "wait"  # for what the other one still holds
-    TableClaims(table, dead.number).close()
+    TableClaims(table, dead.number, store).close()
     run([live], seed=0)
     done = {(trial.problem, trial.candidate) for _, trial in store.rows if not trial.final}
     assert everything() <= done
@@ -208,13 +217,13 @@ def test_trial_of_a_claim_that_was_taken_over_is_dropped_and_waited_for() -> Non
     slow.step(0)
     mine = slow.commands[0]
     assert mine.problem is not None
-    TableClaims(table, slow.number).close()  # as if it had sent no heartbeat
+    TableClaims(table, slow.number, store).close()  # as if it had sent no heartbeat
     assert mine.candidate is not None
-    theirs = TableClaims(table, live.number).acquire(mine.problem, mine.candidate, final=False)
+    theirs = TableClaims(table, live.number, store).acquire(mine.problem, mine.candidate, final=False)
     assert theirs is not None
     slow.step(0)
     assert (mine.problem, mine.candidate) not in {(trial.problem, trial.candidate) for _, trial in store.rows}
-    TableClaims(table, live.number).release([theirs])
+    TableClaims(table, live.number, store).release([theirs])
     run([slow], seed=0)
     done = [(trial.problem, trial.candidate) for _, trial in store.rows if not trial.final]
     assert len(done) == len(set(done))

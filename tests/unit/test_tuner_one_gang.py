@@ -37,13 +37,11 @@ class Machine:
 
     def __init__(self, job: Job, seconds_a_trial: float = 0.0) -> None:
         self.now, self.seconds_a_trial = 0.0, seconds_a_trial
-        self.rows: list[Trial] = []
         self.commands: list[Command] = []
         self.coordinator = Coordinator(
             job.problems,
             job.settings,
             source_hash=lambda op, variant: "v1",
-            on_trial=self.rows.append,
             clock=lambda: self.now,
             seconds_left=job.seconds_left,
             **job.known(),
@@ -66,7 +64,7 @@ class Machine:
         return command.reason
 
     def known(self) -> tuple[Trial, ...]:
-        return tuple(self.rows)
+        return tuple(trial for trial, _ in self.coordinator.unstored)
 
     def asked(self, problem: Problem, *, final: bool) -> list[Candidate]:
         return [c.candidate for c in self.commands if c.problem == problem and c.final == final and c.candidate]
@@ -115,7 +113,7 @@ def test_coordinator_that_ran_through_has_nothing_left_to_do() -> None:
 def test_variant_without_feasible_config_is_reported_once_with_its_reason() -> None:
     machine = Machine(job_of(problem_of(256), trials=3))
     machine.run()
-    rows = [row for row in machine.rows if row.status == "infeasible"]
+    rows = [row for row in machine.known() if row.status == "infeasible"]
     assert [(row.candidate.variant, row.reason) for row in rows] == [("absent", "not here")]
 
 

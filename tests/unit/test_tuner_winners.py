@@ -15,7 +15,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.spec import Candidate, get_variant
 from tunedcomm.tuner.gang.protocol import Settings
-from tunedcomm.tuner.search.study import compile_ahead
+from tunedcomm.tuner.search.sweep import compile_ahead
 from tunedcomm.tuner.verify import candidates_to_measure, stored_winners
 
 

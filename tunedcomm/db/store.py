@@ -258,13 +258,26 @@ class Database:
         if self._write(lambda connection, _: connection.execute(ended).rowcount) == 0:
             raise ValueError(f"{self._target} has no run {run_id}; pass what start_run returned")
 
-    def record(self, records: Iterable[Trial]) -> list[int]:
-        """Add trials in one transaction, all or none; returns their ids in the same order."""
+    def record(
+        self, records: Iterable[Trial], *, then: Callable[[Connection], object] = lambda connection: None
+    ) -> list[int]:
+        """Add trials in one transaction, all or none; returns their ids in the same order.
+
+        Args:
+            records: the trials; none does nothing.
+            then: a further change in the same transaction; it may be run again after a failure.
+        """
         batch = list(records)
         if not batch:
             return []
         key = uuid.uuid4().hex
-        return self._write(lambda connection, again: append_trials(connection, batch, key=key, again=again))
+
+        def append(connection: Connection, again: bool) -> list[int]:
+            ids = append_trials(connection, batch, key=key, again=again)
+            then(connection)
+            return ids
+
+        return self._write(append)
 
     def pin(self, problem: Problem, candidate: Candidate, *, environment: Environment, reason: str) -> int:
         """Override what is dispatched for `problem` on machines like `environment`; replaces an earlier pin."""
@@ -335,13 +348,6 @@ class Database:
             same = select(EnvironmentRow.id).where(EnvironmentRow.digest == environment.digest)
             where.append(TrialRow.environment_id.in_(same))
         return self._read(lambda connection, reader: query.trials(connection, reader, where, of_problem))
-
-    def trial_ids(self, problem: Problem, *, after_id: int, except_run: int) -> list[int]:
-        """Ids above `after_id` of a problem's trials in other runs: a cheap look whether there is anything to read."""
-        same = select(ProblemRow.id).where(ProblemRow.digest == problem.digest).scalar_subquery()
-        others = TrialRow.run_id.is_distinct_from(except_run)
-        wanted = select(TrialRow.id).where(TrialRow.problem_id == same, TrialRow.id > after_id, others)
-        return self._read(lambda connection, _: list(connection.execute(wanted).scalars()))
 
     def environments(self, *, op: str | None = None, world_size: int | None = None) -> list[Environment]:
         """Every environment, in the order in which they were first seen; those where something of `op` ran, if given.

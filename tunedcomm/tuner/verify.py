@@ -18,9 +18,18 @@ from tunedcomm.selection.select import Decision, Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops, variants
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings
+from tunedcomm.tuner.search.claims import Claim
 from tunedcomm.tuner.search.coordinator import Coordinator, Finals
-from tunedcomm.tuner.search.study import compile_ahead, families
-from tunedcomm.tuner.search.sweep import Progress, Running, SweepSpec, load_variants, resolve_machine, source_hash
+from tunedcomm.tuner.search.study import families
+from tunedcomm.tuner.search.sweep import (
+    Progress,
+    Running,
+    SweepSpec,
+    compile_ahead,
+    load_variants,
+    resolve_machine,
+    source_hash,
+)
 
 # The default comes first: it is what most callers get.
 _POLICIES: tuple[NumericsPolicy, ...] = ("default", "ordered", "any")
@@ -359,7 +368,6 @@ class Recheck(Coordinator):
 
     Args:
         settings: of the gangs.
-        on_trial: see `Coordinator`.
         choose: the environment and limits of the gangs to what there is to do.
     """
 
@@ -367,10 +375,9 @@ class Recheck(Coordinator):
         self,
         settings: Settings,
         *,
-        on_trial: Callable[[Trial], None],
         choose: Callable[[Environment, Limits], Work],
     ) -> None:
-        super().__init__((), settings, source_hash=source_hash, on_trial=on_trial)
+        super().__init__((), settings, source_hash=source_hash)
         self._choose = choose
 
     def gang_ready(self, gang: int, environment: Environment, limits: Limits) -> None:
@@ -529,7 +536,7 @@ class _Verify(Running):
         self._spec = spec
         self._winners: dict[Problem, Stored] = {}
         self._records: list[Trial] = []
-        super().__init__(settings, Recheck(settings, on_trial=self.add, choose=self._choose), database, progress)
+        super().__init__(settings, Recheck(settings, choose=self._choose), database, progress)
 
     def run(self) -> VerifyOutcome:
         """Run to the end and judge."""
@@ -571,10 +578,9 @@ class _Verify(Running):
         must = {(winner.problem, winner.candidate) for stored in self._winners.values() for winner in stored.winners}
         return Work(chosen, frozenset(must))
 
-    def add(self, trial: Trial) -> None:
-        """Take in a trial that ended."""
-        self._records.append(trial)
-        super().add(trial)
+    def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
+        super()._record(trials, claims)
+        self._records += trials
 
     def _planned(self) -> dict[Problem, int | None]:
         return {problem: self._coordinator.planned(problem) for problem in self._winners}

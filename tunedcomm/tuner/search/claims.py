@@ -1,8 +1,9 @@
 """Claims: which supervisor runs which candidate now, in one table of the tuned database.
 
-A supervisor inserts a claim before it runs a candidate, and deletes it after the trial is stored. So whoever gets a
-claim and then finds no stored trial is the only one that runs the candidate. A claim has expired when its owner has
-ended, as far as this kernel can tell, or has sent no heartbeat for `GRACE_S`; anyone may take it over then.
+A supervisor inserts a claim before it runs a candidate, and deletes it with the transaction that stores the trial. So
+whoever gets a claim and then finds no stored trial is the only one that runs the candidate. A claim has expired when
+its owner has ended, as far as this kernel can tell, or has sent no heartbeat for `GRACE_S`; anyone may take it over
+then.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, type_coerce, update
+from sqlalchemy import Connection, Delete, bindparam, delete, func, insert, select, type_coerce, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
-from tunedcomm.db.records import canonical_json
-from tunedcomm.db.schema import ClaimRow, UtcDateTime
+from tunedcomm.db.records import Trial, canonical_json
+from tunedcomm.db.schema import ClaimRow, ProblemRow, TrialRow, UtcDateTime
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseError
 from tunedcomm.spec import Candidate, Problem
@@ -35,6 +37,14 @@ from tunedcomm.tuner.gang.process import kernel_identity, process_start
 HEARTBEAT_S = 20.0
 GRACE_S = 90.0
 _CLOSE_S = 5.0
+# A server gives ids out before rows can be seen: new trials are looked for from so many ids before the last one seen.
+_ID_LAG = 1000
+_PROBLEM_ID = select(ProblemRow.id).where(ProblemRow.digest == bindparam("digest")).scalar_subquery()
+_OTHERS = select(TrialRow.id).where(
+    TrialRow.problem_id == _PROBLEM_ID,
+    TrialRow.id > bindparam("after_id"),
+    TrialRow.run_id.is_distinct_from(bindparam("run_id", type_=TrialRow.run_id.type)),
+)
 # With the time by the database's clock.
 _HELD = select(
     ClaimRow.candidate, ClaimRow.owner, ClaimRow.heartbeat_at, type_coerce(func.now(), UtcDateTime).label("now")
@@ -75,12 +85,14 @@ def owner_lives(owner: str) -> bool | None:
 
 
 class Claims:
-    """This supervisor's view of the claims in a database. Make it after a fork, not before.
+    """This supervisor's view of what others on its database run and have run. Make it after a fork, not before.
 
     Args:
         database: writable.
         environment: digest of the environment in which trials run.
         source_digest: an op's name to a digest of the sources of its variants.
+        run_id: of this supervisor's trials, which are no news to it.
+        known: trials that are no news either.
         owner: this supervisor, see `owner_id`.
         heartbeat_s: between two heartbeats, sent from a thread.
         grace_s: an owner that this kernel cannot see is dead after so long without a heartbeat.
@@ -92,6 +104,8 @@ class Claims:
         environment: str,
         source_digest: Callable[[str], str],
         *,
+        run_id: int | None = None,
+        known: Iterable[Trial] = (),
         owner: str = "",
         heartbeat_s: float = HEARTBEAT_S,
         grace_s: float = GRACE_S,
@@ -99,6 +113,12 @@ class Claims:
         self._database, self._environment, self._source_digest = database, environment, source_digest
         self.owner = owner or owner_id()
         self._heartbeat_s, self._grace_s = heartbeat_s, grace_s
+        self._run_id = run_id
+        self._seen: dict[Problem, set[int]] = {}
+        for trial in known:
+            self._seen.setdefault(trial.problem, set()).add(trial.id or 0)
+        self._fresh: dict[Problem, set[int]] = {}  # ids that were seen, of trials that were not yet read
+        self._flying: dict[tuple[Problem, bool], tuple[float, frozenset[Candidate]]] = {}  # when it was read
         self._searches: dict[tuple[Problem, bool], str] = {}
         # When each heartbeat was first seen to be too old. A clock that jumps, or a server that was away, makes living
         # owners look dead until they send the next one.
@@ -110,45 +130,92 @@ class Claims:
         self._heart.start()
 
     def acquire(self, problem: Problem, candidate: Candidate, *, final: bool) -> Claim | None:
-        """Claim a candidate; None while another supervisor has it. Look for its stored trial after that."""
+        """Claim a candidate; None while another supervisor has it. `news` knows then whether its trial is stored."""
         search = self._search(problem, final)
         text = canonical_json([candidate.variant, candidate.config_dict])
         key = _digest([search, text])
 
         def attempt(connection: Connection) -> bool:
             row = {"key": key, "search": search, "candidate": text, "owner": self.owner, "heartbeat_at": func.now()}
-            if _insert_or_nothing(connection, row):
-                return True
-            held = connection.execute(_HELD.where(ClaimRow.key == key).with_for_update()).one_or_none()
-            if held is None or held.owner == self.owner or not self._has_expired(held):
-                return held is not None and bool(held.owner == self.owner)
-            taken = {"owner": self.owner, "heartbeat_at": func.now()}
-            connection.execute(update(ClaimRow).where(ClaimRow.key == key).values(taken))
-            return True
+            mine = _insert_or_nothing(connection, row) or self._holds_or_takes_over(connection, key)
+            self._look(connection, problem)  # after the claim: sees whatever was run before it
+            return mine
 
         if not self._database.change(attempt):
             return None
         return Claim(problem=problem, candidate=candidate, final=final, key=key)
+
+    def _holds_or_takes_over(self, connection: Connection, key: str) -> bool:
+        held = connection.execute(_HELD.where(ClaimRow.key == key).with_for_update()).one_or_none()
+        if held is None or held.owner == self.owner or not self._has_expired(held):
+            return held is not None and bool(held.owner == self.owner)
+        taken = {"owner": self.owner, "heartbeat_at": func.now()}
+        connection.execute(update(ClaimRow).where(ClaimRow.key == key).values(taken))
+        return True
 
     def holds(self, claim: Claim) -> bool:
         """False if another supervisor has taken the claim over; ask before storing its trial."""
         if not self._is_late and _uptime_s() - self._beaten < self._grace_s:
             return True
         query = select(ClaimRow.key).where(ClaimRow.key == claim.key, ClaimRow.owner == self.owner)
-        return self._database.ask(lambda connection: connection.execute(query).one_or_none()) is not None
+
+        def ask(connection: Connection) -> bool:
+            self._look(connection, claim.problem)
+            return connection.execute(query).one_or_none() is not None
+
+        return self._database.ask(ask)
+
+    def record(self, trials: Sequence[Trial], claims: Iterable[Claim]) -> None:
+        """Store trials and end their claims, all or nothing."""
+        ended = self._end(claims)
+        self._database.record(trials, then=lambda connection: connection.execute(ended))
 
     def release(self, claims: Iterable[Claim]) -> None:
-        """End claims: their trials are stored, or were not run after all. Ignores those that were taken over."""
-        if keys := [claim.key for claim in claims]:
-            ended = delete(ClaimRow).where(ClaimRow.key.in_(keys), ClaimRow.owner == self.owner)
-            self._database.change(lambda connection: connection.execute(ended))
+        """End claims whose candidates were not run after all. Ignores those that were taken over."""
+        ended = self._end(claims)
+        self._database.change(lambda connection: connection.execute(ended))
 
-    def in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
-        """Candidates of a problem that other live supervisors run."""
+    def _end(self, claims: Iterable[Claim]) -> Delete:
+        keys = [claim.key for claim in claims]
+        return delete(ClaimRow).where(ClaimRow.key.in_(keys), ClaimRow.owner == self.owner)
+
+    def in_flight(self, problem: Problem, *, final: bool, max_age_s: float = 0.0) -> frozenset[Candidate]:
+        """Candidates of a problem that other live supervisors run; `news` knows what they had stored by then.
+
+        Args:
+            problem, final: of which search.
+            max_age_s: an answer may be so old.
+        """
+        read_at, flying = self._flying.get((problem, final), (-math.inf, frozenset()))
+        if time.monotonic() - read_at < max_age_s:
+            return flying
+        now = time.monotonic()
         query = _HELD.where(ClaimRow.search == self._search(problem, final), ClaimRow.owner != self.owner)
-        rows = self._database.ask(lambda connection: connection.execute(query).all())
-        live = [row for row in rows if not self._has_expired(row)]
-        return frozenset(Candidate.of(problem.op, *json.loads(row.candidate)) for row in live)
+
+        def ask(connection: Connection) -> Sequence[Any]:
+            rows = connection.execute(query).all()
+            self._look(connection, problem)  # after the claims, which end with the transaction that stores a trial
+            return rows
+
+        live = [row for row in self._database.ask(ask) if not self._has_expired(row)]
+        flying = frozenset(Candidate.of(problem.op, *json.loads(row.candidate)) for row in live)
+        self._flying[problem, final] = (now, flying)
+        return flying
+
+    def _look(self, connection: Connection, problem: Problem) -> None:
+        """Note which trials of a problem others have stored."""
+        seen = self._seen.setdefault(problem, set())
+        asked = {"digest": problem.digest, "after_id": max(max(seen, default=0) - _ID_LAG, 0), "run_id": self._run_id}
+        fresh = set(connection.execute(_OTHERS, asked).scalars()) - seen
+        seen |= fresh
+        self._fresh.setdefault(problem, set()).update(fresh)
+
+    def news(self, problem: Problem) -> list[Trial]:
+        """Trials of a problem that others have stored, as far as this one has looked; each is told once."""
+        if not (fresh := self._fresh.pop(problem, None)):
+            return []
+        found = self._database.trials(problem=problem, after_id=min(fresh) - 1)
+        return [trial for trial in found if trial.id in fresh]
 
     def close(self) -> None:
         """Release every claim and stop."""

@@ -304,6 +304,8 @@ def other_environment(gang: int, first: Environment, other: Environment) -> Tuni
 _SEARCH_SHARE = 0.85
 # A gang that somebody else killed says little about its candidate, the second one in a row says enough.
 _MAX_KILLED = 2
+# What others run is looked at so often while it only saves claims that would be refused.
+_MAX_AGE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,15 +330,15 @@ class Coordinator:
     Args:
         problems, settings: what is tuned, in this order, and how.
         source_hash: (op, variant) to the hash of its kernels.
-        on_trial: called with every trial that ended, as soon as it did.
         stored: trials that were known before, oldest first, in any environment.
         run_id: of the trials.
         claims: shared with other supervisors; None if there are none.
-        news: trials of a problem that other supervisors have stored since the last call; asked where there are claims.
         clock, seconds_left: seconds, and how many the budget has left; None is no bound.
 
     Attributes:
         environment, limits: of the gangs; None until the first is ready.
+        knowledge: of the problems; None until then.
+        unstored: trials that ended, each with its claim if there is one; whoever stores them empties the list.
         claims: may be set until the first command is asked for, by when the environment is known.
         searched: problems whose search is over, in that order.
     """
@@ -347,21 +349,21 @@ class Coordinator:
         settings: Settings,
         *,
         source_hash: Callable[[str, str], str],
-        on_trial: Callable[[Trial], None],
         stored: Iterable[Trial] = (),
         clock: Callable[[], float] = time.monotonic,
         claims: Claims | None = None,
-        news: Callable[[Problem], Iterable[Trial]] = lambda problem: (),
         seconds_left: float | None = None,
         run_id: int | None = None,
     ) -> None:
         self.run_id = run_id
         self.environment: Environment | None = None
         self.limits: Limits | None = None
+        self.knowledge: Knowledge | None = None
         self.searched: list[Problem] = []
-        self._settings, self._source_hash, self._on_trial = settings, source_hash, on_trial
+        self.unstored: list[tuple[Trial, Claim | None]] = []
+        self._settings, self._source_hash = settings, source_hash
         self._stored = tuple(stored)
-        self._clock, self.claims, self._news = clock, claims, news
+        self._clock, self.claims = clock, claims
         self._budget = Budget(clock, seconds_left)
         self._families = families(problems)
         self._searches: dict[Problem, ProblemSearch | None] = {p: None for family in self._families for p in family}
@@ -372,7 +374,6 @@ class Coordinator:
         self._running: dict[int, Assignment] = {}
         self._blocked, self._too_large = set[Problem](), set[Problem]()  # others' searches that finals wait for
         self._lost, self._killed = Counter[str](), Counter[tuple[Problem, Candidate]]()
-        self._finished: list[Claim] = []  # their trials are not in the database yet
 
     # What gangs say
 
@@ -384,7 +385,7 @@ class Coordinator:
         """
         if self.environment is None:
             self.environment, self.limits = environment, limits
-            self._knowledge = Knowledge(
+            self.knowledge = Knowledge(
                 self._searches,
                 environment,
                 limits,
@@ -420,9 +421,7 @@ class Coordinator:
         if self._was_taken_over(running):
             self._give_back(running)  # the other supervisor stores its row
             return None
-        row = self._store(running.problem, running.candidate, result, final=running.command.final)
-        if running.claim is not None:
-            self._finished.append(running.claim)
+        row = self._store(running.problem, running.candidate, result, running.claim, final=running.command.final)
         if not running.command.final:
             self._search(running.problem).tell(running.candidate, result.latency_us)
         if result.status in LOST:
@@ -458,15 +457,9 @@ class Coordinator:
         self._give_back(running)
         if begun is None or spared:
             return None
-        row = self._store(running.problem, begun, result, final=False)
+        row = self._store(running.problem, begun, result)
         self._count_lost(begun.variant)
         return row
-
-    def trials_stored(self) -> None:
-        """Release the claims of all rows so far, which are in the database now."""
-        if self.claims is not None:
-            self.claims.release(self._finished)
-        self._finished = []
 
     # What others want to know
 
@@ -474,6 +467,11 @@ class Coordinator:
     def dropped(self) -> frozenset[str]:
         """Variants that are left alone, after they have cost too many gangs."""
         return frozenset(v for v, lost in self._lost.items() if lost >= self._settings.failures_per_variant)
+
+    @property
+    def _knowledge(self) -> Knowledge:
+        assert self.knowledge is not None
+        return self.knowledge
 
     @property
     def _known_limits(self) -> Limits:
@@ -539,7 +537,7 @@ class Coordinator:
         if self._at.get(gang) != (problem, False):
             self._grant_time(search)
         if self.claims is not None:
-            search.recheck(self._in_flight(problem, final=False))
+            search.recheck(self._in_flight(problem, final=False, max_age_s=_MAX_AGE_S))
         taken: list[Claim] = []
         candidate = search.ask(self._clock(), partial(self._claim, problem, taken, final=False))
         if candidate is not None:
@@ -569,7 +567,7 @@ class Coordinator:
             fitting = [p for p in family if p not in self._too_large]
             finals = self._finals[family[0]] = Finals(fitting, self._knowledge, self._known_limits)
         for problem in dict.fromkeys(problem for problem, _ in finals.elsewhere):
-            finals.recheck(problem, self._in_flight(problem, final=True))
+            finals.recheck(problem, self._in_flight(problem, final=True, max_age_s=_MAX_AGE_S))
         own = next((problem for problem, final in [self._at.get(gang, (None, False))] if final), None)
         others = {problem for other, (problem, final) in self._at.items() if other != gang and final}
         taken: list[Claim] = []
@@ -596,11 +594,11 @@ class Coordinator:
 
     # Other supervisors
 
-    def _in_flight(self, problem: Problem, *, final: bool) -> frozenset[Candidate]:
+    def _in_flight(self, problem: Problem, *, final: bool, max_age_s: float = 0.0) -> frozenset[Candidate]:
         """What other supervisors run of a problem; what they had stored by then is known."""
         if self.claims is None:
             return frozenset()
-        running = self.claims.in_flight(problem, final=final)  # first: a row is stored before its claim ends
+        running = self.claims.in_flight(problem, final=final, max_age_s=max_age_s)
         self._refresh(problem)
         return running
 
@@ -609,7 +607,6 @@ class Coordinator:
         if self.claims is None:
             return True
         claim = self.claims.acquire(problem, candidate, final=final)
-        # A row is stored before its claim ends, so this look sees whatever was run before this claim was made.
         self._refresh(problem)
         if claim is None:
             return False
@@ -620,8 +617,9 @@ class Coordinator:
         return True
 
     def _refresh(self, problem: Problem) -> None:
-        """Take in what other supervisors have stored of a problem."""
-        for trial in self._news(problem):
+        """Take in what other supervisors have stored of a problem, as of the last look at their claims."""
+        assert self.claims is not None
+        for trial in self.claims.news(problem):
             if not self._knowledge.counts(trial):
                 continue
             self._knowledge.add(trial)
@@ -661,7 +659,15 @@ class Coordinator:
         for finals in self._finals.values():
             finals.skip(running.problem)
 
-    def _store(self, problem: Problem, candidate: Candidate, result: TrialResult, *, final: bool) -> Trial:
+    def _store(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        result: TrialResult,
+        claim: Claim | None = None,
+        *,
+        final: bool = False,
+    ) -> Trial:
         assert self.environment is not None
         variant, latency = get_variant(candidate.op, candidate.variant), result.latency
         trial = Trial(
@@ -683,7 +689,7 @@ class Coordinator:
             run_id=self.run_id,
         )
         self._knowledge.add(trial)
-        self._on_trial(trial)
+        self.unstored.append((trial, claim))
         return trial
 
     def _count_lost(self, variant: str) -> None:
@@ -699,5 +705,5 @@ class Coordinator:
             taken: list[Claim] = []
             known = self._knowledge.status(problem, candidate) is not None
             if not known and self._claim(problem, taken, candidate, final=False):
-                self._store(problem, candidate, TrialResult(status="infeasible", reason=reason), final=False)
-                self._finished += taken
+                result = TrialResult(status="infeasible", reason=reason)
+                self._store(problem, candidate, result, taken[0] if taken else None)

@@ -91,6 +91,11 @@ class Knowledge:
         table = self._finals if trial.final else self._results
         table.setdefault(problem, {})[candidate] = trial
 
+    def trials(self, problem: Problem) -> list[Trial]:
+        """The last trial of each candidate in the search and in the finals, oldest first."""
+        known = [*self._results.get(problem, {}).values(), *self._finals.get(problem, {}).values()]
+        return sorted(known, key=lambda trial: trial.created_at)
+
     def status(self, problem: Problem, candidate: Candidate) -> str | None:
         """Status of the candidate's last trial outside the finals, or None."""
         trial = self._results.get(problem, {}).get(candidate)

@@ -28,8 +28,6 @@ from tunedcomm.errors import ConfigError
 from tunedcomm.space import Space, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
 from tunedcomm.tuner.gang.protocol import Settings
-from tunedcomm.tuner.measure.compile_pool import CompilePool
-from tunedcomm.tuner.measure.correctness import odd_problems
 
 # Candidates drawn at random before the model is trusted; seeds and stored trials count.
 _STARTUP_TRIALS = 16
@@ -358,42 +356,3 @@ def _open_journal(path: Path) -> JournalStorage:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     return JournalStorage(_JournalFile(path))
-
-
-# Compiling ahead
-
-# The first problems' come first, and later problems share most of them.
-_MAX_BINARIES = 4000
-
-
-def compile_ahead(
-    pool: CompilePool,
-    problems: Iterable[Problem],
-    settings: Settings,
-    limits: Limits,
-    compute_capability: int,
-    chosen: Mapping[Problem, Sequence[Candidate]] | None = None,
-) -> Iterator[int]:
-    """Hand over the binaries of one problem at each step; yields how many of them were new.
-
-    Without `chosen`, those of all candidates that a search may try.
-    """
-    handed = 0
-    for problem in problems:
-        allowed = search_space(problem, limits, settings) if chosen is None else chosen[problem]
-        first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
-        requests: dict[Any, None] = {}
-        for candidate in [*first, *interleave(allowed)]:
-            requests.update(dict.fromkeys(_binaries(problem, candidate)))
-        fresh = pool.submit(list(requests)[: _MAX_BINARIES - handed], compute_capability)
-        handed += fresh
-        yield fresh
-        if handed >= _MAX_BINARIES:
-            return
-
-
-def _binaries(problem: Problem, candidate: Candidate) -> Iterator[Any]:
-    """What a candidate's trial launches, at the odd shapes of its checks too."""
-    variant = get_variant(candidate.op, candidate.variant)
-    for shape in (problem, *odd_problems(get_op(problem.op), problem)):
-        yield from variant.compile_requests(shape, candidate.config_dict)

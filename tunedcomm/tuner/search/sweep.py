@@ -10,7 +10,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from tunedcomm.spec import (
     ITEMSIZE,
     Candidate,
     InputKind,
+    Limits,
     Mode,
     NumericsPolicy,
     OpSpec,
@@ -37,9 +38,10 @@ from tunedcomm.spec import (
 from tunedcomm.tuner.gang.protocol import FAILED, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
 from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
-from tunedcomm.tuner.search.claims import Claims
+from tunedcomm.tuner.measure.correctness import odd_problems
+from tunedcomm.tuner.search.claims import Claim, Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
-from tunedcomm.tuner.search.study import StudyMirror, compile_ahead, journal_path
+from tunedcomm.tuner.search.study import StudyMirror, default_candidates, interleave, journal_path, search_space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -542,8 +544,6 @@ def _fate(variant: str, records: list[Trial]) -> VariantSummary:
     )
 
 
-# Ids by which a server may be behind with showing rows: see `Database.trials`.
-_ID_LAG = 1000
 # Between two reports of progress.
 _PROGRESS_S = 0.25
 
@@ -590,7 +590,7 @@ class Running:
 
     Args:
         settings: of the gangs.
-        coordinator: decides; its `on_trial` is `add`.
+        coordinator: decides.
         database: takes the trials; None stores nothing.
         progress: called a few times a second.
         budget_s: of the command; None is no bound.
@@ -616,7 +616,6 @@ class Running:
         )
         self._counters = SweepCounters()
         self._begin, self._told_s = time.monotonic(), -_PROGRESS_S
-        self._pending: list[Trial] = []
         self._pool: CompilePool | None = None
         self._ahead: Iterator[int] | None = None
         self._num_ahead = 0
@@ -643,12 +642,7 @@ class Running:
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._begin
 
-    # What coordinator and supervisor call
-
-    def add(self, trial: Trial) -> None:
-        """Take in a trial that ended."""
-        self._pending.append(trial)
-        self._counters.add(trial, self._elapsed_s)
+    # What the supervisor calls
 
     def _welcome(self) -> None:
         """A gang is ready, before its first command."""
@@ -664,17 +658,18 @@ class Running:
             self._tell()
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, []
-        if pending and self._database is not None:
-            try:
-                self._database.record(pending)
-            except BaseException:
-                self._pending = pending  # tried again at the end
-                raise
-            self._stored(pending)
+        """Store the trials that ended since the last call; what fails is tried again at the end."""
+        if unstored := self._coordinator.unstored:
+            trials = [trial for trial, _ in unstored]
+            self._record(trials, [claim for _, claim in unstored if claim is not None])
+            unstored.clear()
+            for trial in trials:
+                self._counters.add(trial, self._elapsed_s)
 
-    def _stored(self, trials: list[Trial]) -> None:
-        """These trials are in the database now."""
+    def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
+        """Store trials, and end their claims."""
+        if self._database is not None:
+            self._database.record(trials)
 
     # Telling
 
@@ -734,6 +729,45 @@ class Running:
         )
 
 
+# Compiling ahead
+
+# The first problems' come first, and later problems share most of them.
+_MAX_BINARIES = 4000
+
+
+def compile_ahead(
+    pool: CompilePool,
+    problems: Iterable[Problem],
+    settings: Settings,
+    limits: Limits,
+    compute_capability: int,
+    chosen: Mapping[Problem, Sequence[Candidate]] | None = None,
+) -> Iterator[int]:
+    """Hand over the binaries of one problem at each step; yields how many of them were new.
+
+    Without `chosen`, those of all candidates that a search may try.
+    """
+    handed = 0
+    for problem in problems:
+        allowed = search_space(problem, limits, settings) if chosen is None else chosen[problem]
+        first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
+        requests: dict[Any, None] = {}
+        for candidate in [*first, *interleave(allowed)]:
+            requests.update(dict.fromkeys(_binaries(problem, candidate)))
+        fresh = pool.submit(list(requests)[: _MAX_BINARIES - handed], compute_capability)
+        handed += fresh
+        yield fresh
+        if handed >= _MAX_BINARIES:
+            return
+
+
+def _binaries(problem: Problem, candidate: Candidate) -> Iterator[Any]:
+    """What a candidate's trial launches, at the odd shapes of its checks too."""
+    variant = get_variant(candidate.op, candidate.variant)
+    for shape in (problem, *odd_problems(get_op(problem.op), problem)):
+        yield from variant.compile_requests(shape, candidate.config_dict)
+
+
 class _Sweep(Running):
     """A sweep under way."""
 
@@ -746,10 +780,6 @@ class _Sweep(Running):
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._problems, self._known = problems, stored_records(database, problems)
-        self._records: dict[Problem, list[Trial]] = {problem: [] for problem in problems}
-        for record in self._known:
-            self._records[record.problem].append(record)
-        self._seen = {problem: {r.id or 0 for r in found} for problem, found in self._records.items()}
         self._tuned = database
         self._claims: Claims | None = None
         self._mirror = StudyMirror(journal_path(database))
@@ -760,9 +790,7 @@ class _Sweep(Running):
             problems,
             settings,
             source_hash=source_hash,
-            on_trial=self.add,
             stored=self._known,
-            news=self._news,
             seconds_left=spec.budget_s,
             run_id=self._run_id,
         )
@@ -794,8 +822,8 @@ class _Sweep(Running):
             num_compiled=self._counters.num_compiled,
             bind_share=self._counters.bind_share,
             compile_share=self._counters.compile_share,
-            num_skipped=0 if self._settings.retry else num_failed(filter(self._is_wanted, self._known)),
-            fates=summarise_variants(filter(self._is_wanted, itertools.chain(*self._records.values()))),
+            num_skipped=0 if self._settings.retry else num_failed(self._wanted(self._known)),
+            fates=summarise_variants(self._wanted(itertools.chain(*map(self._trials, self._problems)))),
         )
 
     def _welcome(self) -> None:
@@ -804,31 +832,16 @@ class _Sweep(Running):
         if here is None or limits is None:
             return
         if self._claims is None:
-            self._claims = self._coordinator.claims = Claims(self._tuned, here.digest, _source_digest)
+            self._claims = self._coordinator.claims = Claims(
+                self._tuned, here.digest, _source_digest, run_id=self._run_id, known=self._known
+            )
         if self._pool is not None and self._ahead is None:
             self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
 
-    def add(self, trial: Trial) -> None:
-        """Take in a trial that ended."""
-        self._records[trial.problem].append(trial)
-        super().add(trial)
-
-    def _stored(self, trials: list[Trial]) -> None:
-        self._coordinator.trials_stored()
+    def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
+        assert self._claims is not None
+        self._claims.record(trials, claims)
         self._mirror.add(trials)
-
-    def _news(self, problem: Problem) -> list[Trial]:
-        """Read what other supervisors have stored of a problem since the last call."""
-        seen = self._seen[problem]
-        after = max(max(seen, default=0) - _ID_LAG, 0)
-        fresh = set(self._tuned.trial_ids(problem, after_id=after, except_run=self._run_id)) - seen
-        if not fresh:
-            return []
-        seen |= fresh
-        found = self._tuned.trials(problem=problem, after_id=min(fresh) - 1)
-        theirs = [record for record in found if record.id in fresh]
-        self._records[problem] += theirs
-        return theirs
 
     def _planned(self) -> dict[Problem, int | None]:
         return {problem: self._coordinator.planned(problem) for problem in self._problems}
@@ -840,20 +853,17 @@ class _Sweep(Running):
         result = self._result(problem)
         return result.best.latency_p50_us if result.best else None, result.library_us
 
-    def _is_wanted(self, record: Trial) -> bool:
-        """True for a trial of what is tuned."""
-        asked = self._settings.variants
-        return (not asked or record.variant in asked) and self._is_current(record)
+    def _wanted(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Those of what is tuned, in this environment and of the kernels as they are."""
+        asked, knowledge = self._settings.variants, self._coordinator.knowledge
+        return [t for t in trials if (not asked or t.variant in asked) and knowledge and knowledge.counts(t)]
 
-    def _is_current(self, record: Trial) -> bool:
-        """True for a trial in this environment and of the kernels as they are."""
-        variant = variants(record.problem.op).get(record.variant)
-        if variant is None or record.environment != self._coordinator.environment:
-            return False
-        return variant.is_library or record.source_hash == kernels.source_hash(variant)
+    def _trials(self, problem: Problem) -> list[Trial]:
+        knowledge = self._coordinator.knowledge
+        return [] if knowledge is None else knowledge.trials(problem)
 
     def _result(self, problem: Problem) -> ProblemResult:
-        return summarise_problem(problem, filter(self._is_current, self._records[problem]))
+        return summarise_problem(problem, self._trials(problem))
 
 
 def _budget_text(spec: SweepSpec, settings: Settings) -> str:
