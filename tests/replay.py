@@ -18,8 +18,9 @@ import random
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,10 @@ from tunedcomm.tuner.gang.protocol import (
     EXIT_UNUSABLE,
     LOST,
     Command,
-    GangEnd,
     Latency,
     Settings,
     TrialResult,
-    candidate_to_dict,
+    gang_end,
     pruned,
     rounds_after_look,
 )
@@ -394,19 +394,19 @@ def read_recording(path: Path) -> list[Trial]:
     return records
 
 
-def _work(settings: Settings, replay: Replay, channel: GangEnd, trial_s: float) -> str:
+def _work(settings: Settings, replay: Replay, channel: Connection, trial_s: float) -> str:
     while True:
-        command = Command.from_dict(channel.receive())
+        command: Command = channel.recv()
         if command.kind == "end":
             return command.reason
         if command.kind == "wait":
             continue
         assert command.candidate is not None
         for event in ("work", "trial", "run"):
-            channel.report(event, {"candidate": candidate_to_dict(command.candidate)})
+            channel.send((event, command.candidate))
         time.sleep(trial_s)
         result = replay.answer(command, settings)
-        channel.report("result", {"result": result.to_dict()})
+        channel.send(("result", result))
         if result.status in LOST:
             return "unusable"
 
@@ -416,11 +416,11 @@ def answer_as_gang(recording: Path, trial_s: float, supervisor: int, path: Path)
     die_with_parent(supervisor)
     settings = Settings.load(path)
     replay = Replay(read_recording(recording))
-    channel = GangEnd(path.parent)
+    channel = gang_end()
     limits = limits_for(replay.environment, settings.world_size)
-    channel.report("ready", {"environment": replay.environment.to_dict(), "limits": asdict(limits)})
+    channel.send(("ready", (replay.environment, limits)))
     reason = _work(settings, replay, channel, trial_s)
-    channel.report("end", {"reason": reason})
+    channel.send(("end", reason))
     return EXIT_UNUSABLE if reason == "unusable" else 0
 
 

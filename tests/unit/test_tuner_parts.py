@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.process import (
     ExitStatus,
+    GangProcess,
     gang_environment,
     is_alive,
     kill_processes,
@@ -30,12 +30,10 @@ from tunedcomm.tuner.gang.process import (
     write_exits,
 )
 from tunedcomm.tuner.gang.protocol import (
+    LINE_FD,
     PROTOCOL,
     Command,
-    GangEnd,
-    Latency,
     Settings,
-    SupervisorEnd,
     TrialResult,
     read_failures,
     write_failure,
@@ -69,75 +67,41 @@ def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
         Settings.load(path)
 
 
-def test_commands_and_outcomes_survive_the_line() -> None:
-    candidate = Candidate.of("all_reduce", "lamport", {"launch_pdl": True, "num_blocks": 4})
-    library = Candidate.of("all_reduce", "library", {})
-    trial = Command(kind="trial", problem=PROBLEM, candidate=candidate, baseline=library, final=True, full_check=False)
-    commands = [trial, replace(trial, baseline=None, threshold_us=3.5), Command(kind="wait")]
-    for command in [*commands, Command(kind="end", reason="budget")]:
-        assert Command.from_dict(json.loads(json.dumps(command.to_dict(), allow_nan=False))) == command
-    latency = Latency(p10_us=1.0, p50_us=2.0, p90_us=3.0, samples=4)
-    for outcome in (
-        TrialResult(status="ok", latency=latency, baseline_us=3.0, error=0.0, bind_s=0.25, compiled=2),
-        TrialResult(status="hung", reason="x"),
-    ):
-        assert TrialResult.from_dict(json.loads(json.dumps(outcome.to_dict()))) == outcome
-
-
-@pytest.fixture
-def line(tmp_path: Path) -> Iterator[tuple[SupervisorEnd, GangEnd]]:
-    folder = tmp_path / ("long" * 40)  # a Unix socket's address holds 107 bytes
-    folder.mkdir()
-    with selectors.DefaultSelector() as selector:
-        supervisor = SupervisorEnd(folder, selector, "data")
-        gang = GangEnd(folder)
-        yield supervisor, gang
-        supervisor.close()
-
-
-def test_line_carries_both_ways_and_tells_the_selector(line: tuple[SupervisorEnd, GangEnd], tmp_path: Path) -> None:
-    supervisor, gang = line
-    assert supervisor.read() == []
-    gang.report("ready", {"a": 1})
-    gang.report("work")
-    assert supervisor.read() == [{"event": "ready", "a": 1}, {"event": "work"}]
-    supervisor.send({"kind": "wait"})
-    supervisor.send({"kind": "end"})
-    assert [gang.receive(), gang.receive()] == [{"kind": "wait"}, {"kind": "end"}]
-    assert not supervisor.closed
-    supervisor.close()
-    with pytest.raises(ConnectionError, match="supervisor"):
-        gang.receive()
-
-
-def test_line_waits_for_whole_lines_and_keeps_what_a_dead_gang_said(tmp_path: Path) -> None:
-    with selectors.DefaultSelector() as selector:
-        supervisor = SupervisorEnd(tmp_path, selector, "data")
-        code = """
-import os, socket, sys
-line = socket.socket(socket.AF_UNIX)
-line.connect(sys.argv[1])
-line.sendall(b'{"event": "ready"}\\n{"event": "tri')
-sys.stdin.readline()
-line.sendall(b'al"}\\n{"event": "torn')
-os.kill(os.getpid(), 9)
+CHILD_OF_LINE = """
+import os, signal, sys
+from tunedcomm.tuner.gang.protocol import gang_end
+line = gang_end()
+line.send(("ready", line.recv()))
+line.recv()
+os.write(line.fileno(), b"\\0\\0\\0\\x20torn")
+os.kill(os.getpid(), signal.SIGKILL)
 """
-        command = [sys.executable, "-c", code, str(tmp_path / "socket")]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-            assert process.stdin is not None
-            heard: list[dict[str, Any]] = []
-            while not heard:
-                assert [key.data for key, _ in selector.select(30)] == ["data"]
-                heard += supervisor.read()
-            assert heard == [{"event": "ready"}]
-            process.stdin.close()
-            assert process.wait(30) == -9
-        supervisor.send({"kind": "wait"})
-        assert supervisor.read() == [{"event": "trial"}]
-        assert supervisor.closed
-        assert not selector.get_map()
-        supervisor.send({"kind": "wait"})
-        assert supervisor.read() == []
+
+
+def test_line_carries_both_ways_and_keeps_what_a_dead_gang_said() -> None:
+    candidate = Candidate.of("all_reduce", "lamport", {"launch_pdl": True, "num_blocks": 4})
+    command = Command(kind="trial", problem=PROBLEM, candidate=candidate, baseline=None, final=True)
+    gang: Any = GangProcess.__new__(GangProcess)
+    gang._channel, theirs = Pipe()
+    gang.begun, gang.launched = candidate, True
+    with selectors.DefaultSelector() as gang._selector:
+        gang._selector.register(gang._channel, selectors.EVENT_READ, "data")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment[LINE_FD] = str(theirs.fileno())
+        process = subprocess.Popen([sys.executable, "-c", CHILD_OF_LINE], env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+        gang.send(command)
+        assert [key.data for key, _ in gang._selector.select(60)] == ["data"]
+        assert gang.read() == [("ready", command)]
+        assert gang.ready
+        gang.send(Command(kind="wait"))
+        assert gang.waiting
+        assert process.wait(60) == -9
+        assert gang.read() == []
+        assert gang._channel.closed
+        assert not gang._selector.get_map()
+        gang.send(Command(kind="wait"))
+        assert gang.read() == []
 
 
 def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> None:

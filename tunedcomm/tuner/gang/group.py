@@ -24,7 +24,7 @@ from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.workspace import allocate
-from tunedcomm.tuner.gang.protocol import STORE_FD, STORE_PORT, Command, GangEnd, Settings
+from tunedcomm.tuner.gang.protocol import STORE_FD, STORE_PORT, Command, Settings, gang_end
 
 T = TypeVar("T")
 
@@ -82,21 +82,21 @@ class Gang:
         self.device: torch.device = communicator.device
         self._symmetric: dict[tuple[int, int], SymmetricBuffer] = {}
         self._token = torch.zeros(1, device=self.device)
-        self._channel = GangEnd(folder) if self.rank == 0 else None
+        self._channel = gang_end() if self.rank == 0 else None
 
     @property
     def on_gpu(self) -> bool:
         """True where launches are asynchronous and times come from CUDA events."""
         return self.device.type == "cuda"
 
-    def report(self, event: str, data: dict[str, Any] | None = None) -> None:
-        """Tell the supervisor an event, on rank 0."""
+    def report(self, event: str, value: object) -> None:
+        """Tell the supervisor an event, on rank 0; it is in the kernel's hands when this returns."""
         if self._channel is not None:
-            self._channel.report(event, data)
+            self._channel.send((event, value))
 
     def receive(self) -> Command | None:
         """The supervisor's next command, on rank 0; None on the others."""
-        return None if self._channel is None else Command.from_dict(self._channel.receive())
+        return None if self._channel is None else self._channel.recv()
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value`."""

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import selectors
@@ -25,10 +26,9 @@ from typing import Any
 from tunedcomm.spec import Candidate
 from tunedcomm.tuner.gang.protocol import (
     GO_FD,
+    LINE_FD,
     Command,
     Settings,
-    SupervisorEnd,
-    candidate_from_dict,
     failure_age_s,
     read_failures,
 )
@@ -237,21 +237,25 @@ class GangProcess:
         self._ready_at: float | None = None
         self._killed = False
         settings.save(self._folder / "settings.json")
-        self._channel = SupervisorEnd(self._folder, selector, self)
+        self._selector = selector
+        self._channel, theirs = multiprocessing.Pipe()
+        selector.register(self._channel, selectors.EVENT_READ, self)
         wanted, self._go = os.pipe()
+        inherited = {GO_FD: wanted, LINE_FD: theirs.fileno()}
         try:
             with (self._folder / "output.txt").open("wb") as output:
                 self._process = subprocess.Popen(
                     _command(settings, self._folder / "settings.json"),
-                    env={**gang_environment(settings, devices), GO_FD: str(wanted)},
+                    env={**gang_environment(settings, devices), **{name: str(fd) for name, fd in inherited.items()}},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    pass_fds=(wanted,),
+                    pass_fds=tuple(inherited.values()),
                 )
         finally:
             os.close(wanted)
+            theirs.close()
         self._heard = self._spoken = time.monotonic()
 
     def go(self) -> None:
@@ -261,28 +265,38 @@ class GangProcess:
 
     # Talking
 
-    def read(self) -> list[dict[str, Any]]:
-        """What it has said since the last call; what it is at follows."""
-        events = self._channel.read()
-        for event in events:
+    def read(self) -> list[tuple[str, Any]]:
+        """What it has said since the last call, as names and values; what it is at follows."""
+        events: list[tuple[str, Any]] = []
+        try:
+            while not self._channel.closed and self._channel.poll():
+                events.append(self._channel.recv())
+        except (EOFError, OSError):  # no rank has the other end any more; what is torn was never said
+            self._hang_up()
+        for name, value in events:
             self._heard = time.monotonic()
-            name = event["event"]
             if name in ("work", "trial", "run"):
-                self.begun, self.launched = candidate_from_dict(event["candidate"]), name == "run"
+                self.begun, self.launched = value, name == "run"
             elif name == "ready":
                 self.ready, self._ready_at = True, self._heard
             elif name == "result":
                 self.begun, self.launched = None, False
                 self.num_results += 1
             elif name == "end":
-                self.end = event["reason"]
+                self.end = value
         return events
 
     def send(self, command: Command) -> None:
         """Tell it what to do; its silence counts from now."""
         self.waiting = command.kind == "wait"
         self._heard = self._spoken = time.monotonic()
-        self._channel.send(command.to_dict())
+        with contextlib.suppress(OSError):  # it is gone, which is seen elsewhere
+            self._channel.send(command)
+
+    def _hang_up(self) -> None:
+        if not self._channel.closed:
+            self._selector.unregister(self._channel)
+            self._channel.close()
 
     @property
     def start_s(self) -> float:
@@ -341,7 +355,7 @@ class GangProcess:
 
     def retire(self) -> None:
         """See to its end from now on, see `is_gone`: by itself if it said so, else by force."""
-        self._channel.close()
+        self._hang_up()
         self._deadline = time.monotonic() + _EXIT_WAIT_S
         if not self.end:
             self._kill()

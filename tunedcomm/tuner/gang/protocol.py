@@ -1,14 +1,12 @@
-"""Messages between supervisor and gang, and the line between supervisor and rank 0.
+"""Messages between supervisor and gang, over a pipe that rank 0 inherits: pickled values, both ways.
 
-The line is a Unix socket in the gang's folder with JSON lines both ways.
-
-Commands go down, see `Command`. Events come up, all with `event`, the name:
+Commands go down, see `Command`. Events come up, as pairs of a name and a value:
 
     ready    environment, limits
     work     candidate             the tensors for a problem are made, the library is bound beside the candidate
     trial    candidate             it is about to be bound
     run      candidate             every rank has bound it; launches begin
-    result   result                how the trial ended
+    result   TrialResult           how the trial ended
     end      reason                nothing follows: `done`, `budget`, or `unusable` where ranks may be out of step
 
 What a gang wrote before it died is still there to be read. Besides, a rank on which a launch raised leaves
@@ -17,15 +15,12 @@ What a gang wrote before it died is still there to be read. Besides, a rank on w
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import selectors
-import socket
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,38 +29,15 @@ from tunedcomm.spec import Candidate, NumericsPolicy, Problem
 from tunedcomm.version import VERSION
 
 # What both ends must have in common: a process that starts after tunedcomm was upgraded does not work for an old one.
-PROTOCOL = f"{VERSION}/2"
+PROTOCOL = f"{VERSION}/3"
 # Descriptors and port that a gang's processes inherit, by environment variable.
-STORE_FD, STORE_PORT, GO_FD = "GANG_STORE_FD", "GANG_STORE_PORT", "GANG_GO_FD"
+STORE_FD, STORE_PORT, GO_FD, LINE_FD = "GANG_STORE_FD", "GANG_STORE_PORT", "GANG_GO_FD", "GANG_LINE_FD"
 # Exit code of a gang that ended itself because its group may be out of step. The reason travels as an event; this only
 # marks the death as meant.
 EXIT_UNUSABLE = 75
 
 # Outcomes that are not tried again under the same environment and source unless asked to.
 FAILED = frozenset({"infeasible", "compile_error", "incorrect", "crashed", "hung"})
-
-
-def check_protocol(theirs: str) -> None:
-    """Refuse to work with a process of another version.
-
-    Raises:
-        TuningError: with both versions.
-    """
-    if theirs != PROTOCOL:
-        raise TuningError(
-            f"this process is of tunedcomm {PROTOCOL} and the one that started it of {theirs}: tunedcomm was replaced "
-            "while it ran. Start the command again"
-        )
-
-
-def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
-    """Plain JSON values."""
-    return {"op": candidate.op, "variant": candidate.variant, "config": candidate.config_dict}
-
-
-def candidate_from_dict(data: Mapping[str, Any]) -> Candidate:
-    """Inverse of `candidate_to_dict`."""
-    return Candidate.of(data["op"], data["variant"], data["config"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +102,11 @@ class Settings:
             TuningError: a supervisor of another version did.
         """
         data = json.loads(path.read_text(encoding="utf-8"))
-        check_protocol(data.pop("protocol", "unknown"))
+        if (theirs := data.pop("protocol", "unknown")) != PROTOCOL:
+            raise TuningError(
+                f"this process is of tunedcomm {PROTOCOL} and the one that started it of {theirs}: tunedcomm was "
+                "replaced while it ran. Start the command again"
+            )
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
         return cls(**values)
 
@@ -181,36 +157,6 @@ class Command:
         # By its name: a gang that replays recorded trials has no variants to look up.
         return self.candidate is not None and self.candidate.variant == _LIBRARY
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        if self.problem is None or self.candidate is None:
-            return {"kind": self.kind, "reason": self.reason}
-        return {
-            "kind": self.kind,
-            "problem": self.problem.to_dict(),
-            "candidate": candidate_to_dict(self.candidate),
-            "baseline": None if self.baseline is None else candidate_to_dict(self.baseline),
-            "threshold_us": self.threshold_us if math.isfinite(self.threshold_us) else None,
-            "full_check": self.full_check,
-            "final": self.final,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Command:
-        """Inverse of `to_dict`."""
-        if "problem" not in data:
-            return cls(kind=data["kind"], reason=data["reason"])
-        baseline, threshold_us = data["baseline"], data["threshold_us"]
-        return cls(
-            kind=data["kind"],
-            problem=Problem.from_dict(data["problem"]),
-            candidate=candidate_from_dict(data["candidate"]),
-            baseline=None if baseline is None else candidate_from_dict(baseline),
-            threshold_us=math.inf if threshold_us is None else threshold_us,
-            full_check=data["full_check"],
-            final=data["final"],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
@@ -239,16 +185,6 @@ class TrialResult:
         """The same outcome with what binding took."""
         return replace(self, bind_s=bind_s, compiled=compiled)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrialResult:
-        """Inverse of `to_dict`."""
-        latency = data["latency"]
-        return cls(**{**data, "latency": None if latency is None else Latency(**latency)})
-
 
 def rounds_after_look(command: Command, look_us: float, settings: Settings) -> int:
     """Timed rounds that a candidate gets after a first look of `look_us`; none if it is left at that look."""
@@ -265,123 +201,9 @@ def pruned(command: Command, look: Latency, error: float | None) -> TrialResult:
     return TrialResult(status="pruned", reason=reason, latency=look, error=error)
 
 
-# The line
-
-_NAME = "socket"
-_CHUNK = 1 << 16
-
-
-@contextlib.contextmanager
-def _address(folder: Path) -> Iterator[str]:
-    """Where the socket is. Through a descriptor: the path itself may be longer than an address may be."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{_NAME}"
-    finally:
-        os.close(descriptor)
-
-
-def _line(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, separators=(",", ":")).encode() + b"\n"
-
-
-class SupervisorEnd:
-    """The supervisor's end; never blocks.
-
-    Args:
-        folder: of the gang.
-        selector: the socket is registered here, and stays so until it is closed by either side.
-        data: what the selector is to say about it.
-
-    Attributes:
-        closed: the gang's end is gone and everything that it wrote has been read.
-    """
-
-    def __init__(self, folder: Path, selector: selectors.BaseSelector, data: object) -> None:
-        self.closed = False
-        self._selector, self._data = selector, data
-        self._buffer = b""
-        self._connection: socket.socket | None = None
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _address(folder) as address:
-            self._listener.bind(address)
-        self._listener.listen(1)
-        self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ, data)
-
-    def _accept(self) -> socket.socket | None:
-        with contextlib.suppress(BlockingIOError):
-            self._connection, _ = self._listener.accept()
-            self._connection.setblocking(False)
-            self._forget(self._listener)
-            self._selector.register(self._connection, selectors.EVENT_READ, self._data)
-        return self._connection
-
-    def read(self) -> list[dict[str, Any]]:
-        """Events that have come since the last call, oldest first; a line that is not yet whole waits."""
-        connection = self._connection or self._accept()
-        while connection is not None and not self.closed:
-            try:
-                data = connection.recv(_CHUNK)
-            except BlockingIOError:
-                break
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                self.closed = True
-                self._forget(connection)
-            self._buffer += data
-        *lines, self._buffer = self._buffer.split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command; to nobody if the gang is gone, whose death is seen elsewhere."""
-        # A gang reads each command before it answers, so that there is always room for one.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            if self._connection is not None and not self.closed:
-                self._connection.sendall(_line(command))
-
-    def close(self) -> None:
-        """Close it; what has not been read is lost."""
-        self.closed = True
-        self._forget(self._listener)
-        if self._connection is not None:
-            self._forget(self._connection)
-
-    def _forget(self, one: socket.socket) -> None:
-        if one.fileno() >= 0:
-            self._selector.unregister(one)
-            one.close()
-
-
-class GangEnd:
-    """Rank 0's end; blocks.
-
-    Args:
-        folder: of the gang.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _address(folder) as address:
-            self._socket.connect(address)
-        self._lines = self._socket.makefile("rb")
-
-    def report(self, event: str, data: Mapping[str, Any] | None = None) -> None:
-        """Send an event; it is in the kernel's hands when this returns."""
-        self._socket.sendall(_line({"event": event, **(data or {})}))
-
-    def receive(self) -> dict[str, Any]:
-        """The next command.
-
-        Raises:
-            ConnectionError: the supervisor is gone.
-        """
-        line = self._lines.readline()
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the supervisor has closed the line")
-        command: dict[str, Any] = json.loads(line)
-        return command
+def gang_end() -> Connection:
+    """Rank 0's end of the line, in a process that inherited it."""
+    return Connection(int(os.environ[LINE_FD]))
 
 
 def write_failure(folder: Path, rank: int, text: str) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
@@ -154,16 +154,14 @@ class Supervisor:
 
     def _listen(self, gang: GangProcess, results: list[TrialResult]) -> None:
         """Answer what a gang has said; commands leave at once, everything else can wait."""
-        for event in gang.read():
-            name = event["event"]
+        for name, value in gang.read():
             if name == "ready":
-                self._greet(gang, event)
+                self._greet(gang, *value)
             elif name == "result":
-                result = TrialResult.from_dict(event["result"])
-                self._coordinator.learn(gang.slot, result)
+                self._coordinator.learn(gang.slot, value)
                 self._changed = True
-                results.append(result)
-                if result.status not in LOST:  # else it ends itself
+                results.append(value)
+                if value.status not in LOST:  # else it ends itself
                     self._command(gang)
             elif name == "end":
                 if gang.end not in ("done", "budget"):
@@ -171,9 +169,8 @@ class Supervisor:
                 else:
                     gang.retire()
 
-    def _greet(self, gang: GangProcess, event: dict[str, Any]) -> None:
+    def _greet(self, gang: GangProcess, environment: Environment, limits: Limits) -> None:
         self.start_s += gang.start_s
-        environment, limits = Environment.from_dict(event["environment"]), Limits(**event["limits"])
         self._coordinator.gang_ready(gang.slot, environment, limits)
         self._on_ready()
         self._command(gang)

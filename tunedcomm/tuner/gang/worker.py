@@ -26,12 +26,11 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunedcomm.tuner.gang.process import die_with_parent, write_exits
-from tunedcomm.tuner.gang.protocol import EXIT_UNUSABLE, GO_FD, LOST, STORE_FD, STORE_PORT, Settings
+from tunedcomm.tuner.gang.protocol import EXIT_UNUSABLE, GO_FD, LINE_FD, LOST, STORE_FD, STORE_PORT, Settings
 
 if TYPE_CHECKING:
     from tunedcomm.tuner.gang.group import Gang
@@ -51,6 +50,7 @@ def launch(settings: Path) -> int:
         store.bind(("127.0.0.1", 0))
         store.listen(128)
         ranks = [_spawn(settings, rank, world_size, store) for rank in range(world_size)]
+    os.close(int(os.environ[LINE_FD]))  # rank 0 alone has it: the supervisor sees when that is gone
     exits = _wait(ranks)
     write_exits(settings.parent, exits)
     for process in ranks:
@@ -63,7 +63,7 @@ def _spawn(settings: Path, rank: int, world_size: int, store: socket.socket) -> 
     environment.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     inherited = [int(os.environ[GO_FD])]
     if rank == 0:
-        inherited.append(store.fileno())
+        inherited += [store.fileno(), int(os.environ[LINE_FD])]
         environment[STORE_FD] = str(store.fileno())
     command = [sys.executable, "-m", "tunedcomm.tuner.gang.worker", "rank", str(os.getpid()), str(settings)]
     return subprocess.Popen(command, env=environment, pass_fds=inherited)
@@ -101,9 +101,9 @@ def run_rank(path: Path) -> int:
     _wait_until_wanted()
     gang = assemble(settings, path.parent)
     communicator = gang.communicator
-    gang.report("ready", {"environment": communicator.environment.to_dict(), "limits": asdict(communicator.limits)})
+    gang.report("ready", (communicator.environment, communicator.limits))
     reason = _work(settings, gang)
-    gang.report("end", {"reason": reason})
+    gang.report("end", reason)
     return EXIT_UNUSABLE if reason == "unusable" else 0
 
 
@@ -138,7 +138,7 @@ def _work(settings: Settings, gang: Gang) -> str:
         if command.kind == "wait":
             continue
         result = runner.run(command)
-        gang.report("result", {"result": result.to_dict()})
+        gang.report("result", result)
         if result.status in LOST:
             return "unusable"
 

@@ -22,7 +22,6 @@ from tunedcomm.tuner.gang.protocol import (
     Latency,
     Settings,
     TrialResult,
-    candidate_to_dict,
     pruned,
     rounds_after_look,
     write_failure,
@@ -293,7 +292,7 @@ class TrialRunner:
         return TrialResult(status=vote.trouble.status, reason=vote.reason, error=outcome.error)
 
     def _report(self, event: str, candidate: Candidate) -> None:
-        self._gang.report(event, {"candidate": candidate_to_dict(candidate)})
+        self._gang.report(event, candidate)
 
     def _bench_for(self, problem: Problem, *, full: bool) -> tuple[Bench, Vote]:
         """The problem's tensors; the vote is whether every rank has the memory for them.
