@@ -243,6 +243,12 @@ class _Products:
             product(self.problem, operands, out)
         return queue
 
+    def make(self, number: int, stream: int, operands: Operands, out: torch.Tensor, row: int, rows: int) -> int:
+        """Queue the product of some rows; return the event that stands for it until the next one on its stream."""
+        end, event = row + rows, _MADE_BESIDE if self.two and number % 2 else _MADE
+        self.copies.record(event, self.multiply(number, stream, operands.of_rows(self.problem, row, end), out[row:end]))
+        return event
+
     def join(self, stream: int) -> None:
         """Hold back the caller's stream until all products are made."""
         if self.two:
@@ -631,149 +637,25 @@ class ChunkedReduce(VariantBase):
 
 
 class _Part(NamedTuple):
-    """A part but the last of gemm_ar copy_engine.
+    """A part but the last of gemm_ar copy_engine; offsets are of the result, or of a rank's panels.
 
     Attributes:
-        row, rows: of the result.
-        shares: byte in the result, and bytes, of each rank's share.
-        chunk, gathered: by which its shares, and its sums, are announced.
-        slots, sums: offsets in the panels, of any rank.
-        slot: bytes from one slot to the next.
+        row, rows, own: of the result; offset of the own share.
+        shares: side stream, peer, chunk, offset in its panels, offset and bytes of the share, of each peer.
+        sums: the same of the own sum, if it is pushed.
+        taken: side stream, offset, address and bytes of each peer's sum.
         total: `(stream, own share, bias)` to the sum.
         ready: `(stream)` waits until all peers' sums are announced.
     """
 
     row: int
     rows: int
-    shares: list[tuple[int, int]]
-    chunk: int
-    gathered: int
-    slots: int
-    sums: int
-    slot: int
+    own: int
+    shares: list[tuple[int, int, int, int, int, int]]
+    sums: list[tuple[int, int, int, int, int, int]]
+    taken: list[tuple[int, int, int, int]]
     total: Callable[..., None]
     ready: Callable[..., None]
-
-
-class _Launch:
-    """A launch of gemm_ar copy_engine.
-
-    Its side streams: `pushing` for shares, `gathering` for sums, `aside` waits for the peers' sums; `summing` has the
-    sums if every other GEMM goes beside the caller's stream, else it is 0.
-    """
-
-    def __init__(self, variant: CopyEngine, problem: Problem, config: Config, workspace: Workspace) -> None:
-        self.problem, self.rank, self.pulled = problem, workspace.rank, config["gather"] == "pull"
-        self.panels = workspace.panels(problem.mode, variant.room(problem, config))
-        self.products = _Products(problem, config, workspace)
-        self.copies, count = self.products.copies, int(config["num_streams"])
-        self.sender = Sender(self.copies, self.rank, self.panels.local)
-        self.begin = bind_begin(problem, workspace, self.panels)
-        self.parts = tuple(self._bind_parts(variant, config, workspace))
-        self.tail = _, rows = _parts_of(problem, config)[-1]
-        reducing = usual_reduction(problem, rows, host=workspace.device.type == "cpu")
-        self.fused = adds_bias(problem, str(reducing["algorithm"]))
-        self.reduce_tail = bind_reduction(problem, reducing, workspace, rows)
-        streams = self.copies.streams
-        self.pushing, self.gathering, self.aside = streams[:count], streams[count : 2 * count], streams[2 * count]
-        self.summing = streams[2 * count + 1] if self.products.two else 0
-
-    def _bind_parts(self, variant: CopyEngine, config: Config, workspace: Workspace) -> Iterable[_Part]:
-        """All parts but the last."""
-        problem, panels, rank, world_size = self.problem, self.panels, self.rank, self.problem.world_size
-        row_bytes, wanted = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)[:-1]
-        waits = (workspace.timeout_ns, workspace.status_argument(problem))
-        total = bind_kernel(variant.sum_request(problem, config), int(config["num_blocks"]), workspace.device)
-        ready = bind_kernel(variant.ready_request(problem), 1, workspace.device)
-        slots = PANEL_DATA
-        for chunk, (row, rows) in enumerate(wanted):
-            slot, begin, end = _slot_bytes(problem, rows), row * row_bytes, (row + rows) * row_bytes
-            starts = [min(begin + owner * slot, end) for owner in range(world_size + 1)]
-            shares = [(start, stop - start) for start, stop in itertools.pairwise(starts)]
-            own, nbytes = shares[rank]
-            sums, gathered = slots + world_size * slot, len(wanted) + chunk
-            places = (row_bytes // PACKET_BYTES, own // PACKET_BYTES, panels.local + slots, slot, panels.local + sums)
-            summing = (None, None, *places, nbytes // PACKET_BYTES, panels.local, *panels.peers, rank, chunk, gathered)
-            ways = total.fix((*summing, *waits)), ready.fix((panels.local, gathered, rank, *waits))
-            yield _Part(row, rows, shares, chunk, gathered, slots, sums, slot, *ways)
-            slots = sums + (1 if self.pulled else world_size) * slot
-
-    def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-        """See the module's text."""
-        copies, out, operands = self.copies, outputs[0], ready_to_cut(self.problem, operands_of(self.problem, inputs))
-        bias, target = operands.bias, out.data_ptr()
-        added = 0 if bias is None else bias.data_ptr()
-        self.products.begin(stream, self.pushing[0], self.begin)
-        self.products.wait(_START)
-        if self.summing:
-            copies.wait(self.summing, _BEGUN)
-        for number, part in enumerate(self.parts):
-            self._multiply(operands, out, (part.row, part.rows), number, stream)
-            self._scatter(part, self._made(number), target)
-            if number:
-                self._finish(self.parts[number - 1], target, added, stream)
-            else:
-                copies.wait(stream, _BEGUN)
-        rows = self._multiply(operands, out, self.tail, len(self.parts), stream)
-        self._finish(self.parts[-1], target, added, stream)
-        copies.wait(stream, self._made(len(self.parts)))
-        self.reduce_tail(stream, rows.data_ptr(), added if self.fused else 0)
-        if bias is not None and not self.fused:
-            rows.add_(bias)
-        summing = (self.summing,) if self.summing else ()
-        copies.join((*self.pushing, *self.gathering, self.aside, *summing), stream, _DONE)
-        self.products.join(stream)
-        if self.pulled:  # the peers may still be at it
-            self.begin(stream)
-
-    def _made(self, number: int) -> int:
-        """The event of a part's product, until the next one on its stream."""
-        return _MADE_BESIDE if self.products.two and number % 2 else _MADE
-
-    def _multiply(
-        self, operands: Operands, out: torch.Tensor, part: tuple[int, int], number: int, stream: int
-    ) -> torch.Tensor:
-        """The product of a part (first row, number of rows), made when `_made` says so."""
-        row, end = part[0], sum(part)
-        made = self.products.multiply(number, stream, operands.of_rows(self.problem, row, end), out[row:end])
-        self.copies.record(self._made(number), made)
-        return out[row:end]
-
-    def _peers(self, sides: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
-        """Rank and panels of each peer, from rank + 1 on, and one of the side streams in turn."""
-        world_size = self.problem.world_size
-        for step, peer in enumerate(self.panels.peers[: world_size - 1]):
-            yield (self.rank + 1 + step) % world_size, peer, sides[step % len(sides)]
-
-    def _scatter(self, part: _Part, made: int, target: int) -> None:
-        """The peers' shares of a part, once the event says that it is multiplied."""
-        for side in self.pushing:
-            self.copies.wait(side, _BEGUN)
-            self.copies.wait(side, made)
-        for owner, peer, side in self._peers(self.pushing):
-            at, nbytes = part.shares[owner]
-            self.sender.send(side, peer, part.chunk, (part.slots + self.rank * part.slot, target + at, nbytes))
-
-    def _finish(self, part: _Part, target: int, bias: int, stream: int) -> None:
-        """The own share's sum, after the products made so far, and the way of all sums."""
-        copies, (own, nbytes), summing = self.copies, part.shares[self.rank], self.summing or stream
-        if self.summing:
-            copies.wait(summing, _MADE)
-            copies.wait(summing, _MADE_BESIDE)
-        part.total(summing, target + own, bias)
-        copies.fork(summing, (*self.gathering, self.aside), _SUMMED)
-        if not self.pulled:
-            for _, peer, side in self._peers(self.gathering):
-                move = (part.sums + self.rank * part.slot, target + own, nbytes)
-                self.sender.send(side, peer, part.gathered, move)
-        part.ready(self.aside)
-        if self.pulled:
-            copies.fork(self.aside, self.gathering, _READY)
-        for owner, peer, side in self._peers(self.gathering if self.pulled else (self.aside,)):
-            at, share = part.shares[owner]
-            source = peer + part.sums if self.pulled else self.panels.local + part.sums + owner * part.slot
-            if share:
-                copies.copy(side, target + at, source, share)
 
 
 def _slot_bytes(problem: Problem, rows: int) -> int:
@@ -851,8 +733,102 @@ class CopyEngine(VariantBase):
         own = (begin_request(problem.world_size), self.sum_request(problem, config), self.ready_request(problem))
         return (*own, *reduction_of(problem, usual_reduction(problem, tail), tail).compile_requests())
 
+    def _bind_parts(
+        self, problem: Problem, config: Config, workspace: Workspace, pushing: tuple[int, ...],
+        gathering: tuple[int, ...], aside: int,
+    ) -> Iterable[_Part]:  # fmt: skip
+        """All parts but the last; the side streams push shares, move sums, and wait for the peers' sums."""
+        panels = workspace.panels(problem.mode, self.room(problem, config))
+        rank, world_size, pulled = workspace.rank, problem.world_size, config["gather"] == "pull"
+        row_bytes, wanted = problem.shape[1] * out_itemsize(problem), _parts_of(problem, config)[:-1]
+        waits = (workspace.timeout_ns, workspace.status_argument(problem))
+        total = bind_kernel(self.sum_request(problem, config), int(config["num_blocks"]), workspace.device)
+        ready = bind_kernel(self.ready_request(problem), 1, workspace.device)
+        slots, taking = PANEL_DATA, gathering if pulled else (aside,)
+        for chunk, (row, rows) in enumerate(wanted):
+            slot, begin, end = _slot_bytes(problem, rows), row * row_bytes, (row + rows) * row_bytes
+            starts = [min(begin + owner * slot, end) for owner in range(world_size + 1)]
+            sizes = [stop - start for start, stop in itertools.pairwise(starts)]
+            own, sums, gathered = starts[rank], slots + world_size * slot, len(wanted) + chunk
+            shares, pushed, taken = [], [], []
+            for step, peer in enumerate(panels.peers[: world_size - 1]):
+                owner = (rank + 1 + step) % world_size
+                start, nbytes, side = starts[owner], sizes[owner], gathering[step % len(gathering)]
+                shares.append((pushing[step % len(pushing)], peer, chunk, slots + rank * slot, start, nbytes))
+                source = peer + sums if pulled else panels.local + sums + owner * slot
+                taken.append((taking[step % len(taking)], start, source, nbytes))
+                if not pulled:
+                    pushed.append((side, peer, gathered, sums + rank * slot, own, sizes[rank]))
+            places = (row_bytes // PACKET_BYTES, own // PACKET_BYTES, panels.local + slots, slot, panels.local + sums)
+            memory = (*places, sizes[rank] // PACKET_BYTES, panels.local, *panels.peers, rank, chunk, gathered)
+            launches = total.fix((None, None, *memory, *waits)), ready.fix((panels.local, gathered, rank, *waits))
+            yield _Part(row, rows, own, shares, pushed, taken, *launches)
+            slots = sums + (1 if pulled else world_size) * slot
+
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        return _Launch(self, problem, config, workspace)
+        panels = workspace.panels(problem.mode, self.room(problem, config))
+        products = _Products(problem, config, workspace)
+        copies, count, pulled = products.copies, int(config["num_streams"]), config["gather"] == "pull"
+        sender, begin = Sender(copies, workspace.rank, panels.local), bind_begin(problem, workspace, panels)
+        pushing, gathering = copies.streams[:count], copies.streams[count : 2 * count]
+        aside, *sums_beside = copies.streams[2 * count : 2 * count + 1 + products.two]
+        parts = list(self._bind_parts(problem, config, workspace, pushing, gathering, aside))
+        last_row, rows = _parts_of(problem, config)[-1]
+        reducing = usual_reduction(problem, rows, host=workspace.device.type == "cpu")
+        fused = adds_bias(problem, str(reducing["algorithm"]))
+        reduce_tail = bind_reduction(problem, reducing, workspace, rows)
+
+        def send(moves: list[tuple[int, int, int, int, int, int]], target: int) -> None:
+            for side, peer, chunk, place, start, nbytes in moves:
+                sender.send(side, peer, chunk, (place, target + start, nbytes))
+
+        def finish(part: _Part, target: int, bias: int, summing: int) -> None:
+            """The own share's sum, after the products made so far, and the way of all sums."""
+            if products.two:
+                copies.wait(summing, _MADE)
+                copies.wait(summing, _MADE_BESIDE)
+            part.total(summing, target + part.own, bias)
+            copies.fork(summing, (*gathering, aside), _SUMMED)
+            send(part.sums, target)
+            part.ready(aside)
+            if pulled:
+                copies.fork(aside, gathering, _READY)
+            for side, start, source, nbytes in part.taken:
+                if nbytes:
+                    copies.copy(side, target + start, source, nbytes)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            """See the module's text."""
+            operands, out = ready_to_cut(problem, operands_of(problem, inputs)), outputs[0]
+            target, summing = out.data_ptr(), sums_beside[0] if products.two else stream
+            bias = 0 if operands.bias is None else operands.bias.data_ptr()
+            products.begin(stream, pushing[0], begin)
+            products.wait(_START)
+            if products.two:
+                copies.wait(summing, _BEGUN)
+            for number, part in enumerate(parts):
+                made = products.make(number, stream, operands, out, part.row, part.rows)
+                for side in pushing:
+                    copies.wait(side, _BEGUN)
+                    copies.wait(side, made)
+                send(part.shares, target)
+                if number:
+                    finish(parts[number - 1], target, bias, summing)
+                else:
+                    copies.wait(stream, _BEGUN)
+            made = products.make(len(parts), stream, operands, out, last_row, rows)
+            finish(parts[-1], target, bias, summing)
+            copies.wait(stream, made)
+            tail = out[last_row:]
+            reduce_tail(stream, tail.data_ptr(), bias if fused else 0)
+            if operands.bias is not None and not fused:
+                tail.add_(operands.bias)
+            copies.join((*pushing, *gathering, aside, *sums_beside), stream, _DONE)
+            products.join(stream)
+            if pulled:  # the peers may still be at it
+                begin(stream)
+
+        return run
 
 
 for _variant in (ChunkedGather, Doubling, ChunkedScatter, ChunkedReduce, CopyEngine):
