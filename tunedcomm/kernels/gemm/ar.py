@@ -16,31 +16,20 @@ tile by tile, it waits for the flags of the peers' blocks b, reads the tile on a
 the bias. Last it says that it has read, and waits until its peers have: what peers read is not overwritten too early.
 
 **two_shot.** The i-th tile of a block belongs to rank i mod n. A chunk is n such tiles, one for each owner. In round c
-block b
-
-- computes chunk c, the tile of rank + 1 first and the own one last, and stores each tile, rounded, into this rank's
-  slot in its owner's panels;
-- sums the own tile of chunk c − 1 from its slots in rank order, adds the bias, stores the sum to the output and into
-  all peers' panels;
-- copies the peers' tiles of chunk c − 2 from the own panels to the output.
-
-So partial tiles of one chunk travel while the next is computed, and so do sums. Flags in the lane's row b count a
-block's steps as in all_reduce's `two_shot`: with C chunks, scattering chunk c is step max(1, 2c) and summing it
+block b computes chunk c, the tile of rank + 1 first and the own one last, and stores each tile, rounded, into this
+rank's slot in its owner's panels; sums the own tile of chunk c − 1 from its slots in rank order, adds the bias, and
+stores the sum to the output and into all peers' panels; copies the peers' tiles of chunk c − 2 from the own panels to
+the output. So partial tiles of one chunk travel while the next is computed, and so do sums. Flags in the lane's row b
+count a block's steps as in all_reduce's `two_shot`: with C chunks, scattering chunk c is step max(1, 2c) and summing it
 min(2c + 3, 2C).
 
 **two_shot_rolling.** A step for every tile, so that little is left after the last product. The tile of block b's round
 c belongs to rank (b + c) mod n: in every round each rank owns the tiles of one block in n, and each block owns one tile
-in n rounds. In round c block b
-
-- computes its tile and stores it, rounded, into this rank's slot in its owner's panels;
-- waits for the peers' blocks b to have ended round c − 1;
-- if it owns the tile of round c − 1, sums its slots in rank order, adds the bias, and stores the sum to the output and
-  into all peers' panels;
-- copies the tile of round c − 2 from the own panels to the output, if a peer owns that one;
-- tells the peers' blocks b that it has ended the round: one flag says both that its partial tile and that its sum are
-  there, and what it stored to peers had the time of the copy to arrive.
-
-Two more rounds without products sum and copy what is left, a tile a block.
+in n rounds. In round c block b computes its tile and stores it into its owner's panels as above; waits for the peers'
+blocks b to have ended round c − 1; sums the tile of round c − 1 if it owns it, or copies the one of round c − 2 if a
+peer owns that; tells the peers' blocks b that it has ended the round. That one flag says both that its partial tile and
+that its sum are there, and what it stored to peers had the time of the copy to arrive. Two more rounds without products
+sum and copy what is left, a tile a block.
 
 **multimem.** As two_shot, but tiles stay in the own panels; a tile's owner loads it summed over all ranks with
 `multimem.ld_reduce`, adds the bias, and stores it to the output and, with `multimem.st`, into the panels of all ranks.
@@ -818,8 +807,5 @@ class Lamport(GemmVariant):
         return AddressLaunch(launch, addresses(problem))
 
 
-ONE_SHOT = OneShot().register()
-TWO_SHOT = TwoShot().register()
-TWO_SHOT_ROLLING = TwoShotRolling().register()
-MULTIMEM = Multimem().register()
-LAMPORT = Lamport().register()
+for _variant in (OneShot, TwoShot, TwoShotRolling, Multimem, Lamport):
+    _variant().register()

@@ -83,7 +83,7 @@ from tunedcomm.kernels.gemm.library import (
     REDUCE_KERNELS,
     adds_bias,
     bind_reduction,
-    reduction_of,
+    compile_reduction,
     refuse_reduction,
     refuse_scaled,
     usual_reduction,
@@ -612,8 +612,8 @@ class ChunkedReduce(VariantBase):
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         sizes = {rows for _, rows in _parts_of(problem, config)}
-        asked = [request for rows in sizes for request in reduction_of(problem, config, rows).compile_requests()]
-        return tuple(dict.fromkeys(asked))
+        asked = (compile_reduction(problem, config, rows) for rows in sizes)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(asked)))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         wanted, copies = _parts_of(problem, config), copies_of(workspace, problem.mode)
@@ -731,7 +731,7 @@ class CopyEngine(VariantBase):
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         tail = _parts_of(problem, config)[-1][1]
         own = (begin_request(problem.world_size), self.sum_request(problem, config), self.ready_request(problem))
-        return (*own, *reduction_of(problem, usual_reduction(problem, tail), tail).compile_requests())
+        return (*own, *compile_reduction(problem, usual_reduction(problem, tail), tail))
 
     def _bind_parts(
         self, problem: Problem, config: Config, workspace: Workspace, pushing: tuple[int, ...],

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE
 from tunedcomm.kernels.all_gather.lamport import LAMPORT as LAMPORT_GATHER
@@ -121,38 +121,26 @@ class LibraryReduce(_Library):
         return run
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
+class Inner(NamedTuple):
     """A collective of this library as a part of a call.
 
-    Attributes:
-        variant: runs it.
-        problem: the collective's, but for its op, which is the call's: a lost peer is reported with that.
-        outer: the call's config, with axes of the variant.
+    Its problem is the collective's, but for its op, which is the call's: a lost peer is reported with that.
     """
 
     variant: Variant
     problem: Problem
-    outer: Config
+    config: Config
 
-    @property
-    def config(self) -> dict[str, Value]:
-        """The variant's axes: those of the call's config, and fixed values of others."""
-        known = {**_FIXED, **self.outer}
-        return {name: known[name] for name in self.variant.space.names}
+    @classmethod
+    def of(cls, variant: Variant, problem: Problem, outer: Config) -> Inner:
+        """With the variant's axes that the call's config has, and fixed values of others."""
+        known = {**_FIXED, **outer}
+        return cls(variant, problem, {name: known[name] for name in variant.space.names})
 
-    def infeasible(self, limits: Limits) -> str | None:
-        return self.variant.infeasible(self.problem, self.config, limits)
-
-    def compile_requests(self) -> Iterable[CompileRequest]:
-        requests: Iterable[CompileRequest] = self.variant.compile_requests(self.problem, self.config)
-        return requests
-
-    def num_rounds(self) -> int:
-        return self.variant.num_rounds(self.problem, self.config)
-
-    def bind(self, workspace: Workspace) -> Launch:
-        return self.variant.bind(self.problem, self.config, workspace)
+    def bind(self, workspace: Workspace) -> AddressLaunch:
+        launch = self.variant.bind(self.problem, self.config, workspace)
+        assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
+        return launch
 
 
 _FIXED: Config = {"items": 1, "launch_pdl": False, "direction": "push", "num_streams": 1}
@@ -185,11 +173,12 @@ class _LibraryTuned(VariantBase):
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := self.refuse(problem, config, limits):
             return reason
-        reasons = (inner.infeasible(limits) for inner in self.collectives(problem, config))
+        reasons = (inner.variant.infeasible(*inner[1:], limits) for inner in self.collectives(problem, config))
         return next((reason for reason in reasons if reason), None)
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
-        return [request for inner in self.collectives(problem, config) for request in inner.compile_requests()]
+        collectives = self.collectives(problem, config)
+        return [request for inner in collectives for request in inner.variant.compile_requests(*inner[1:])]
 
 
 _GATHERS = {"lamport": LAMPORT_GATHER, "push": PUSH_GATHER, "copy_engine": COPY_ENGINE}
@@ -231,11 +220,11 @@ class TunedGather(_LibraryTuned):
     def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
         """The gathers of A and, if its rows have scales, of those."""
         shard = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
-        gathers = [Inner(_GATHERS[str(config["algorithm"])], shard, config)]
+        gathers = [Inner.of(_GATHERS[str(config["algorithm"])], shard, config)]
         if problem.scaling == "rowwise":
             scales = self._gather(problem, rows_of(problem), "float32")
             count = -(-packets_of(scales.nbytes) // (_SCALE_ROUNDS * 32 * _SCALE_WARPS))
-            gathers.append(Inner(LAMPORT_GATHER, scales, {"num_blocks": count, "num_warps": _SCALE_WARPS}))
+            gathers.append(Inner.of(LAMPORT_GATHER, scales, {"num_blocks": count, "num_warps": _SCALE_WARPS}))
         return tuple(gathers)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -255,11 +244,7 @@ class TunedGather(_LibraryTuned):
         return {"num_chunks": 1, "launch_pdl": False, **_GATHERS[name].default(asked, limits), "algorithm": name}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        gathers: list[Callable[..., None]] = []
-        for inner in self.collectives(problem, config):
-            launch = inner.bind(workspace)
-            assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
-            gathers.append(launch.by_address)
+        gathers = [inner.bind(workspace).by_address for inner in self.collectives(problem, config)]
         room, scales = gathered_in(workspace.panels(problem.mode, panel_bytes(problem)), problem)
         gathered = wanted_of(problem).gathered
 
@@ -301,7 +286,7 @@ class TunedScatter(_LibraryTuned):
 
     def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
         split = int(config["num_chunks"]) > 1 and int(config["num_blocks"]) >= _SPLIT_BLOCKS
-        return (Inner(_SCATTERS[str(config["algorithm"])], self._scatter(problem), {**config, "split": split}),)
+        return (Inner.of(_SCATTERS[str(config["algorithm"])], self._scatter(problem), {**config, "split": split}),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         axes = _refuse_axes(config, early=("lamport",), cut=("push",))
@@ -313,7 +298,8 @@ class TunedScatter(_LibraryTuned):
         return {"num_chunks": 1, "launch_pdl": False, **_SCATTERS[best].default(asked, limits), "algorithm": best}
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        return self.collectives(problem, config)[0].num_rounds()
+        inner = self.collectives(problem, config)[0]
+        return inner.variant.num_rounds(*inner[1:])
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
@@ -348,17 +334,23 @@ def reduction_of(problem: Problem, config: Config, rows: int) -> Inner:
     algorithm, columns = str(config["algorithm"]), problem.shape[1]
     asked = replace(problem, dtype=wanted_of(problem).dtype, layout="", scaling="")
     if adds_bias(problem, algorithm):
-        return Inner(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), config)
-    return Inner(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), config)
+        return Inner.of(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), config)
+    return Inner.of(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), config)
 
 
 def refuse_reduction(problem: Problem, config: Config, limits: Limits, rows: int) -> str | None:
     """Why that all_reduce cannot run, or None."""
     if reason := _refuse_axes(config, early=("lamport", "two_shot_lamport"), cut=("two_shot",)):
         return reason
-    if problem.numel == 0:
-        return "there is nothing to do"
-    return reduction_of(problem, config, rows).infeasible(limits)
+    inner = reduction_of(problem, config, rows)
+    return inner.variant.infeasible(*inner[1:], limits)
+
+
+def compile_reduction(problem: Problem, config: Config, rows: int) -> Iterable[CompileRequest]:
+    """The binaries of that all_reduce."""
+    inner = reduction_of(problem, config, rows)
+    requests: Iterable[CompileRequest] = inner.variant.compile_requests(*inner[1:])
+    return requests
 
 
 def usual_reduction(problem: Problem, rows: int, *, host: bool = False) -> dict[str, Value]:
@@ -372,9 +364,7 @@ def bind_reduction(
     problem: Problem, config: Config, workspace: Workspace, rows: int
 ) -> Callable[[int, int, int], None]:
     """`(stream, address of the rows, address of the bias or 0)` to that all_reduce, in place."""
-    launch = reduction_of(problem, config, rows).bind(workspace)
-    assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
-    reduce = launch.by_address
+    reduce = reduction_of(problem, config, rows).bind(workspace).by_address
     if adds_bias(problem, str(config["algorithm"])):
         return lambda stream, address, bias: reduce(stream, address, bias, address)
     return lambda stream, address, bias: reduce(stream, address, address)
@@ -425,7 +415,8 @@ class TunedReduce(_LibraryTuned):
         return int(config["num_blocks"])
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
-        return self.collectives(problem, config)[0].num_rounds()
+        inner = self.collectives(problem, config)[0]
+        return inner.variant.num_rounds(*inner[1:])
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         multiply, reduce = bind_product(problem), bind_reduction(problem, config, workspace, problem.shape[0])

@@ -682,7 +682,5 @@ class CopyEngine(ScatterVariant):
         return AddressLaunch(by_address, addresses(problem))
 
 
-PUSH_REDUCE = PushReduce().register()
-COPY_ENGINE = CopyEngine().register()
-REDUCE_ADD = ReduceAdd().register()
-MULTIMEM = Multimem().register()
+for _variant in (PushReduce, CopyEngine, ReduceAdd, Multimem):
+    _variant().register()
