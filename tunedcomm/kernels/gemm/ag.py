@@ -39,6 +39,7 @@ from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import BoundKernel, bind_kernel
 from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.gemm import tiles
 from tunedcomm.kernels.gemm.op import rows_of, wanted_of
 from tunedcomm.kernels.gemm.panels import (
     COUNTERS,
@@ -52,23 +53,14 @@ from tunedcomm.kernels.gemm.panels import (
     is_last,
 )
 from tunedcomm.kernels.gemm.tiles import (
-    GemmVariant,
     element_type,
     matrix,
-    num_tiles,
     operand_b,
-    refuse_gemm,
-    refuse_streams,
-    refuse_tiles,
     scaled,
     store_packed_tile,
     store_tile,
     tile_of,
     tile_product,
-    tile_space,
-    tile_wish,
-    two_fit,
-    whole_packets,
 )
 from tunedcomm.space import Choice, Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
@@ -413,7 +405,7 @@ class Gathered:
             self.copies.join((self.aside,), stream, _SENT + _ASIDE)
 
 
-class QueueVariant(GemmVariant):
+class QueueVariant(tiles.GemmVariant):
     """A persistent GEMM over the queue, after the call's begin and beside the pushes of copy engines.
 
     Where the space has the axis `comm_blocks`, so many blocks of the kernel push instead.
@@ -424,18 +416,18 @@ class QueueVariant(GemmVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (
-            refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem))
-            or refuse_tiles(problem, config, limits, rows=rows_of(problem), shards=problem.world_size)
+            tiles.refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem))
+            or tiles.refuse_tiles(problem, config, limits, rows=rows_of(problem), shards=problem.world_size)
             or refuse_chunks(problem, config, limits, int(config["block_m"]))
         )
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         senders = 1 if limits.backend == "host" else 16
         rest = {"comm_blocks": senders, "blocks_per_sm": 1, "chunks": 1, "streams": 1}
-        return {**tile_wish(problem, limits, rows=rows_of(problem)), **rest}
+        return {**tiles.tile_wish(problem, limits, rows=rows_of(problem)), **rest}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        return {**super().constants(problem, config), "PACKED": whole_packets(problem)}
+        return {**super().constants(problem, config), "PACKED": tiles.whole_packets(problem)}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         panels, senders = workspace.panels(problem.mode, panel_bytes(problem)), int(config.get("comm_blocks", 0))
@@ -475,30 +467,30 @@ class QueueVariant(GemmVariant):
 
 def _queue_length(problem: Problem, config: Config) -> int:
     """Tiles of all shards."""
-    return problem.world_size * num_tiles(rows_of(problem), problem, config)
+    return problem.world_size * tiles.num_tiles(rows_of(problem), problem, config)
 
 
 class CopyEnginePersistent(QueueVariant):
     name = "copy_engine_persistent"
     summary = "copy engines push shards and their flags; one persistent GEMM takes tiles in the order of arrival"
     kernels = (begin_panels_kernel, queue_kernel)
-    space = tile_space(blocks_per_sm=Choice(1, 2), chunks=Choice(1, 2, 4), streams=Choice(1, 2, 3))
+    space = tiles.tile_space(blocks_per_sm=Choice(1, 2), chunks=Choice(1, 2, 4), streams=Choice(1, 2, 3))
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().infeasible(problem, config, limits) or refuse_streams(problem, config["streams"]):
+        if reason := super().infeasible(problem, config, limits) or tiles.refuse_streams(problem, config["streams"]):
             return reason
         if config["blocks_per_sm"] == 1:
             return None
         if limits.backend == "host" or _queue_length(problem, config) <= limits.num_sms:
             return "there is no tile for a second block on an SM"
-        return None if two_fit(problem, config) else "two blocks with such tiles do not fit on an SM"
+        return None if tiles.two_fit(problem, config) else "two blocks with such tiles do not fit on an SM"
 
 
 class SmPersistent(QueueVariant):
     name = "sm_persistent"
     summary = "one persistent GEMM, of which some blocks push the shards first"
     kernels = (begin_panels_kernel, sending_kernel)
-    space = tile_space(comm_blocks=Choice(1, 2, 4, 8, 16, 32), chunks=Choice(1, 2, 4))
+    space = tiles.tile_space(comm_blocks=Choice(1, 2, 4, 8, 16, 32), chunks=Choice(1, 2, 4))
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := super().infeasible(problem, config, limits):

@@ -78,26 +78,19 @@ from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, add_extras, arm, load_reduce, narrow, store_all, widen
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import lane_arguments
+from tunedcomm.kernels.gemm import tiles
 from tunedcomm.kernels.gemm.op import out_itemsize, wanted_of
 from tunedcomm.kernels.gemm.tiles import (
-    GemmVariant,
-    addresses,
     element_type,
     matrix,
-    num_tiles,
     operand_b,
     part_product,
     pointer_product,
-    refuse_gemm,
-    refuse_tiles,
     rounded,
     scaled,
     tile_of,
     tile_product,
-    tile_space,
-    tile_wish,
     tile_words,
-    two_fit,
 )
 from tunedcomm.space import Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
@@ -584,7 +577,7 @@ def gemm_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class SlotVariant(GemmVariant):
+class SlotVariant(tiles.GemmVariant):
     """A persistent GEMM whose tiles lie in slots.
 
     Its kernel takes `(a, b, bias, scale_a, scale_b, out, m, n, k, local, q0 … q6, rank, timeout_ns, status, panels,
@@ -593,7 +586,7 @@ class SlotVariant(GemmVariant):
 
     op = "gemm_ar"
     numerics: Numerics = "ordered"
-    space = tile_space(num_blocks=Choice(1, 2, 64, 128, 132, 264))
+    space = tiles.tile_space(num_blocks=Choice(1, 2, 64, 128, 132, 264))
     scatters = True  # partial tiles lie in their owner's panels, one of every rank
     gathers = True  # sums lie behind the partial tiles, and are copied to the result
 
@@ -617,26 +610,26 @@ class SlotVariant(GemmVariant):
         return self.partial_bytes(problem, config), self.rounds_of_owners(problem, config)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_gemm(problem, limits, panel_bytes=self.panel_bytes(problem, config), packets=True):
+        if reason := tiles.refuse_gemm(problem, limits, panel_bytes=self.panel_bytes(problem, config), packets=True):
             return reason
-        if reason := refuse_tiles(problem, config, limits, rows=problem.shape[0]):
+        if reason := tiles.refuse_tiles(problem, config, limits, rows=problem.shape[0]):
             return reason
-        tiles, blocks = num_tiles(problem.shape[0], problem, config), int(config["num_blocks"])
-        if blocks > tiles:
-            return f"{blocks} blocks, but only {tiles} tiles"
+        count, blocks = tiles.num_tiles(problem.shape[0], problem, config), int(config["num_blocks"])
+        if blocks > count:
+            return f"{blocks} blocks, but only {count} tiles"
         most = limits.num_sms if limits.backend == "cuda" else 2
-        if limits.backend == "cuda" and blocks > most and two_fit(problem, config):
+        if limits.backend == "cuda" and blocks > most and tiles.two_fit(problem, config):
             most *= 2
         if blocks > min(most, limits.max_blocks):
             return f"{blocks} blocks; {min(most, limits.max_blocks)} are resident at once, with flags of their own"
-        if 2 * blocks < min(tiles, most) and limits.backend == "cuda":
+        if 2 * blocks < min(count, most) and limits.backend == "cuda":
             return f"{blocks} blocks leave most SMs idle"
         return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        wish = tile_wish(problem, limits, rows=problem.shape[0])
-        tiles = num_tiles(problem.shape[0], problem, wish)  # type: ignore[arg-type]
-        return {**wish, "num_blocks": min(tiles, limits.num_sms if limits.backend == "cuda" else 2)}
+        wish = tiles.tile_wish(problem, limits, rows=problem.shape[0])
+        count = tiles.num_tiles(problem.shape[0], problem, wish)  # type: ignore[arg-type]
+        return {**wish, "num_blocks": min(count, limits.num_sms if limits.backend == "cuda" else 2)}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         """Those of all GEMMs, BIAS, BLOCK, and COPY.
@@ -655,14 +648,15 @@ class SlotVariant(GemmVariant):
 
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """Tiles of a block, of the one that has the most."""
-        return -(-num_tiles(problem.shape[0], problem, config) // int(config["num_blocks"]))
+        return -(-tiles.num_tiles(problem.shape[0], problem, config) // int(config["num_blocks"]))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         panels = workspace.panels(problem.mode, self.panel_bytes(problem, config))
         kernel = bind_kernel(self.request(problem, config), int(config["num_blocks"]), workspace.device)
         data = (panels.data, *(peer + PANEL_DATA if peer else 0 for peer in panels.peers))
         lane, further = lane_arguments(problem, workspace), self.further(problem, config, panels)
-        return AddressLaunch(kernel.fix((*(None,) * 6, *problem.shape, *lane, *data, *further)), addresses(problem))
+        launch = kernel.fix((*(None,) * 6, *problem.shape, *lane, *data, *further))
+        return AddressLaunch(launch, tiles.addresses(problem))
 
 
 class OneShot(SlotVariant):
@@ -711,7 +705,7 @@ class Multimem(SlotVariant):
         return multicast, *super().further(problem, config, panels)
 
 
-class Lamport(GemmVariant):
+class Lamport(tiles.GemmVariant):
     op = "gemm_ar"
     name = "lamport"
     numerics = "library"
@@ -732,7 +726,7 @@ class Lamport(GemmVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         m, n, k = problem.shape
-        if reason := refuse_gemm(problem, limits, packets=True):
+        if reason := tiles.refuse_gemm(problem, limits, packets=True):
             return reason
         if m > _MOST_ROWS:
             return f"{m} rows are a matter of bandwidth: at most {_MOST_ROWS}"
@@ -746,28 +740,28 @@ class Lamport(GemmVariant):
             return f"a tile has {packets} packets: threads beyond would push some of them twice"
         if on_gpus and m > block_m and block_m < 64:
             return f"{m} rows go into one tile, or into tiles of 64 rows"
-        if reason := refuse_tiles(problem, {**config, "group": 1}, limits, rows=m):
+        if reason := tiles.refuse_tiles(problem, {**config, "group": 1}, limits, rows=m):
             return reason
         if split == 1:
             return None
         if on_gpus and -(-k // int(config["block_k"])) < 2 * split:
             return f"a depth of {k} in {split} parts leaves a block less than two steps"
-        tiles = num_tiles(m, problem, config)
-        if tiles > _MOST_PARTS:
-            return f"{tiles} tiles keep all SMs busy: only split_k=1"
-        if on_gpus and tiles * split > 8 * limits.num_sms:
-            return f"{tiles} tiles in {split} parts are more than 8 blocks an SM"
+        count = tiles.num_tiles(m, problem, config)
+        if count > _MOST_PARTS:
+            return f"{count} tiles keep all SMs busy: only split_k=1"
+        if on_gpus and count * split > 8 * limits.num_sms:
+            return f"{count} tiles in {split} parts are more than 8 blocks an SM"
         return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         m, _, k = problem.shape
-        wish: dict[str, Any] = {**tile_wish(problem, limits, rows=min(m, 64)), "pointers": False}
+        wish: dict[str, Any] = {**tiles.tile_wish(problem, limits, rows=min(m, 64)), "pointers": False}
         wish["launch_pdl"] = limits.launch_pdl
         if limits.backend == "host":
             return {**wish, "split_k": 2}
-        tiles = max(num_tiles(m, problem, wish), 1)
+        count = max(tiles.num_tiles(m, problem, wish), 1)
         steps = max(k // int(wish["block_k"]) // 2, 1)
-        return {**wish, "split_k": max(min(self._per_sm(problem, wish) * limits.num_sms // tiles, steps, 8), 1)}
+        return {**wish, "split_k": max(min(self._per_sm(problem, wish) * limits.num_sms // count, steps, 8), 1)}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         found = super().constants(problem, {**config, "group": 1})
@@ -778,7 +772,7 @@ class Lamport(GemmVariant):
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         """Parts of tiles: the blocks of the grid at most, on any GPU."""
-        return num_tiles(problem.shape[0], problem, config) * int(config["split_k"])
+        return tiles.num_tiles(problem.shape[0], problem, config) * int(config["split_k"])
 
     def _per_sm(self, problem: Problem, config: Config) -> int:
         """Blocks that an SM holds for certain, with up to 128 registers a thread."""
@@ -796,7 +790,7 @@ class Lamport(GemmVariant):
             grid = min(blocks, self._per_sm(problem, config) * num_sms)
         a_part = int(config["block_m"]) * int(config["block_n"]) * 4 if int(config["split_k"]) > 1 else 0
         parts = workspace.scratch(problem.mode, max(blocks * a_part, 16))
-        counters = torch.zeros(num_tiles(problem.shape[0], problem, config), dtype=torch.int32, device=device)
+        counters = torch.zeros(tiles.num_tiles(problem.shape[0], problem, config), dtype=torch.int32, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a launch may be on any stream
         memory = (*problem.shape, parts.data_ptr(), counters.data_ptr())
@@ -804,7 +798,7 @@ class Lamport(GemmVariant):
         kernel = bind_kernel(self.request(problem, config), grid, device)
         launch: Any = kernel.fix((*(None,) * 6, *memory, *lane, *stage))
         launch.keep = counters  # live as long as the launch
-        return AddressLaunch(launch, addresses(problem))
+        return AddressLaunch(launch, tiles.addresses(problem))
 
 
 for _variant in (OneShot, TwoShot, TwoShotRolling, Multimem, Lamport):

@@ -67,27 +67,7 @@ from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import VariantBase
-from tunedcomm.kernels.gemm.ag import (
-    LEAST_SENT_BYTES,
-    Gathered,
-    Pushes,
-    gathered_in,
-    panel_bytes,
-    pushes_by_copies,
-    pushes_by_kernel,
-    refuse_chunks,
-    rows_of_chunk,
-    send_kernel,
-)
-from tunedcomm.kernels.gemm.library import (
-    REDUCE_KERNELS,
-    adds_bias,
-    bind_reduction,
-    compile_reduction,
-    refuse_reduction,
-    refuse_scaled,
-    usual_reduction,
-)
+from tunedcomm.kernels.gemm import ag, library
 from tunedcomm.kernels.gemm.op import Operands, operands_of, out_itemsize, product, ready_to_cut, rows_of, wanted_of
 from tunedcomm.kernels.gemm.panels import (
     DATA,
@@ -274,16 +254,16 @@ class _GatherVariant(VariantBase):
         return (begin_request(problem.world_size), self.await_request())
 
     def launch(
-        self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, pushes: Pushes,
+        self, problem: Problem, config: Config, workspace: Workspace, panels: Panels, pushes: ag.Pushes,
         pieces: Sequence[tuple[int, int, int, int]],
     ) -> Launch:  # fmt: skip
         """A launch of the call's begin, the pushes, and the products of the own shard and of all pieces.
 
         A piece is two arguments of the kernel that waits for it, and its first row and its end in the gathered A.
         """
-        begin, copied = bind_begin(problem, workspace, panels), Gathered(problem, workspace, panels)
+        begin, copied = bind_begin(problem, workspace, panels), ag.Gathered(problem, workspace, panels)
         copies, products = copies_of(workspace, problem.mode), _Products(problem, config, workspace)
-        everything, scales = gathered_in(panels, problem)
+        everything, scales = ag.gathered_in(panels, problem)
         rows = rows_of(problem)
         own = slice(workspace.rank * rows, (workspace.rank + 1) * rows)
         kernel = bind_kernel(self.await_request(), 1, workspace.device)
@@ -313,7 +293,7 @@ class _GatherVariant(VariantBase):
 class ChunkedGather(_GatherVariant):
     name = "chunked"
     summary = "cuBLAS once a chunk, as the chunks come; copy engines or a few blocks push them"
-    kernels = (begin_panels_kernel, await_kernel, send_kernel)
+    kernels = (begin_panels_kernel, await_kernel, ag.send_kernel)
     space = Space(
         {
             "transport": Choice("copy_engine", "sm"),
@@ -326,10 +306,10 @@ class ChunkedGather(_GatherVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         senders, by_copies = int(config["comm_blocks"]), config["transport"] == "copy_engine"
-        room = panel_bytes(problem)
+        room = ag.panel_bytes(problem)
         if reason := refuse_gemm(problem, limits, panel_bytes=room, descriptors=not by_copies):
             return reason
-        if reason := refuse_scaled(problem, limits):
+        if reason := library.refuse_scaled(problem, limits):
             return reason
         if by_copies and senders != 1:
             return "copy engines take no blocks: only comm_blocks=1"
@@ -340,9 +320,9 @@ class ChunkedGather(_GatherVariant):
         shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
         if limits.backend == "host" and senders > 1:
             return "interpreted blocks run one after another: more than 1 only cost time"
-        if not by_copies and limits.backend == "cuda" and (senders == 1 or shard < senders * LEAST_SENT_BYTES):
+        if not by_copies and limits.backend == "cuda" and (senders == 1 or shard < senders * ag.LEAST_SENT_BYTES):
             return f"{shard} bytes are not the right work for {senders} blocks that send"
-        return refuse_chunks(problem, config, limits, _MULTIPLE)
+        return ag.refuse_chunks(problem, config, limits, _MULTIPLE)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         streams = 1 if limits.backend == "host" else 2
@@ -350,7 +330,7 @@ class ChunkedGather(_GatherVariant):
 
     def _send_request(self, problem: Problem) -> CompileRequest:
         constants: dict[str, Value] = {"DTYPE": problem.dtype, "SCALING": problem.scaling}
-        return CompileRequest.of(send_kernel, {**constants, "WORLD_SIZE": problem.world_size}, num_warps=_WARPS)
+        return CompileRequest.of(ag.send_kernel, {**constants, "WORLD_SIZE": problem.world_size}, num_warps=_WARPS)
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         found = super().compile_requests(problem, config)
@@ -358,18 +338,18 @@ class ChunkedGather(_GatherVariant):
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         rows, world_size = rows_of(problem), problem.world_size
-        panels = workspace.panels(problem.mode, panel_bytes(problem))
-        span = rows_of_chunk(problem, config, _MULTIPLE)
+        panels = workspace.panels(problem.mode, ag.panel_bytes(problem))
+        span = ag.rows_of_chunk(problem, config, _MULTIPLE)
         pieces = []
         for turn in range(1, world_size):
             source = (workspace.rank - turn) % world_size
             for chunk, start in enumerate(range(0, rows, span)):
                 pieces.append((source, chunk, source * rows + start, source * rows + min(start + span, rows)))
         if config["transport"] == "copy_engine":
-            pushes = pushes_by_copies(problem, workspace, panels, int(config["streams"]), span)
+            pushes = ag.pushes_by_copies(problem, workspace, panels, int(config["streams"]), span)
         else:
             kernel = bind_kernel(self._send_request(problem), int(config["comm_blocks"]), workspace.device)
-            pushes = pushes_by_kernel(problem, workspace, panels, kernel, span)
+            pushes = ag.pushes_by_kernel(problem, workspace, panels, kernel, span)
         return self.launch(problem, config, workspace, panels, pushes, pieces)
 
 
@@ -380,21 +360,21 @@ class Doubling(_GatherVariant):
     space = Space({"gemm_streams": Choice(1, 2), "streams": Choice(1, 2, 3)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_gemm(problem, limits, panel_bytes=panel_bytes(problem), descriptors=False):
+        if reason := refuse_gemm(problem, limits, panel_bytes=ag.panel_bytes(problem), descriptors=False):
             return reason
         count = problem.world_size
         if count < _LEAST_RANKS or count & (count - 1):
             return f"{count} ranks are no power of two from {_LEAST_RANKS} on"
-        return refuse_scaled(problem, limits) or refuse_streams(problem, config["streams"])
+        return library.refuse_scaled(problem, limits) or refuse_streams(problem, config["streams"])
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"gemm_streams": 1, "streams": 1}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        panels = workspace.panels(problem.mode, panel_bytes(problem))
+        panels = workspace.panels(problem.mode, ag.panel_bytes(problem))
         rows, rank, world_size = rows_of(problem), workspace.rank, problem.world_size
         order = [((rank ^ turn) - rank) % world_size for turn in range(1, world_size)]
-        pushes = pushes_by_copies(problem, workspace, panels, int(config["streams"]), rows, order)
+        pushes = ag.pushes_by_copies(problem, workspace, panels, int(config["streams"]), rows, order)
         pieces, count = [], 1
         while count < world_size:
             first = (rank // count ^ 1) * count
@@ -577,7 +557,7 @@ class ChunkedReduce(VariantBase):
     name = "chunked"
     numerics = "library"
     summary = "cuBLAS part by part; each part is reduced by kernels on few SMs beside the next one's GEMM"
-    kernels = REDUCE_KERNELS
+    kernels = library.REDUCE_KERNELS
     space = Space(
         {
             "chunks": Choice(2, 4, 8),
@@ -597,7 +577,7 @@ class ChunkedReduce(VariantBase):
         if limits.backend == "cuda" and parts[0][1] < _TILE:
             return f"{parts[0][1]} rows a part are less than the library's tiles have"
         for rows in {rows for _, rows in parts}:
-            if reason := refuse_reduction(problem, config, limits, rows):
+            if reason := library.refuse_reduction(problem, config, limits, rows):
                 return f"parts of {rows} rows: {reason}"
         return None
 
@@ -612,14 +592,14 @@ class ChunkedReduce(VariantBase):
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         sizes = {rows for _, rows in _parts_of(problem, config)}
-        asked = (compile_reduction(problem, config, rows) for rows in sizes)
+        asked = (library.compile_reduction(problem, config, rows) for rows in sizes)
         return tuple(dict.fromkeys(itertools.chain.from_iterable(asked)))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         wanted, copies = _parts_of(problem, config), copies_of(workspace, problem.mode)
         sizes = sorted({rows for _, rows in wanted})
-        reductions = {rows: bind_reduction(problem, config, workspace, rows) for rows in sizes}
-        fused, sides = adds_bias(problem, str(config["algorithm"])), copies.streams[:1]
+        reductions = {rows: library.bind_reduction(problem, config, workspace, rows) for rows in sizes}
+        fused, sides = library.adds_bias(problem, str(config["algorithm"])), copies.streams[:1]
 
         def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
             """See the module's text."""
@@ -669,7 +649,7 @@ class CopyEngine(VariantBase):
     name = "copy_engine"
     numerics = "library"
     summary = "cuBLAS part by part; copy engines move shares and sums beside the next parts' GEMMs"
-    kernels = (begin_panels_kernel, sum_share_kernel, await_all_kernel, *REDUCE_KERNELS)
+    kernels = (begin_panels_kernel, sum_share_kernel, await_all_kernel, *library.REDUCE_KERNELS)
     space = Space(
         {
             "chunks": Choice(2, 3, 4, 6, 8),
@@ -697,7 +677,7 @@ class CopyEngine(VariantBase):
             return reason
         parts, blocks, host = _parts_of(problem, config), int(config["num_blocks"]), limits.backend == "host"
         tail = parts[-1][1]
-        if reason := refuse_reduction(problem, usual_reduction(problem, tail, host=host), limits, tail):
+        if reason := library.refuse_reduction(problem, library.usual_reduction(problem, tail, host=host), limits, tail):
             return f"the last {tail} rows: {reason}"
         if host:
             return "interpreted blocks run one after another: only num_blocks=1" if blocks > 1 else None
@@ -731,7 +711,7 @@ class CopyEngine(VariantBase):
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         tail = _parts_of(problem, config)[-1][1]
         own = (begin_request(problem.world_size), self.sum_request(problem, config), self.ready_request(problem))
-        return (*own, *compile_reduction(problem, usual_reduction(problem, tail), tail))
+        return (*own, *library.compile_reduction(problem, library.usual_reduction(problem, tail), tail))
 
     def _bind_parts(
         self, problem: Problem, config: Config, workspace: Workspace, pushing: tuple[int, ...],
@@ -774,9 +754,9 @@ class CopyEngine(VariantBase):
         aside, *sums_beside = copies.streams[2 * count : 2 * count + 1 + products.two]
         parts = list(self._bind_parts(problem, config, workspace, pushing, gathering, aside))
         last_row, rows = _parts_of(problem, config)[-1]
-        reducing = usual_reduction(problem, rows, host=workspace.device.type == "cpu")
-        fused = adds_bias(problem, str(reducing["algorithm"]))
-        reduce_tail = bind_reduction(problem, reducing, workspace, rows)
+        reducing = library.usual_reduction(problem, rows, host=workspace.device.type == "cpu")
+        fused = library.adds_bias(problem, str(reducing["algorithm"]))
+        reduce_tail = library.bind_reduction(problem, reducing, workspace, rows)
 
         def send(moves: list[tuple[int, int, int, int, int, int]], target: int) -> None:
             for side, peer, chunk, place, start, nbytes in moves:

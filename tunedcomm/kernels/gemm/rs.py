@@ -53,6 +53,7 @@ from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, mean_packets, num_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET
+from tunedcomm.kernels.gemm import tiles
 from tunedcomm.kernels.gemm.op import out_itemsize, rows_of
 from tunedcomm.kernels.gemm.panels import (
     COUNTERS,
@@ -66,25 +67,7 @@ from tunedcomm.kernels.gemm.panels import (
     call_number,
     is_last,
 )
-from tunedcomm.kernels.gemm.tiles import (
-    GemmVariant,
-    addresses,
-    element_type,
-    matrix,
-    num_tiles,
-    operand_b,
-    refuse_gemm,
-    refuse_streams,
-    refuse_tiles,
-    rounded,
-    scaled,
-    tile_of,
-    tile_product,
-    tile_space,
-    tile_wish,
-    two_fit,
-    whole_packets,
-)
+from tunedcomm.kernels.gemm.tiles import element_type, matrix, operand_b, rounded, scaled, tile_of, tile_product
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Numerics, Problem
 from tunedcomm.symm.layout import PANEL_COUNTERS_OFFSET, PANEL_DATA
@@ -471,7 +454,7 @@ def slot_bytes(problem: Problem) -> int:
     return -(-size // PACKET_BYTES) * PACKET_BYTES
 
 
-class ScatterVariant(GemmVariant):
+class ScatterVariant(tiles.GemmVariant):
     """A persistent GEMM of gemm_rs.
 
     Its kernel takes the addresses of a, b, scale_a, scale_b and the result, what else varies, m, n, depth, panels,
@@ -486,10 +469,10 @@ class ScatterVariant(GemmVariant):
         return problem.world_size * slot_bytes(problem)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_gemm(problem, limits, panel_bytes=self.room(problem)):
+        if reason := tiles.refuse_gemm(problem, limits, panel_bytes=self.room(problem)):
             return reason
         rows, chunks = rows_of(problem), int(config["chunks"])
-        if reason := refuse_tiles(problem, config, limits, rows=rows, shards=problem.world_size):
+        if reason := tiles.refuse_tiles(problem, config, limits, rows=rows, shards=problem.world_size):
             return reason
         tile_rows = -(-rows // int(config["block_m"]))
         if chunks > 1 and -(-tile_rows // -(-tile_rows // chunks)) != chunks:
@@ -497,13 +480,13 @@ class ScatterVariant(GemmVariant):
         return _unsuited_grid(problem, config, limits) or _unsuited_epilogue(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
-        tiles = tile_wish(problem, limits, rows=rows_of(problem))
+        wish = tiles.tile_wish(problem, limits, rows=rows_of(problem))
         blocks = 1 if limits.backend == "host" else limits.num_sms
-        return {**tiles, "chunks": 1, "num_blocks": blocks, "epilogue": "descriptor", "late": False, "num_streams": 1}
+        return {**wish, "chunks": 1, "num_blocks": blocks, "epilogue": "descriptor", "late": False, "num_streams": 1}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
-        found = super().constants(problem, config)
-        found |= {"CHUNKS": config["chunks"], "AVG": problem.reduction == "avg", "ALIGNED": whole_packets(problem)}
+        found, aligned = super().constants(problem, config), tiles.whole_packets(problem)
+        found |= {"CHUNKS": config["chunks"], "AVG": problem.reduction == "avg", "ALIGNED": aligned}
         if "epilogue" in config:
             pieces = _pieces_of(config, out_itemsize(problem))
             found |= {"PIECES": pieces, "DESCRIPTOR": config["epilogue"] == "descriptor"}
@@ -511,7 +494,7 @@ class ScatterVariant(GemmVariant):
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         """Blocks that are launched: no more than there are tiles."""
-        return min(int(config["num_blocks"]), problem.world_size * num_tiles(rows_of(problem), problem, config))
+        return min(int(config["num_blocks"]), problem.world_size * tiles.num_tiles(rows_of(problem), problem, config))
 
     def further(self, panels: Panels) -> tuple[int, ...]:
         """Last runtime arguments of the kernel."""
@@ -535,7 +518,7 @@ class ScatterVariant(GemmVariant):
             begin(stream)
             gemm(stream, *given)
 
-        return AddressLaunch(by_address, addresses(problem))
+        return AddressLaunch(by_address, tiles.addresses(problem))
 
 
 def _unsuited_grid(problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -543,15 +526,15 @@ def _unsuited_grid(problem: Problem, config: Config, limits: Limits) -> str | No
     blocks = int(config["num_blocks"])
     if limits.backend == "host":
         return "an interpreted block would wait for blocks after it: only num_blocks=1" if blocks > 1 else None
-    tiles = problem.world_size * num_tiles(rows_of(problem), problem, config)
+    count = problem.world_size * tiles.num_tiles(rows_of(problem), problem, config)
     if blocks > _BLOCKS_PER_SM * limits.num_sms:
         return f"{blocks} blocks do not all fit on {limits.num_sms} SMs at once"
-    if blocks > limits.num_sms and not two_fit(problem, config):
+    if blocks > limits.num_sms and not tiles.two_fit(problem, config):
         return "two blocks with such tiles do not fit on an SM"
     fewer = [value for value in NUM_BLOCKS.values() if int(value) < blocks]
-    if fewer and int(fewer[-1]) >= tiles:
-        return f"{tiles} tiles leave some of {blocks} blocks without work"
-    if blocks == 1 and tiles > 1:
+    if fewer and int(fewer[-1]) >= count:
+        return f"{count} tiles leave some of {blocks} blocks without work"
+    if blocks == 1 and count > 1:
         return "one block leaves the other SMs idle"
     return None
 
@@ -560,9 +543,9 @@ def _unsuited_epilogue(problem: Problem, config: Config, limits: Limits) -> str 
     """Why partial results cannot be read the way that `epilogue` says, if there is a choice, or None."""
     if "epilogue" not in config:
         return None
-    if config["epilogue"] == "descriptor" and not whole_packets(problem):
+    if config["epilogue"] == "descriptor" and not tiles.whole_packets(problem):
         return f"rows of {problem.shape[1]} results are no whole packets, as tensor descriptors want"
-    if config["epilogue"] == "pointer" and whole_packets(problem) and limits.backend == "cuda":
+    if config["epilogue"] == "pointer" and tiles.whole_packets(problem) and limits.backend == "cuda":
         return "plain loads of partial results take twice as long as descriptors, which suit this result"
     if limits.backend == "host" and int(config["block_n"]) > 128:
         return "interpreted tiles are small"
@@ -579,7 +562,7 @@ class PushReduce(ScatterVariant):
     name = "push_reduce"
     summary = "one persistent GEMM that stores tiles to their owners and sums the own rows in its last tiles"
     kernels = (begin_panels_kernel, push_reduce_kernel)
-    space = tile_space(**_EPILOGUE_AXES, late=Choice(False, True))
+    space = tiles.tile_space(**_EPILOGUE_AXES, late=Choice(False, True))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "LATE": config["late"]}
@@ -590,7 +573,7 @@ class ReduceAdd(ScatterVariant):
     numerics = "unordered"
     summary = "one persistent GEMM that adds its tiles to a sum in their owners' memory, in any order"
     kernels = (begin_panels_kernel, reduce_add_kernel)
-    space = tile_space(**_GRID_AXES)
+    space = tiles.tile_space(**_GRID_AXES)
 
     def room(self, problem: Problem) -> int:
         return rows_of(problem) * problem.shape[1] * _SUM_ITEMSIZE
@@ -614,12 +597,12 @@ class Multimem(ScatterVariant):
     numerics = "library"
     summary = "one persistent GEMM into own panels, whose rows the switch sums (NVLink multicast)"
     kernels = (begin_panels_kernel, multimem_gemm_kernel)
-    space = tile_space(**_GRID_AXES)
+    space = tiles.tile_space(**_GRID_AXES)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := refuse_multicast(limits) or super().infeasible(problem, config, limits):
             return reason
-        if int(config["chunks"]) > 1 and not whole_packets(problem):
+        if int(config["chunks"]) > 1 and not tiles.whole_packets(problem):
             return f"rows of {problem.shape[1]} results are no whole packets, so chunks would share some: only chunks=1"
         return None
 
@@ -638,13 +621,13 @@ class CopyEngine(ScatterVariant):
     name = "copy_engine"
     summary = "one persistent GEMM; copy engines take its chunks to their owners, its last tiles take the sums"
     kernels = (begin_panels_kernel, counted_gemm_kernel)
-    space = tile_space(**_EPILOGUE_AXES, num_streams=Choice(1, 2, 3))
+    space = tiles.tile_space(**_EPILOGUE_AXES, num_streams=Choice(1, 2, 3))
 
     def room(self, problem: Problem) -> int:
         return (2 * problem.world_size - 1) * slot_bytes(problem)
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return super().infeasible(problem, config, limits) or refuse_streams(problem, config["num_streams"])
+        return super().infeasible(problem, config, limits) or tiles.refuse_streams(problem, config["num_streams"])
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> AddressLaunch:
         panels, copies = workspace.panels(problem.mode, self.room(problem)), copies_of(workspace, problem.mode)
@@ -653,7 +636,7 @@ class CopyEngine(ScatterVariant):
         sides, sender = copies.streams[: int(config["num_streams"])], Sender(copies, workspace.rank, panels.local)
         others, rows, row_bytes = problem.world_size - 1, rows_of(problem), problem.shape[1] * out_itemsize(problem)
         slot, counters = slot_bytes(problem), panels.local + PANEL_COUNTERS_OFFSET
-        shard, tile_rows = num_tiles(rows, problem, config), -(-rows // int(config["block_m"]))
+        shard, tile_rows = tiles.num_tiles(rows, problem, config), -(-rows // int(config["block_m"]))
         span = -(-tile_rows // int(config["chunks"])) * int(config["block_m"])
         pushes = []  # every chunk of other ranks' shards, in the order in which they are finished
         for step in range(others):
@@ -661,8 +644,8 @@ class CopyEngine(ScatterVariant):
                 offset, count = first * row_bytes, min(span, rows - first)
                 source = panels.data + (problem.world_size + step) * slot + offset
                 move = (PANEL_DATA + workspace.rank * slot + offset, source, count * row_bytes)
-                tiles = num_tiles(count, problem, config)
-                pushes.append((sides[step % len(sides)], tiles, panels.peers[step], chunk, move))
+                needed = tiles.num_tiles(count, problem, config)
+                pushes.append((sides[step % len(sides)], needed, panels.peers[step], chunk, move))
         at_once = workspace.device.type == "cuda"
 
         def by_address(stream: int, *given: int) -> None:
@@ -670,8 +653,8 @@ class CopyEngine(ScatterVariant):
             begin(stream)
             copies.fork(stream, sides, _BEGUN)
             gemm(stream, *given, 0, (problem.world_size if at_once else others) * shard)
-            for number, (side, tiles, peer, chunk, move) in enumerate(pushes):
-                copies.await_count(side, counters + 8 * number, tiles)
+            for number, (side, needed, peer, chunk, move) in enumerate(pushes):
+                copies.await_count(side, counters + 8 * number, needed)
                 sender.send(side, peer, chunk, move)
             copies.join(sides[1:], sides[0], _DONE + 1)
             copies.clear(sides[0], counters, 2 * len(pushes))
@@ -679,7 +662,7 @@ class CopyEngine(ScatterVariant):
             if not at_once:
                 gemm(stream, *given, others * shard, problem.world_size * shard)
 
-        return AddressLaunch(by_address, addresses(problem))
+        return AddressLaunch(by_address, tiles.addresses(problem))
 
 
 for _variant in (PushReduce, CopyEngine, ReduceAdd, Multimem):
