@@ -16,38 +16,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    ColumnElement,
-    Connection,
-    MetaData,
-    Select,
-    String,
-    Table,
-    delete,
-    func,
-    insert,
-    select,
-    type_coerce,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, func, select
 
-from tunedcomm.db import query
+from tunedcomm.db import engine, query
 from tunedcomm.db import records as parse
-from tunedcomm.db.engine import (
-    BUSY_TIMEOUT_S,
-    Target,
-    file_uri,
-    is_immutable,
-    leftovers,
-    may_write,
-    network_of,
-    num_bytes,
-    parse_target,
-    prepare_file,
-    translated,
-    warn_once,
-)
+from tunedcomm.db.engine import BUSY_TIMEOUT_S, Target, num_bytes, parse_target, translated, warn_once
 from tunedcomm.db.jsonl import SoundRows
 from tunedcomm.db.layers import Layer
 from tunedcomm.db.records import FAILED, Reader, StoredVariant, Trial, canonical_json, utc_now
@@ -102,13 +76,9 @@ _MEND_PIN = "`tunedcomm db unpin` it, or `tunedcomm db pin` something that can r
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at: what was found and, where not all is well, what to do.
 
-    Attributes:
-        name: what was looked at.
-        level: `ok`, `warn` (it works, and somebody should know) or `fail` (the database is not sound).
-        detail: what was found.
-        mend: what to do; "" where all is well.
+    Level `warn` means that it works and somebody should know, `fail` that the database is not sound.
     """
 
     name: str
@@ -129,7 +99,7 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
     found: list[Finding] = []
     if where.path is not None:
         try:
-            prepare_file(where.path, create=False)
+            engine.prepare_file(where.path, create=False)
         except DatabaseError as error:
             return [Finding("file", "fail", str(error), _RESTORE if where.path.is_file() else "give another path")]
         damage = _damage(where, where.path)
@@ -155,11 +125,11 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
 def _surroundings(path: Path) -> list[Finding]:
     """Findings about the files beside a database, its permissions and its file system."""
     sides, rights = [], []
-    for side in leftovers(path):
+    for side in engine.leftovers(path):
         text = f"{side.name} holds {side.stat().st_size} bytes: a process has the database open, or one was killed"
         mend = f"nothing while one has; the next command that writes folds it in. Never move {path.name} without it"
         sides.append(Finding("side files", "warn", text, mend))
-    writable, folder = may_write(path), may_write(path.parent)
+    writable, folder = engine.may_write(path), engine.may_write(path.parent)
     if writable and not folder:
         text = f"{path} may be written and its directory may not, so that SQLite cannot write it either"
         rights.append(Finding("permissions", "warn", text, "make the directory writable, or the file read-only"))
@@ -169,7 +139,7 @@ def _surroundings(path: Path) -> list[Finding]:
             text = f"every user may change {place}, and with it which kernels run for others"
             rights.append(Finding("permissions", "warn", text, f"chmod o-w {place}"))
     system = Finding("file system", "ok", "local to this host")
-    if kind := network_of(path):
+    if kind := engine.network_of(path):
         text = f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold between hosts"
         system = Finding("file system", "warn", text, "only read it, as a site database")
     may = "it can be read and written" if writable and folder else "it can be read, not written"
@@ -182,7 +152,7 @@ def _or_ok(name: str, found: list[Finding], well: str) -> list[Finding]:
 
 def _damage(where: Target, path: Path) -> list[Finding]:
     """Faults that SQLite itself finds, and objects that only an intruder would have put into the file."""
-    uri = file_uri(path, readonly=True, immutable=is_immutable(path))
+    uri = engine.file_uri(path, readonly=True, immutable=engine.is_immutable(path))
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
             connection.text_factory = lambda text: text.decode("utf-8", "replace")
@@ -323,7 +293,9 @@ FAILURES = ("compile_error", "incorrect", "crashed", "hung")
 # With `ok` what a search counts as measured, and as checked.
 _RAN = ("ok", "pruned")
 # Ids of one connection, for as long as a plan is made and carried out.
-_SELECTED = Table("tunedcomm_selected", MetaData(), Column("id", BigInteger, primary_key=True), prefixes=["TEMPORARY"])
+_SELECTED = sa.Table(
+    "tunedcomm_selected", sa.MetaData(), sa.Column("id", sa.BigInteger, primary_key=True), prefixes=["TEMPORARY"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,8 +307,8 @@ class Selection:
         superseded: neither dispatch nor `explain` needs them.
         failed: the status is one of `FAILURES`. With a candidate's failures go its good trials that they hide, so that
             it is measured and checked again; failures that hide good trials of other databases stay.
-        invalid: no reader uses them, for they make no sense.
-        environments: digests; of one of these environments. Empty means any.
+        invalid: no reader uses them.
+        environments: of an environment with one of these digests; empty means any.
         before: stored before this time.
     """
 
@@ -367,19 +339,17 @@ class PrunedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """Rows that were removed, or would be.
+    """Rows that were removed or, in a dry run, would be.
 
     Attributes:
         target: the file, or the server's URL without its password.
-        dry_run: nothing was removed.
         held: trials that were there before.
         groups: what is removed, by environment, op, variant and status.
+        unused: table to the number of rows that nothing refers to any more and that are removed as well; none on a
+            server, where other hosts may be about to refer to them.
+        bytes_before, bytes_after: size of the file; None for a server, and where nothing was removed.
         along: how many of these trials are good ones that go with a failure.
         kept: failures that were selected and stay, for they keep good trials of other databases from being used.
-        unused: table to the rows that nothing refers to any more and that are removed as well; none on a server, where
-            other hosts may be about to refer to them.
-        bytes_before: size of the file; None for a server.
-        bytes_after: the same afterwards; None where nothing was removed.
         compacted: the file was made smaller; False for a server, which does that by itself, and where other processes
             or a full disk were in the way.
     """
@@ -434,17 +404,17 @@ def prune(
         along -= ids
         _SELECTED.create(connection)  # an error rolls it back with all the rest
         if ids := (ids | along) - kept:
-            connection.execute(insert(_SELECTED), [{"id": id_} for id_ in ids])
+            connection.execute(sa.insert(_SELECTED), [{"id": id_} for id_ in ids])
         selected = select(_SELECTED.c.id)
         held, groups = query.count(connection, select(TrialRow.id)), _groups(connection)
-        unused: dict[type[Base], Select[Any]] = {}
+        unused: dict[type[Base], sa.Select[Any]] = {}
         if database.path is not None:
             unused = query.unused_rows(TrialRow.id.not_in(selected), invalid.get("variant", ()))
         counts = {model.__tablename__: query.count(connection, rows) for model, rows in unused.items()}
         if not dry_run:
-            connection.execute(delete(TrialRow).where(TrialRow.id.in_(selected)))
+            connection.execute(sa.delete(TrialRow).where(TrialRow.id.in_(selected)))
             for model, rows in unused.items():
-                connection.execute(delete(model).where(query.table(model).c.id.in_(rows)))
+                connection.execute(sa.delete(model).where(query.table(model).c.id.in_(rows)))
         _SELECTED.drop(connection)
         return Pruned(
             target=str(database.path or database.url),
@@ -467,8 +437,8 @@ def prune(
     return replace(done, compacted=compacted, bytes_after=num_bytes(database.path))
 
 
-def _conditions(connection: Connection, selection: Selection, source_hash: SourceHash) -> list[ColumnElement[bool]]:
-    found: list[ColumnElement[bool]] = []
+def _conditions(connection: Connection, selection: Selection, source_hash: SourceHash) -> list[sa.ColumnElement[bool]]:
+    found: list[sa.ColumnElement[bool]] = []
     if selection.stale:
         stored = query.load_variants(connection, Reader())
         stale = [key for key, variant in stored.items() if is_current(variant, source_hash) is False]
@@ -576,8 +546,6 @@ class GroupStats:
     """Problems of one op, world size, dtype and mode in one environment.
 
     Attributes:
-        environment: where they were measured.
-        op, world_size, dtype, mode: shared by the problems.
         problems: those with a trial.
         trials: status to how many ended so.
         finals: trials of the finals.
@@ -618,15 +586,7 @@ class GroupStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseStats:
-    """One database.
-
-    Attributes:
-        target: the file, or the server's URL without its password.
-        num_bytes: of the file and its write-ahead log; None for a server.
-        schema: revision of its schema.
-        rows: what `Database.stats` says.
-        groups: sorted by GPU, environment, op, world size, dtype and mode.
-    """
+    """One database: `target` without a password, its size (None for a server), schema revision, rows and groups."""
 
     target: str
     num_bytes: int | None
@@ -684,7 +644,7 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
 def _count(connection: Connection) -> Iterable[Any]:
     """Trials and finals, and the first and the last time, of each environment, problem, variant and status."""
     same = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.status)
-    times = [type_coerce(end(TrialRow.created_at), String()) for end in (func.min, func.max)]
+    times = [sa.type_coerce(end(TrialRow.created_at), sa.String()) for end in (func.min, func.max)]
     finals = func.count().filter(TrialRow.final)
     return connection.execute(select(*same, func.count(), finals, *times).group_by(*same)).all()
 
