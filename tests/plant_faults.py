@@ -28,7 +28,7 @@ AREAS = {
     "dispatch": [
         "multirank/test_dispatch*.py", "multirank/test_agreement.py", "multirank/test_nan_check.py",
         "multirank/test_miss_counts.py", "multirank/test_communicator.py", "multirank/test_pins.py",
-        "multirank/test_lost_peer.py", "multirank/test_bad_input.py", "unit/test_miss*.py",
+        "multirank/test_lost_peer.py", "multirank/test_bad_input.py", "unit/test_misses.py", "unit/test_db_misses.py",
     ],
     "db": ["unit/test_db_*.py", "unit/test_manifest*.py", "unit/test_transfer*.py"],
     "tuner": ["unit/test_tuner_*.py", "multirank/test_tuner_faults.py", "multirank/test_verify.py"],

@@ -20,7 +20,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote
@@ -140,7 +140,6 @@ def expand_home(text: str) -> Path:
 # Files
 
 
-_SIDE_FILES = ("-wal", "-journal", "-shm")
 _HEADER = b"SQLite format 3\x00"
 
 
@@ -187,22 +186,25 @@ def prepare_file(path: Path, *, create: bool) -> None:
 
 
 def side_files(path: Path) -> list[Path]:
-    """The paths at which SQLite keeps a file's write-ahead log, rollback journal and shared memory."""
-    return [path.with_name(path.name + suffix) for suffix in _SIDE_FILES]
+    """The paths of a file's write-ahead log, rollback journal and shared memory."""
+    return [path.with_name(path.name + suffix) for suffix in ("-wal", "-journal", "-shm")]
 
 
 def leftovers(path: Path) -> list[Path]:
     """Logs and journals beside a file that hold something: a writer has it open, or one was killed."""
-    found = []
-    for side in side_files(path)[:2]:
-        with suppress(OSError):
-            found += [side] if side.stat().st_size else []
-    return found
+    return [side for side in side_files(path)[:2] if _size(side)]
 
 
 def num_bytes(path: Path) -> int:
-    """Size of a SQLite file and of its write-ahead log."""
-    return path.stat().st_size + sum(side.stat().st_size for side in side_files(path)[:1] if side.exists())
+    """Size of a SQLite file and of its write-ahead log; 0 of what is not there."""
+    return _size(path) + _size(side_files(path)[0])
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def may_write(path: Path) -> bool:
@@ -236,12 +238,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def file_system(path: str, mounts: str) -> str:
-    """The type of the file system that holds `path`; "" where the table does not say.
-
-    Args:
-        path: absolute, without symbolic links; need not exist.
-        mounts: text of `/proc/self/mounts`, in the order in which things were mounted.
-    """
+    """The type of the file system of an absolute path by the text of `/proc/self/mounts`; "" if that does not say."""
     found, longest = "", 0
     for line in mounts.splitlines():
         if len(fields := line.split()) < 3:
@@ -257,9 +254,6 @@ def network_of(path: Path) -> str:
     """The network file system that holds `path`, e.g. `nfs4`, or "" where SQLite's locks hold.
 
     TUNEDCOMM_DB_NETWORK=no trusts them anywhere.
-
-    Raises:
-        SettingError: TUNEDCOMM_DB_NETWORK holds a value that it does not take.
     """
     if settings.db_network() == "no":
         return ""
@@ -275,11 +269,7 @@ def network_of(path: Path) -> str:
 
 
 def refuse_network(path: Path) -> None:
-    """Refuse to write a SQLite file on a network file system.
-
-    Raises:
-        DatabaseAccessError: it lies on one.
-    """
+    """Raise DatabaseAccessError for a SQLite file that is to be written on a network file system."""
     if network := network_of(path):
         raise DatabaseAccessError(
             f"{path} lies on a network file system ({network}), where SQLite's locks may not hold between hosts. Set "
@@ -441,10 +431,7 @@ def _limit_reading(connection: sqlite3.Connection, path: Path) -> None:
 
 def _limit_steps(connection: Any, path: Path) -> None:
     """Interrupt what takes more steps from here on than a sound file of this size needs."""
-    size = 0
-    with suppress(OSError):
-        size = num_bytes(path)
-    looks, most = itertools.count(1), (_FREE_STEPS + _STEPS_A_BYTE * size) // _STEPS_A_LOOK
+    looks, most = itertools.count(1), (_FREE_STEPS + _STEPS_A_BYTE * num_bytes(path)) // _STEPS_A_LOOK
     connection.set_progress_handler(lambda: next(looks) > most, _STEPS_A_LOOK)
 
 
@@ -494,7 +481,8 @@ def driver_error(target: Target, error: Any) -> DatabaseError:
         return any(word in low for word in words)
 
     # A log that cannot grow is reported as an I/O error.
-    if code.startswith("53100") or says("disk is full") or (says("disk i/o") and _no_space(target)):
+    is_full = says("disk i/o") and target.path is not None and _is_full(target.path.parent)
+    if is_full or code.startswith("53100") or says("disk is full"):
         return disk_full(target, text)
     found = (_sqlite_error if target.path is not None else _server_error)(target, error, code, says)
     if found is None and (says("no such table", "no such column") or code in ("42P01", "42703")):
@@ -517,10 +505,11 @@ def disk_full(where: object, text: str) -> DatabaseFullError:
     )
 
 
-def _no_space(target: Target) -> bool:
-    with suppress(OSError):
-        return target.path is not None and shutil.disk_usage(target.path.parent).free < _NO_SPACE_BYTES
-    return False
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _NO_SPACE_BYTES
+    except OSError:
+        return False
 
 
 # The class of an error, what is the matter with the database, and what to do.
@@ -568,19 +557,11 @@ def _server_error(target: Target, error: Any, code: str, says: Callable[..., boo
 
 
 def retry(operation: Callable[[bool], T], limit_s: float) -> T:
-    """Run `operation(again)` until the database is neither away nor locked; every other error passes at once.
+    """Run `operation(again)` until the database is neither away nor locked, for `limit_s` at most.
 
     An operation is one transaction and may be run several times. When a connection breaks during a commit, nobody can
     say whether it was carried out; so an operation that adds something is told that it runs again, and looks for what
-    the attempt before has left.
-
-    Args:
-        operation: what to run; `again` is true where an attempt before may have been carried out.
-        limit_s: after so many seconds the error passes; 0 retries nothing.
-
-    Raises:
-        DatabaseAwayError: the server was away for longer than the limit.
-        DatabaseBusyError: another writer held the database for longer than the limit.
+    the attempt before has left. Every other error passes at once.
     """
     begin, wait, again = time.monotonic(), 0.05, False
     while True:

@@ -40,11 +40,10 @@ class Miss:
     """A problem that was called without having been tuned.
 
     Attributes:
-        problem: what was called.
-        hard_key: hard fields of the environment, as `Environment.hard_key`.
+        hard_key: of the environment, as `Environment.hard_key`.
         count: calls; in graph mode captures, for replays are not seen.
         source: where the candidate came from instead: `interpolated`, `borrowed`, `heuristic` or `library`.
-        last_seen: when it was last counted.
+        last_seen: time of the last count.
     """
 
     problem: Problem
@@ -170,11 +169,7 @@ def _parse(line: bytes) -> Miss:
 
 
 def compact(path: Path, *, without: Collection[tuple[HardKey, Problem]] = ()) -> None:
-    """Rewrite the file with one line a problem; writers wait meanwhile.
-
-    Args:
-        path: the file; nothing is done if there is none.
-        without: problems to leave out, each with its environment's hard key.
+    """Rewrite a file, if there is one, with one line a problem but those `without`; writers wait meanwhile.
 
     Raises:
         OSError: the file cannot be read or written.

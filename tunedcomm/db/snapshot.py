@@ -387,7 +387,7 @@ def _drift_notes(here: Environment, rows: Collection[Row]) -> tuple[str, ...]:
     changes = sorted(
         {
             f"{name} {getattr(there, name) or '(none)'} → {getattr(here, name) or '(none)'}"
-            for there in set(drifted)
+            for there in {id(there): there for there in drifted}.values()
             for name in SOFT_FIELDS
             if name != "tunedcomm" and getattr(there, name) != getattr(here, name)
         }
