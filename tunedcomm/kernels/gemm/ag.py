@@ -14,9 +14,8 @@ for by some tile, so all that peers push into this rank's panels is there when t
   call's beginning and join it at the end, for what follows may overwrite the shard and count the next call. What is
   sent is queued before what waits, so that streams which share one hardware queue do not wait for each other.
 - sm_persistent: the first `comm_blocks` blocks of the GEMM kernel push before they take tiles, which a counter hands
-  out; the last block to leave sets it back. Each sender adds to a counter when its part of a chunk is stored; the one
-  that finds all others done raises the flag. The addition releases what the block stored and acquires what the others
-  did, and the flag's store releases all of it at system scope.
+  out; the last block to leave sets it back. The sender that is the last to have stored its part of a chunk raises the
+  flag: counting it releases what a block stored and acquires what the others did; the flag releases all of it.
 
 No rank waits in a circle: senders wait for nothing but the peers' beginning of the call, copy engines need no SM, and
 the first blocks of a grid that fits on the GPU are there when the others are.
@@ -121,14 +120,10 @@ def queued_tile(
     DTYPE: tl.constexpr, OUT: tl.constexpr, SCALING: tl.constexpr, WORLD_SIZE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute tile number `index`, once its rows of A are here.
+    """Compute tile number `index` (32 bits) of the queue, once its rows of A are here.
 
-    Args:
-        index: place in the queue, 32 bits.
-        own, gathered, b: of `operands`.
-        scale_a, scales: addresses of the own scales of A and, row by row, of all ranks'.
-        number: the call's.
-        rows, chunk_rows: of a shard and of a chunk, a multiple of BLOCK_M.
+    `scale_a` and `scales` are addresses of the own scales of A and, row by row, of all ranks'; `number` is the call's;
+    a shard has `rows` rows and a chunk `chunk_rows`, a multiple of BLOCK_M.
     """
     turn, chunk, row, column = place_of(index, rows, columns, chunk_rows, BLOCK_M, BLOCK_N, GROUP)
     source = ((rank - turn + WORLD_SIZE) % WORLD_SIZE).to(tl.int32)
@@ -179,12 +174,8 @@ def send_shard(
 ):  # fmt: skip
     """The part of one of the first `num_senders` blocks.
 
-    Args:
-        a, scale_a: addresses of the shard and of its rows' scales.
-        panels, p0 …: addresses of the panels, the own ones and those of rank + 1, rank + 2, …
-        scales: offset of the scales in the panels.
-        number: the call's.
-        rows, depth, chunk_rows: of the shard and of a chunk.
+    `a` and `scale_a` are addresses of the shard and of its rows' scales, `panels` and p0 … those of the own panels and
+    of rank + 1's, rank + 2's, …, `scales` the offset of the scales in them; `number` is the call's.
     """
     row_packets = depth.to(tl.int64) * (element_type(DTYPE).primitive_bitwidth // 8) // 16
     lanes = tl.arange(0, _PACKETS).to(tl.int64) + tl.program_id(0).to(tl.int64) * _PACKETS

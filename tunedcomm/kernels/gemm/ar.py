@@ -125,10 +125,7 @@ def _sum_word(words, b, OFFSET: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.cons
 def sum_and_bias(words, bias, column, mask, DTYPE: tl.constexpr, BIAS: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """Four words: the packets in `words` (4 words a rank, ranks in order) summed from +0.0, plus those of the bias.
 
-    Args:
-        bias: its address.
-        column: numbers of the packets within their rows, int64.
-        mask: packets that are wanted.
+    `column` are the numbers of the packets within their rows, int64; `mask` says which of them are wanted.
     """
     b = words
     if BIAS:

@@ -163,13 +163,10 @@ def sum_share_kernel(
     timeout_ns, status,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, PULLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum one share of `packets` packets, at address `own` and in the slots, into `own`.
+    """Sum one share of `packets` packets, at address `own` and in the slots, into `own`; if PULLED into `sums`, too.
 
-    Those that peers will pull also into `sums`, and announced.
-
-    Args:
-        bias, row, first: the bias, packets of a row of the result, and the share's first packet in it.
-        part, ready: chunks by which the slots, and these sums, are announced.
+    A row of the result has `row` packets, `first` is the share's first packet in it; the slots are announced as chunk
+    `part`, and sums that peers will pull as chunk `ready`.
     """
     number = call_number(panels)
     await_chunk_of_all(panels, part, rank, number, timeout_ns, status, WORLD_SIZE)
@@ -247,6 +244,14 @@ class _GatherVariant(VariantBase):
     op = "ag_gemm"
     numerics = "library"
 
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        packets = config.get("transport") == "sm"  # which want rows as descriptors do
+        return (
+            refuse_gemm(problem, limits, panel_bytes=ag.panel_bytes(problem), descriptors=packets)
+            or library.refuse_scaled(problem, limits)
+            or refuse_streams(problem, config["streams"])
+        )
+
     def await_request(self) -> CompileRequest:
         return CompileRequest.of(self.kernels[1], {}, num_warps=1)
 
@@ -306,15 +311,10 @@ class ChunkedGather(_GatherVariant):
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         senders, by_copies = int(config["comm_blocks"]), config["transport"] == "copy_engine"
-        room = ag.panel_bytes(problem)
-        if reason := refuse_gemm(problem, limits, panel_bytes=room, descriptors=not by_copies):
-            return reason
-        if reason := library.refuse_scaled(problem, limits):
+        if reason := super().infeasible(problem, config, limits):
             return reason
         if by_copies and senders != 1:
             return "copy engines take no blocks: only comm_blocks=1"
-        if by_copies and (reason := refuse_streams(problem, config["streams"])):
-            return reason
         if not by_copies and int(config["streams"]) != 1:
             return "one kernel sends everything: only streams=1"
         shard = rows_of(problem) * problem.shape[2] * ITEMSIZE[problem.dtype]
@@ -360,12 +360,10 @@ class Doubling(_GatherVariant):
     space = Space({"gemm_streams": Choice(1, 2), "streams": Choice(1, 2, 3)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_gemm(problem, limits, panel_bytes=ag.panel_bytes(problem), descriptors=False):
-            return reason
         count = problem.world_size
         if count < _LEAST_RANKS or count & (count - 1):
             return f"{count} ranks are no power of two from {_LEAST_RANKS} on"
-        return library.refuse_scaled(problem, limits) or refuse_streams(problem, config["streams"])
+        return super().infeasible(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"gemm_streams": 1, "streams": 1}

@@ -32,7 +32,6 @@ from tunedcomm.kernels.gemm.ag import gathered_in, panel_bytes
 from tunedcomm.kernels.gemm.op import (
     DTYPES,
     SCALED_MULTIPLE,
-    Operands,
     bind_product,
     operands_of,
     out_itemsize,
@@ -494,25 +493,20 @@ class TorchFusedGather(_TorchFused):
 
         name, wanted = workspace.group.group_name, wanted_of(problem)
 
-        def compute(operands: Operands, out: Any) -> tuple[Any, Any]:
-            """(gathered A, result)."""
-            b = operands.b.T if wanted.nk else operands.b
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            a, b, _, scale_a, scale_b = operands_of(problem, inputs)
+            b = b.T if wanted.nk else b
             if config["native"]:
-                found: tuple[Any, Any] = symm_mem._fused_all_gather_matmul_native(operands.a, b, name)
-                return found
-            if problem.scaling:  # multiplies by columns only
-                b = b if wanted.nk else operands.b.T.contiguous().T
-                gathered, results = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-                    operands.a, [b], operands.scale_a, [operands.scale_b], 0, name, [None], [None], [out.dtype], [False]
+                gathered, result = symm_mem._fused_all_gather_matmul_native(a, b, name)
+            elif problem.scaling:
+                b = b if wanted.nk else b.T.contiguous().T  # multiplies by columns only
+                gathered, (result,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+                    a, [b], scale_a, [scale_b], 0, name, [None], [None], [outputs[0].dtype], [False]
                 )
             else:
-                gathered, results = torch.ops.symm_mem.fused_all_gather_matmul(
-                    operands.a, [b], 0, name, return_A=wanted.gathered
+                gathered, (result,) = torch.ops.symm_mem.fused_all_gather_matmul(
+                    a, [b], 0, name, return_A=wanted.gathered
                 )
-            return gathered, results[0]
-
-        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
-            gathered, result = compute(operands_of(problem, inputs), outputs[0])
             outputs[0].copy_(result)
             if wanted.gathered:
                 outputs[1].copy_(gathered)

@@ -121,14 +121,11 @@ def bind_begin(problem: Problem, workspace: Workspace, panels: Panels) -> Callab
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Puts chunks into peers' panels by copy engines, each followed by its flag.
+    """Puts chunks into peers' panels, which are at `local` on this rank, by copy engines, each followed by its flag.
 
     A flag is a copy too, of the call's number, from this rank's panels into the peer's: it follows its chunk on the
     same stream, so the chunk is there when the flag is. No SM takes part. The number is read where the device keeps it,
     so graphs can be replayed.
-
-    Attributes:
-        rank, local: this rank, and the address of its panels.
     """
 
     copies: Copies

@@ -373,21 +373,14 @@ def refuse_tiles(problem: Problem, config: Config, limits: Limits, *, rows: int,
         return None
     if _bytes_of_sums(problem, config) >= 32 * warps * _BYTES_OF_THREAD:
         return f"sums of fp8 take a second accumulator: tiles of {m_}x{n_} by {warps} warps leave no register for more"
-    return _unsuited_pipeline(stages, (m_ + n_) * k_ * size) or _unsuited_order(
-        problem, config, limits, rows=rows, shards=shards
-    )
-
-
-def _unsuited_pipeline(stages: int, bytes_each: int) -> str | None:
-    """Why so many stages of so many bytes of operands do not suit a GPU, or None."""
-    shared = stages * bytes_each
+    shared, a_stage = stages * (m_ + n_) * k_ * size, (m_ + n_) * k_ * size
     if shared > _SHARED_BYTES:
         return f"{stages} stages take {shared} bytes of shared memory; a block has {_SHARED_BYTES}"
     if stages < 2:
         return "without a second stage every product waits for its operands"
-    if stages == 2 and 3 * bytes_each <= _SHARED_BYTES:
+    if stages == 2 and 3 * a_stage <= _SHARED_BYTES:
         return "a third stage fits: with two, products wait for their operands"
-    return None
+    return _unsuited_order(problem, config, limits, rows=rows, shards=shards)
 
 
 def _unsuited_order(problem: Problem, config: Config, limits: Limits, *, rows: int, shards: int) -> str | None:
