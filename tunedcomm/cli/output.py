@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tunedcomm.errors import UnknownNameError, printable
-from tunedcomm.spec import OpSpec, Problem, get_op
+from tunedcomm.spec import Candidate, OpSpec, Problem, get_op
 
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
@@ -145,6 +145,11 @@ def kind_of(problem: Problem) -> str:
     asked = problem.reduction, problem.layout, problem.scaling
     words = [problem.input_kind, *(text for text, norm in zip(asked, usual, strict=True) if text != norm)]
     return ", ".join([*filter(None, words), *(["in place"] if problem.in_place else [])])
+
+
+def named_candidate(candidate: Candidate) -> dict[str, Any]:
+    """A candidate's variant and config, for JSON."""
+    return {"variant": candidate.variant, "config": candidate.config_dict}
 
 
 def named(environment: Environment) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunedcomm.cli.output import attributes, kind_of, note, table_of
+from tunedcomm.cli.output import attributes, kind_of, named_candidate, note, table_of
 from tunedcomm.errors import DatabaseError, UnknownNameError
 from tunedcomm.spec import Problem, format_shape
 
@@ -247,5 +247,8 @@ def print_pins(pins: Mapping[str, Sequence[Pin]]) -> None:
 
 def pin_to_dict(pin: Pin) -> dict[str, Any]:
     """As JSON has it."""
-    candidate = {"variant": pin.candidate.variant, "config": pin.candidate.config_dict}
-    return {**attributes(pin, "problem environment"), **candidate, **attributes(pin, "reason user created_at")}
+    return {
+        **attributes(pin, "problem environment"),
+        **named_candidate(pin.candidate),
+        **attributes(pin, "reason user created_at"),
+    }

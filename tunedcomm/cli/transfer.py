@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from tunedcomm.cli.options import JsonOption
-from tunedcomm.cli.output import attributes, emit, emit_json, format_bytes, format_us, named, note, table
+from tunedcomm.cli.options import JsonOption, WrittenOption
+from tunedcomm.cli.output import (
+    attributes,
+    emit,
+    emit_json,
+    format_bytes,
+    format_us,
+    named,
+    named_candidate,
+    note,
+    table,
+)
 
 if TYPE_CHECKING:
-    from tunedcomm.db.diff import Answer, Change, Comparison, Difference
-    from tunedcomm.db.transfer import Export, Transfer
+    from tunedcomm.db.diff import Change, Comparison, Difference
+    from tunedcomm.db.transfer import Transfer
 
 FileFormat: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
 _KINDS = {
@@ -70,40 +80,53 @@ def db_export(
     Example: tunedcomm db export --db tuned.db --db other-node.db cluster.db
     """
     from tunedcomm.db.layers import named_layers
-    from tunedcomm.db.transfer import export_database
+    from tunedcomm.db.transfer import export_database, path_setting
 
-    path = _checked(out, form, cluster, hardware, as_json=as_json)
-    sources = [layer.target for target in db or (None,) for layer in named_layers(target)]
-    export = export_database(
-        sources,
-        sys.stdout if path is None else path,
-        form=form,
-        everything=everything,
-        hardware=hardware,
-        force=force,
-    )
-    if as_json:
-        emit_json(_export_to_dict(export, cluster))
-    else:
-        _print_export(export, cluster)
-
-
-def _checked(
-    out: str | None, form: FileFormat, cluster: str | None, hardware: str | None, *, as_json: bool
-) -> Path | None:
-    """The file to write, or None for stdout."""
     if hardware is not None and form != "nccl-csv":
         raise typer.BadParameter("only --format nccl-csv is of one kind of hardware", param_hint="--hardware")
-    if cluster is not None:
-        return _cluster_file(cluster, out, form)
+    path = _file_named(out, form, as_json=as_json) if cluster is None else _cluster_file(cluster, out, form)
+    sources = [layer.target for target in db or (None,) for layer in named_layers(target)]
+    into = sys.stdout if path is None else path
+    export = export_database(sources, into, form=form, everything=everything, hardware=hardware, force=force)
+    setting = None if cluster is None or export.path is None else path_setting(export.path)
+    if as_json:
+        emit_json(
+            {
+                "path": str(export.path),
+                "format": export.form,
+                **attributes(export, "sha256 num_bytes manifest rows left_out"),
+                "skipped": export.skipped.count,
+                "sources": export.sources,
+                "setting": setting,
+            }
+        )
+        return
+    if export.skipped.count:
+        note(
+            f"left out {export.skipped.count} rows that make no sense, the first: {export.skipped.first}; "
+            "`tunedcomm db check` lists them"
+        )
+    if export.path is None:  # the rows are on stdout: whoever pipes or compares them wants nothing else there
+        return
+    read, known = (sum(getattr(source, name) for source in export.sources) for name in ("trials", "known"))
+    table(("table", "rows"), [(name, count) for name, count in export.rows.items() if count])
+    databases = f"{len(export.sources)} database{'s' if len(export.sources) > 1 else ''}"
+    twice = f", {known} of them in an earlier one too" if known else ""
+    emit(f"{read} trials in {databases}{twice}; {export.left_out} left out as not needed")
+    emit(f"{export.path}: {format_bytes(export.num_bytes)}, SHA-256 {export.sha256}")
+    if setting is not None:
+        emit(f"export {setting}")
+
+
+def _file_named(out: str | None, form: FileFormat, *, as_json: bool) -> Path | None:
+    """The file to write, or None for stdout."""
     if out is None:
         raise typer.BadParameter("name the file to write, or a cluster with --cluster", param_hint="OUT")
     if out != "-":
         return Path(out)
     if form == "sqlite":
-        raise typer.BadParameter(
-            "a SQLite file cannot go to stdout; name a file, or another --format", param_hint="OUT"
-        )
+        why = "a SQLite file cannot go to stdout; name a file, or another --format"
+        raise typer.BadParameter(why, param_hint="OUT")
     if as_json:
         raise typer.BadParameter("stdout takes the rows or the JSON, not both; name a file", param_hint="--json")
     return None
@@ -116,49 +139,12 @@ def _cluster_file(cluster: str, out: str | None, form: FileFormat) -> Path:
         raise typer.BadParameter("dispatch reads SQLite files only", param_hint="--format")
     folder = Path(out or ".").expanduser()
     if not folder.is_dir():
-        raise typer.BadParameter(
-            f"{folder} is not a directory; with --cluster the file is named for you", param_hint="OUT"
-        )
+        why = f"{folder} is not a directory; with --cluster the file is named for you"
+        raise typer.BadParameter(why, param_hint="OUT")
     try:
         return cluster_file(cluster, folder)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--cluster") from None
-
-
-def _print_export(export: Export, cluster: str | None) -> None:
-    """Results on stdout, unless the rows are there: whoever pipes or compares them wants nothing else."""
-    if export.skipped.count:
-        note(
-            f"left out {export.skipped.count} rows that make no sense, the first: {export.skipped.first}; "
-            "`tunedcomm db check` lists them"
-        )
-    if export.path is None:
-        return
-    read = sum(source.trials for source in export.sources)
-    known = sum(source.known for source in export.sources)
-    twice = f", {known} of them in an earlier one too" if known else ""
-    plural = "s" if len(export.sources) > 1 else ""
-    table(("table", "rows"), [(name, count) for name, count in export.rows.items() if count])
-    emit(f"{read} trials in {len(export.sources)} database{plural}{twice}; {export.left_out} left out as not needed")
-    emit(f"{export.path}: {format_bytes(export.num_bytes)}, SHA-256 {export.sha256}")
-    if cluster is not None:
-        from tunedcomm.db.transfer import path_setting
-
-        emit(f"export {path_setting(export.path)}")
-
-
-def _export_to_dict(export: Export, cluster: str | None) -> dict[str, Any]:
-    from tunedcomm.db.transfer import path_setting
-
-    setting = path_setting(export.path) if cluster is not None and export.path is not None else None
-    return {
-        "path": str(export.path),
-        "format": export.form,
-        **attributes(export, "sha256 num_bytes manifest rows left_out"),
-        "skipped": export.skipped.count,
-        "sources": export.sources,
-        "setting": setting,
-    }
 
 
 def db_import(
@@ -167,10 +153,7 @@ def db_import(
         typer.Argument(metavar="SRC...", help="Files of JSON lines or SQLite files, or URLs.", show_default=False),
     ],
     *,
-    db: Annotated[
-        str | None,
-        typer.Option("--db", help="File or URL to add to; by default the user database.", show_default=False),
-    ] = None,
+    db: WrittenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Add the trials and pins of files from elsewhere to a database: all of them, each once, or none.
@@ -191,15 +174,14 @@ def db_import(
 
 def _print_transfer(done: Transfer) -> None:
     """Print what came of each source, and of all together."""
-    names = set(done.verified)
-    rows = [(s.source, s.trials, s.known, "as its manifest says" if s.source in names else "-") for s in done.sources]
+    verified = {True: "as its manifest says", False: "-"}
+    rows = [(s.source, s.trials, s.known, verified[s.source in done.verified]) for s in done.sources]
     table(("source", "trials", "in an earlier one", "manifest"), rows)
     known = sum(s.trials - s.known for s in done.sources) - done.added
     emit(f"{done.added} trials added to {done.target}, which had {known} of them")
 
 
 def _transfer_to_dict(done: Transfer) -> dict[str, Any]:
-    """As JSON has it."""
     sources = [{**attributes(s, "source trials known"), "verified": s.source in done.verified} for s in done.sources]
     return {**attributes(done, "target added"), "sources": sources}
 
@@ -227,36 +209,26 @@ def db_merge(
     from tunedcomm.db.transfer import merge_databases
 
     done = merge_databases(sources, into)
+    # Counts by the names that JSON has for them; the table shows the first three.
+    kinds = {"new": "only after", "winner_changed": "winner", "latency_changed": "latency", "gone": "only before"}
+    counts = [
+        {name: sum(change.kind == kind for change in comparison.changes) for name, kind in kinds.items()}
+        for comparison in done.comparisons
+    ]
     if as_json:
-        emit_json(
-            {
-                **_transfer_to_dict(done),
-                "environments": [_merged_to_dict(comparison) for comparison in done.comparisons],
-            }
-        )
+        environments = [
+            {"environment": comparison.after, **attributes(comparison, "world_size problems"), **found}
+            for comparison, found in zip(done.comparisons, counts, strict=True)
+        ]
+        emit_json({**_transfer_to_dict(done), "environments": environments})
         return
     _print_transfer(done)
     emit("What it answers now:")
-    columns = ("environment", "ranks", "problems", "new", "another winner", "another latency")
-    table(columns, map(_merged_cells, done.comparisons))
-
-
-def _merged_cells(comparison: Comparison) -> tuple[Any, ...]:
-    found = counts(comparison)
-    changed = (found["only after"], found["winner"], found["latency"])
-    return (named(comparison.after), comparison.world_size, comparison.problems, *changed)
-
-
-def _merged_to_dict(comparison: Comparison) -> dict[str, Any]:
-    found = counts(comparison)
-    return {
-        "environment": comparison.after,
-        **attributes(comparison, "world_size problems"),
-        "new": found["only after"],
-        "winner_changed": found["winner"],
-        "latency_changed": found["latency"],
-        "gone": found["only before"],
-    }
+    rows = [
+        (named(comparison.after), comparison.world_size, comparison.problems, *list(found.values())[:3])
+        for comparison, found in zip(done.comparisons, counts, strict=True)
+    ]
+    table(("environment", "ranks", "problems", "new", "another winner", "another latency"), rows)
 
 
 def db_diff(
@@ -283,13 +255,8 @@ def db_diff(
     raise typer.Exit(0 if found.is_empty else 1)
 
 
-def counts(comparison: Comparison) -> dict[str, int]:
-    """Count the problems with another answer, by kind."""
-    return {kind: sum(change.kind == kind for change in comparison.changes) for kind in _KINDS}
-
-
 def _print_difference(found: Difference, limit: int) -> None:
-    for letter, name, index in (("A", found.before, 0), ("B", found.after, 1)):
+    for index, (letter, name) in enumerate((("A", found.before), ("B", found.after))):
         held, only = found.trials[index], found.trials_only[index]
         emit(f"{letter}: {name}, schema {found.schemas[index]}, {held} trials, {only} of them in it alone")
     if found.is_empty:
@@ -298,94 +265,65 @@ def _print_difference(found: Difference, limit: int) -> None:
     for letter, environments in zip("AB", found.environments_only, strict=True):
         for environment in environments:
             emit(f"measured only in {letter}: {named(environment)}")
-    for retired in found.retired:
-        emit(_retired(retired.op, retired.variant, retired.before, retired.after, retired.finals))
+    for one in found.retired:
+        what = f"its source changed, {one.before} -> {one.after}, which retires {one.finals} finals of A"
+        if one.before is None or one.after is None:
+            what = f"only {'A' if one.after is None else 'B'} knows it"
+        emit(f"{one.op} {one.variant}: {what}")
     for change in found.pins:
-        where = f"{change.problem} on {named(change.environment)}"
-        was = "none" if change.before is None else f"{change.before.candidate} ({change.before.reason})"
-        now = "none" if change.after is None else f"{change.after.candidate} ({change.after.reason})"
-        emit(f"pin of {where}: {was} -> {now}")
+        was, now = (
+            "none" if pin is None else f"{pin.candidate} ({pin.reason})" for pin in (change.before, change.after)
+        )
+        emit(f"pin of {change.problem} on {named(change.environment)}: {was} -> {now}")
     for comparison in found.comparisons:
         _print_comparison(comparison, limit)
 
 
-def _retired(op: str, variant: str, before: str | None, after: str | None, finals: int) -> str:
-    if before is None or after is None:
-        return f"{op} {variant}: only {'A' if after is None else 'B'} knows it"
-    return f"{op} {variant}: its source changed, {before} -> {after}, which retires {finals} finals of A"
-
-
 def _print_comparison(comparison: Comparison, limit: int) -> None:
     drift = f"; software: {', '.join(comparison.drift)}" if comparison.drift else ""
-    changed = len(comparison.changes)
-    emit("")
-    emit(
-        f"{named(comparison.after)}, {comparison.world_size} ranks: {changed} of {comparison.problems} problems are "
-        f"answered otherwise{drift}"
-    )
+    changed = f"{len(comparison.changes)} of {comparison.problems} problems are answered otherwise"
+    emit(f"\n{named(comparison.after)}, {comparison.world_size} ranks: {changed}{drift}")
     for kind, title in _KINDS.items():
-        changes = [change for change in comparison.changes if change.kind == kind]
-        if not changes:
-            continue
-        emit(f"{title}: {len(changes)}")
-        table(("problem", "A", "us", "B", "us", "B is"), map(_change_cells, changes[:limit]))
-        if len(changes) > limit:
-            emit(f"... and {len(changes) - limit} more; --limit {len(changes)} prints them all")
+        rows = [_change_cells(change) for change in comparison.changes if change.kind == kind]
+        if rows:
+            emit(f"{title}: {len(rows)}")
+            table(("problem", "A", "us", "B", "us", "B is"), rows[:limit])
+        if len(rows) > limit:
+            emit(f"... and {len(rows) - limit} more; --limit {len(rows)} prints them all")
 
 
-def _change_cells(change: Change) -> tuple[str, ...]:
-    return (str(change.problem), *_answer(change.before), *_answer(change.after), _ratio(change.ratio))
-
-
-def _answer(answer: Answer | None) -> tuple[str, str]:
-    return ("-", "-") if answer is None else (str(answer.candidate), format_us(answer.latency_us))
-
-
-def _ratio(ratio: float | None) -> str:
-    """In words: `1.20x as fast`, or how much slower."""
-    if ratio is None:
-        return "-"
-    return f"{ratio:.2f}x as fast" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+def _change_cells(change: Change) -> tuple[object, ...]:
+    """The problem, what each database answers, and in words how much faster or slower B is."""
+    answers = (change.before, change.after)
+    cells = [cell for a in answers for cell in (("-", "-") if a is None else (a.candidate, format_us(a.latency_us)))]
+    ratio, text = change.ratio, "-"
+    if ratio is not None:
+        text = f"{ratio:.2f}x as fast" if ratio >= 1 else f"{1 / ratio:.2f}x slower"
+    return (change.problem, *cells, text)
 
 
 def _difference_to_dict(found: Difference) -> dict[str, Any]:
-    """As JSON has it."""
     sides = {
         side: {
-            "database": (found.before, found.after)[index],
+            "database": getattr(found, side),
             "schema": found.schemas[index],
-            "trials": found.trials[index],
-            "trials_only": found.trials_only[index],
-            "environments_only": found.environments_only[index],
+            **{name: getattr(found, name)[index] for name in ("trials", "trials_only", "environments_only")},
         }
         for index, side in enumerate(("before", "after"))
     }
-    return {
-        "differ": not found.is_empty,
-        **sides,
-        "sources": [
-            {**attributes(one, "op variant before after"), "retired_finals": one.finals} for one in found.retired
-        ],
-        "pins": [
-            {
-                **attributes(change, "problem environment"),
-                "before": _pin_to_dict(change.before),
-                "after": _pin_to_dict(change.after),
-            }
-            for change in found.pins
-        ],
-        "comparisons": [
-            {
-                "environments": attributes(comparison, "before after"),
-                **attributes(comparison, "drift world_size problems"),
-                "changes": [attributes(change, "kind problem before after ratio") for change in comparison.changes],
-            }
-            for comparison in found.comparisons
-        ],
-    }
-
-
-def _pin_to_dict(pin: Any) -> dict[str, Any] | None:
-    if pin is None:
-        return None
-    return {"variant": pin.candidate.variant, "config": pin.candidate.config_dict, "reason": pin.reason}
+    pins = [
+        attributes(change, "problem environment")
+        | {side: None if pin is None else named_candidate(pin.candidate) | {"reason": pin.reason} for side, pin in both}
+        for change in found.pins
+        for both in [(("before", change.before), ("after", change.after))]
+    ]
+    comparisons = [
+        {
+            "environments": attributes(comparison, "before after"),
+            **attributes(comparison, "drift world_size problems"),
+            "changes": [attributes(change, "kind problem before after ratio") for change in comparison.changes],
+        }
+        for comparison in found.comparisons
+    ]
+    sources = [attributes(one, "op variant before after") | {"retired_finals": one.finals} for one in found.retired]
+    return {"differ": not found.is_empty, **sides, "sources": sources, "pins": pins, "comparisons": comparisons}

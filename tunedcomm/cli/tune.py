@@ -50,6 +50,7 @@ from tunedcomm.cli.output import (
     format_us,
     kind_of,
     message_of,
+    named_candidate,
     note,
     table_of,
 )
@@ -601,8 +602,7 @@ def _verified_to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]
         winners.append(
             {
                 "problem": then.problem,
-                "variant": then.candidate.variant,
-                "config": then.candidate.config_dict,
+                **named_candidate(then.candidate),
                 **attributes(then, "policies layer"),
                 **attributes(result, "verdict why"),
                 "stored": {
