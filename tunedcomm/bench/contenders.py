@@ -5,6 +5,7 @@ Adapters are files that run other projects' kernels; tunedcomm/peers.py says wha
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from tunedcomm import kernels
 from tunedcomm.bench.csv import CUBLAS, FUSED_GEMMS
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.dispatch.dispatcher import decide
+from tunedcomm.dispatch.launches import Launch
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.all_reduce_rms_norm.op import Given, add_and_norm, given_of
 from tunedcomm.kernels.gemm.op import operands_of, product, product_reference, wanted_of
@@ -32,7 +34,7 @@ _GRANULE = 16  # bytes a rank that PyTorch's kernels move at once
 _DTYPES = ("bfloat16", "float32")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Contender:
     """A contender at one problem.
 
@@ -40,22 +42,22 @@ class Contender:
         name, config: columns of the row.
         num_sms: blocks that it occupies, None where that is not known.
         turns: inputs that launches take in turn.
-        run: one launch with one of them on the current stream.
-        result: returns the outputs of the last launch.
+        run: one launch with one of them on the current stream; returns the outputs.
         inputs_of: its inputs made of the op's, if they differ.
         reference: computes what its results should be, if that differs from the op's reference.
         is_peer: somebody else's code: left out where it fails.
+        results: outputs of the last launch.
     """
 
     name: str
     config: str
     num_sms: int | None
     turns: tuple[Tensors, ...]
-    run: Callable[[Tensors], None]
-    result: Callable[[], Tensors]
+    run: Callable[[Tensors], Tensors]
     inputs_of: Callable[[Tensors], Tensors] | None = None
     reference: Callable[[], Tensors] | None = None
     is_peer: bool = False
+    results: Tensors = ()
 
     def load(self, values: Tensors) -> None:
         """Copy the op's inputs into all turns."""
@@ -63,6 +65,10 @@ class Contender:
         for targets in self.turns:
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
+
+    def launch(self, inputs: Tensors, outputs: Tensors = (), stream: int = 0) -> None:
+        """Run once on the current stream, in the form that is timed, and keep the outputs."""
+        self.results = self.run(inputs)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,12 +109,16 @@ def contenders_of(
     def is_wanted(name: str) -> bool:
         return names is None or name in names
 
-    if is_wanted("tuned"):
-        found.present.append(_tuned(communicator, problem, turns))
+    if is_wanted("tuned"):  # a user's call, through the public function
+        chosen = decide(problem, communicator.snapshot, communicator.limits).candidate
+
+        def call(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+            run_problem(problem, inputs, outputs)
+
+        found.present.append(_ours("tuned", problem, chosen, turns, call))
     for name in variants(problem.op):
         if name != "library" and is_wanted(name):
-            variant = _variant(communicator, problem, name, turns)
-            found.present += [] if variant is None else [variant]
+            found.present += _variant(communicator, problem, name, turns)
     if problem.op in FUSED_GEMMS and is_wanted(CUBLAS):
         found.present.append(_gemm_alone(problem, turns))
     count = num_turns(inputs, cold=spec.cold)
@@ -118,46 +128,35 @@ def contenders_of(
     return found
 
 
-def _outputs(problem: Problem, inputs: Tensors) -> Tensors:
-    return inputs if problem.in_place else get_op(problem.op).make_outputs(problem, inputs[0].device)
+def _ours(
+    name: str, problem: Problem, candidate: Candidate, turns: tuple[Tensors, ...], launch: Launch, config: str = ""
+) -> Contender:
+    """A contender that writes into the op's outputs."""
+    device = turns[0][0].device
+    made = () if problem.in_place else get_op(problem.op).make_outputs(problem, device)
 
+    def run(inputs: Tensors) -> Tensors:
+        outputs = inputs if problem.in_place else made
+        launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0)
+        return outputs
 
-def _num_sms(problem: Problem, candidate: Candidate) -> int | None:
+    is_library = name == "library"
     blocks = get_variant(problem.op, candidate.variant).num_blocks(problem, candidate.config_dict)
-    return blocks if blocks >= 0 else None
-
-
-def _on_current_stream(launch: Any, outputs: Tensors) -> Callable[[Tensors], None]:
-    def run(inputs: Tensors) -> None:
-        launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if inputs[0].is_cuda else 0)
-
-    return run
-
-
-def _tuned(communicator: Communicator, problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
-    """The contender `tuned`: a user's call, through the public function."""
-    candidate = decide(problem, communicator.snapshot, communicator.limits).candidate
-    outputs = _outputs(problem, turns[0])
-
-    def run(inputs: Tensors) -> None:
-        run_problem(problem, inputs, outputs)
-
-    return Contender("tuned", str(candidate), _num_sms(problem, candidate), turns, run, lambda: outputs)
+    num_sms = None if is_library or blocks < 0 else blocks
+    return Contender(name, config if is_library else str(candidate), num_sms, turns, run)
 
 
 def _library(communicator: Communicator, problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
     """NCCL (gloo) on memory of its own; in place where the op may be, the form that needs no copy."""
-    spec = get_op(problem.op)
+    spec, candidate = get_op(problem.op), Candidate.of(problem.op, "library", {})
     asked = replace(problem, in_place=spec.in_place, input_kind="plain")
     own = turns if spec.cold else (tuple(torch.empty_like(x) for x in turns[0]),)
-    outputs = _outputs(asked, own[0])
-    launch = communicator.bind(asked, Candidate.of(problem.op, "library", {}))
     config = "in place" if spec.in_place else ""
-    return Contender("library", config, None, own, _on_current_stream(launch, outputs), lambda: outputs)
+    return _ours("library", asked, candidate, own, communicator.bind(asked, candidate), config)
 
 
-def _variant(communicator: Communicator, problem: Problem, name: str, turns: tuple[Tensors, ...]) -> Contender | None:
-    """A variant with its best stored config for the problem that can run, else its default; None if neither can."""
+def _variant(communicator: Communicator, problem: Problem, name: str, turns: tuple[Tensors, ...]) -> list[Contender]:
+    """A variant with its best stored config for the problem that can run, else its default; none if neither can."""
     variant = get_variant(problem.op, name)
     rows = [
         row
@@ -167,56 +166,37 @@ def _variant(communicator: Communicator, problem: Problem, name: str, turns: tup
     candidates = [row.candidate for row in sorted(rows, key=lambda row: row.latency_p50_us)]
     candidates.append(Candidate.of(problem.op, name, variant.default_config(problem, communicator.limits)))
     for candidate in candidates:
-        if check_candidate(problem, candidate, communicator.limits) is not None:
-            continue
-        try:
-            launch = communicator.bind(problem, candidate)
-            break
-        except InfeasibleError:  # its binary takes more of an SM than its variant thought
-            continue
-    else:
-        return None
-    outputs = _outputs(problem, turns[0])
-    run = _on_current_stream(launch, outputs)
-    return Contender(name, str(candidate), _num_sms(problem, candidate), turns, run, lambda: outputs)
-
-
-def gemm_inputs(problem: Problem, inputs: Tensors) -> Tensors:
-    """Operands of the whole GEMM; where A is gathered, this rank's rows stand for everyone's."""
-    if problem.op != "ag_gemm":
-        return inputs
-    repeated = (problem.world_size, 1)
-    a, *rest = inputs
-    if problem.scaling == "rowwise":
-        rest[-2] = rest[-2].repeat(repeated)
-    return a.repeat(repeated), *rest
-
-
-def gemm_output(problem: Problem, inputs: Tensors) -> torch.Tensor:
-    """An empty product."""
-    dtype = getattr(torch, wanted_of(problem).dtype)
-    return torch.empty(problem.shape[:2], dtype=dtype, device=inputs[0].device)
-
-
-def run_gemm(problem: Problem, inputs: Tensors, out: torch.Tensor) -> None:
-    """One product, without a bias, on the current stream."""
-    product(problem, operands_of(problem, inputs), out)
+        if check_candidate(problem, candidate, communicator.limits) is None:
+            with contextlib.suppress(InfeasibleError):  # its binary takes more of an SM than its variant thought
+                return [_ours(name, problem, candidate, turns, communicator.bind(problem, candidate))]
+    return []
 
 
 def _gemm_alone(problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
     """The library's GEMM of a fused problem: what a fused kernel would take if communication cost nothing."""
-    held = tuple(gemm_inputs(problem, inputs) for inputs in turns)
-    out = gemm_output(problem, held[0])
-    return Contender(
-        CUBLAS,
-        "",
-        None,
-        held,
-        lambda inputs: run_gemm(problem, inputs, out),
-        lambda: (out,),
-        inputs_of=lambda values: gemm_inputs(problem, values),
-        reference=lambda: (product_reference(problem, held[0]),),
-    )
+
+    def inputs_of(values: Tensors) -> Tensors:
+        """Operands of the whole GEMM; where A is gathered, this rank's rows stand for everyone's."""
+        if problem.op != "ag_gemm":
+            return values
+        repeated = (problem.world_size, 1)
+        a, *rest = values
+        if problem.scaling == "rowwise":
+            rest[-2] = rest[-2].repeat(repeated)
+        return a.repeat(repeated), *rest
+
+    held = tuple(inputs_of(inputs) for inputs in turns)
+    dtype = getattr(torch, wanted_of(problem).dtype)
+    out = torch.empty(problem.shape[:2], dtype=dtype, device=turns[0][0].device)
+
+    def run(inputs: Tensors) -> Tensors:
+        product(problem, operands_of(problem, inputs), out)  # without a bias
+        return (out,)
+
+    def reference() -> Tensors:
+        return (product_reference(problem, held[0]),)
+
+    return Contender(CUBLAS, "", None, held, run, inputs_of=inputs_of, reference=reference)
 
 
 Makes: TypeAlias = Callable[[Problem, torch.device], Iterable[Peer]]
@@ -248,22 +228,14 @@ def load_adapter(path: Path) -> Adapter:
     return Adapter(path.stem, refuse)
 
 
-def _of_peer(name: str, peer: Peer, count: int) -> Contender:
-    turns = tuple(peer.allocate() for _ in range(count))
-    results: list[Tensors] = [()]
-
-    def run(inputs: Tensors) -> None:
-        results[0] = peer.run(inputs)
-
-    return Contender(name, peer.config, peer.num_sms, turns, run, lambda: results[0], is_peer=True)
-
-
 def _add_peers(found: Contenders, adapter: Adapter, problem: Problem, device: torch.device, count: int) -> None:
     """Add an adapter's settings for the problem if all ranks have the same, else the reason to leave it out."""
     made: list[Contender] = []
     reason: str | None = None
     try:
-        made = [_of_peer(adapter.name, peer, count) for peer in adapter.peers(problem, device)]
+        for peer in adapter.peers(problem, device):
+            turns = tuple(peer.allocate() for _ in range(count))
+            made.append(Contender(adapter.name, peer.config, peer.num_sms, turns, peer.run, is_peer=True))
     except LeftOut as why:
         reason = str(why)
     except ModuleNotFoundError as error:

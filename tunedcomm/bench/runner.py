@@ -7,6 +7,7 @@ changes from round to round.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -35,6 +36,7 @@ from tunedcomm.spec import Problem, format_shape, get_op, parse_shape
 from tunedcomm.tuner.measure import timing as measure
 
 _ROUNDS, _HOST_ROUNDS = 25, 3
+_ENVIRONMENT = ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")
 # Fused GEMMs of other projects signal for every tile.
 _PEERS_SIGNAL_BYTES = 1 << 20
 
@@ -98,11 +100,6 @@ def _error(results: Tensors, references: Tensors) -> torch.Tensor:
     return worst.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _of_worst_rank(error: torch.Tensor) -> float:
-    dist.all_reduce(error, dist.ReduceOp.MAX)
-    return float(error.item())
-
-
 class Bencher:
     """Runs the problems of a job on one rank."""
 
@@ -138,12 +135,8 @@ class Bencher:
         found = contenders_of(self._communicator, problem, inputs, self._job["contenders"], self._adapters)
         errors = self._check(problem, found, values, reference)
         del reference
-        rows = [
-            self._row(problem, contender, latency, error)
-            for contender, latency, error in zip(
-                found.present, self._time(problem, found.present, values), errors, strict=True
-            )
-        ]
+        latencies = self._time(problem, found.present, values)
+        rows = list(map(self._row, itertools.repeat(problem), found.present, latencies, errors))
         place = {"shape": format_shape(problem.shape), "dtype": problem.dtype, "mode": problem.mode}
         self.left_out += [{**place, "peer": name, "why": why} for name, why in found.left_out]
         best: dict[str, dict[str, Any]] = {}
@@ -159,12 +152,9 @@ class Bencher:
         for contender in found.present:
             contender.load(values)
             due = reference if contender.reference is None else contender.reference()
-            error: float | None
-            if contender.is_peer:
-                error, reason = self._try(problem, contender, values, due)
-            else:
-                contender.run(contender.turns[0])  # binds plans of both modes, compiles what compiles late
-                error, reason = self._worst_error(problem, contender, values, due), ""
+            if not contender.is_peer:
+                contender.launch(contender.turns[0])  # binds plans of both modes, compiles what compiles late
+            error, reason = self._try(problem, contender, values, due)
             if reason:
                 setting = f" ({contender.config})" if contender.config else ""
                 found.left_out.append((contender.name, f"{reason}{setting}"))
@@ -174,53 +164,43 @@ class Bencher:
         found.present = kept
         return errors
 
-    def _ways(self, problem: Problem) -> tuple[bool, ...]:
-        """Ways to check calls, by whether they are replayed: what a graph holds may be another kernel than a call."""
-        return (False, True) if problem.mode == "graph" and self._stream is not None else (False,)
-
-    def _worst_error(self, problem: Problem, contender: Contender, values: Tensors, due: Tensors) -> float:
-        errors = [self._launched(problem, contender, values, due, graph=graph) for graph in self._ways(problem)]
-        return max(_of_worst_rank(error) for error in errors)
-
-    def _launched(
-        self, problem: Problem, contender: Contender, values: Tensors, due: Tensors, *, graph: bool
-    ) -> torch.Tensor:
-        """This rank's error of one call, made or replayed."""
-        one = self._timed(problem, contender, 1, graph=graph)
-        contender.load(values)
-        one.run()
-        if self._stream is not None:
-            self._stream.synchronize()
-        return _error(contender.result(), due)
-
-    def _try(self, problem: Problem, peer: Contender, values: Tensors, due: Tensors) -> tuple[float, str]:
-        """The error of a peer's launches, eager and replayed, and the reason to leave it out or ""."""
+    def _try(self, problem: Problem, contender: Contender, values: Tensors, due: Tensors) -> tuple[float, str]:
+        """The worst error of its launches, eager and replayed, and the reason to leave a peer out or ""."""
         most = get_op(problem.op).tolerance.get(problem.scaling or problem.dtype, 0.0)
         worst = 0.0
-        for graph in self._ways(problem):
+        # What a graph holds may be another kernel than a call.
+        for graph in (False, True) if problem.mode == "graph" and self._stream is not None else (False,):
             reason: str | None = None
             error = torch.zeros(1, dtype=torch.float64, device=self._communicator.device)
             try:
-                error = self._launched(problem, peer, values, due, graph=graph)
-            except Exception as raised:  # noqa: BLE001 - other people's code; what it raises is the reason
+                one = self._timed(problem, contender, 1, graph=graph)
+                contender.load(values)
+                one.run()
+                if self._stream is not None:
+                    self._stream.synchronize()
+                error = _error(contender.results, due)
+            except Exception as raised:
+                if not contender.is_peer:
+                    raise
                 told = (str(raised).splitlines() or [""])[0]
                 reason = f"{'captured in a graph' if graph else 'run'}, it raised {type(raised).__name__}: {told}"
-            reason = first_reason(reason)
-            if reason is None and (worst := max(worst, _of_worst_rank(error))) > most:
-                how = "replayed from a graph" if graph else "launched"
-                reason = f"wrong when {how}: its error is {worst:.1e}, at most {most:.1e} is right"
+            if contender.is_peer:
+                reason = first_reason(reason)
+            if reason is None:
+                dist.all_reduce(error, dist.ReduceOp.MAX)
+                worst = max(worst, float(error.item()))
+                if contender.is_peer and worst > most:
+                    how = "replayed from a graph" if graph else "launched"
+                    reason = f"wrong when {how}: its error is {worst:.1e}, at most {most:.1e} is right"
             if reason is not None:
                 return worst, reason
         return worst, ""
 
     def _timed(self, problem: Problem, contender: Contender, calls: int, *, graph: bool = True) -> measure.Contender:
         """Something to time: so many calls of the contender, captured where the problem's mode says so."""
-
-        def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-            contender.run(inputs)
-
         first, *further = contender.turns
         graph = graph and problem.mode == "graph"
+        launch = contender.launch
         return measure.contend(launch, first, (), calls=calls, graph=graph, stream=self._stream, further=further)
 
     def _calls(self, problem: Problem, contender: Contender) -> int:
@@ -257,30 +237,19 @@ class Bencher:
             "op": problem.op,
             "shape": format_shape(problem.shape),
             "message_bytes": size,
-            "dtype": problem.dtype,
-            "world_size": problem.world_size,
-            "mode": problem.mode,
+            **{name: getattr(problem, name) for name in ("dtype", "world_size", "mode")},
             "contender": contender.name,
             "config": contender.config,
-            "latency_p10_us": round(latency.p10_us, 3),
-            "latency_p50_us": round(latency.p50_us, 3),
-            "latency_p90_us": round(latency.p90_us, 3),
+            **{f"latency_{name}": round(getattr(latency, name), 3) for name in ("p10_us", "p50_us", "p90_us")},
             "algbw_gb_s": round(algbw, 3),
             "busbw_gb_s": round(algbw * factor, 3) if factor is not None else None,
             "num_sms": None if contender.num_sms is None else min(contender.num_sms, environment.num_sms),
             "error": float(f"{error:.3e}"),
-            **{
-                name: getattr(environment, name)
-                for name in ("gpu", "fabric", "torch", "triton", "nccl", "driver", "tunedcomm")
-            },
+            **{name: getattr(environment, name) for name in _ENVIRONMENT},
             "command": self._job["command"],
             "run_id": self._job["run_id"],
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "input_kind": problem.input_kind,
-            "in_place": problem.in_place,
-            "reduction": problem.reduction,
-            "layout": problem.layout,
-            "scaling": problem.scaling,
+            **{name: getattr(problem, name) for name in ("input_kind", "in_place", "reduction", "layout", "scaling")},
             "ceiling_share": None,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from csv import Error as CsvError
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,24 +34,6 @@ from tunedcomm.cli.options import (
 from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, note
 from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, format_shape, variants
 
-# Column to its unit, as nccl-tests has them in two lines.
-_COLUMNS = {
-    "size": "(B)",
-    "shape": "(elements)",
-    "type": "",
-    "redop": "",
-    "mode": "",
-    "p10": "(us)",
-    "p50": "(us)",
-    "p90": "(us)",
-    "algbw": "(GB/s)",
-    "busbw": "(GB/s)",
-    "ceiling": "(share)",
-    "library": "(ratio)",
-    "SMs": "",
-    "error": "",
-    "contender": "",
-}
 _SAME = ("shape", "dtype", "mode", "world_size", "input_kind")
 
 
@@ -68,12 +50,10 @@ def bench(
     layout: LayoutOption = None,
     scaling: ScalingOption = None,
     contender: Annotated[
-        list[str] | None,
-        typer.Option(help="Of tuned, library, the variants, cublas and the peers. By default all that run."),
+        list[str] | None, typer.Option(help="Of tuned, library, the variants, cublas and the peers; by default all.")
     ] = None,
     peers: Annotated[
-        list[str] | None,
-        typer.Option(help="Adapters for other projects: a Python file, or a directory of some, as bench/peers is."),
+        list[str] | None, typer.Option(help="Adapters for other projects: Python files, or directories of some.")
     ] = None,
     link_gb_s: LinkOption = None,
     borrow: BorrowOption = None,
@@ -97,6 +77,8 @@ def bench(
 
     Example: tunedcomm bench --op gemm_rs --shape 4096x8192x3584 --layout nk
     """
+    from tunedcomm.bench.csv import missing_columns
+
     spec = known_op(options.op)
     ranks = options.ranks()
     backend = backend_or_default()
@@ -107,7 +89,14 @@ def bench(
         check_problem(Problem(spec.name, extents, dtypes[0], ranks))
     files = _adapter_files(peers or [])
     if csv is not None:
-        _check_csv(csv)
+        # Before anything is measured.
+        try:
+            missing = missing_columns(csv)
+        except (OSError, UnicodeDecodeError, CsvError) as error:
+            raise typer.BadParameter(f"{csv} cannot be appended to: {error}", param_hint="--csv") from None
+        if missing:
+            why = f"is another program's table: it lacks the columns {', '.join(missing)}; name another file"
+            raise typer.BadParameter(f"{csv} {why}", param_hint="--csv")
     job = {
         "op": spec.name,
         "shapes": [format_shape(extents) for extents in shapes],
@@ -158,21 +147,6 @@ def _adapter_files(targets: Sequence[str]) -> list[Path]:
     return found
 
 
-def _check_csv(path: Path) -> None:
-    """Refuse, before anything is measured, a file that cannot take the rows: of another program, or not writable."""
-    from tunedcomm.bench.csv import missing_columns
-
-    try:
-        missing = missing_columns(path)
-    except (OSError, UnicodeDecodeError, CsvError) as error:
-        raise typer.BadParameter(f"{path} cannot be appended to: {error}", param_hint="--csv") from None
-    if missing:
-        raise typer.BadParameter(
-            f"{path} is another program's table: it lacks the columns {', '.join(missing)}; name another file",
-            param_hint="--csv",
-        )
-
-
 def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[str]:
     """Refuse as bad usage an unknown contender; known ones that cannot run here are left out later."""
     from tunedcomm.bench.contenders import TORCH_PEERS
@@ -202,52 +176,55 @@ def _optional(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    config = row["config"]
-    name = f"tuned = {config}" if row["contender"] == "tuned" else row["contender"]
-    if config.startswith(f"{name}("):  # a variant of ours
-        name = config
-    elif config and row["contender"] not in ("tuned", "library"):
-        name += f" ({config})"
-    sms = row.get("num_sms")
-    return [
-        str(row["message_bytes"]),
-        str(row["shape"]),
-        row["dtype"],
-        row.get("reduction") or "none",
-        row["mode"],
-        *(format_us(row[f"latency_{quantile}_us"]) for quantile in ("p10", "p50", "p90")),
-        *(_optional(row[column], ".2f") for column in ("algbw_gb_s", "busbw_gb_s")),
-        _optional(row.get("ceiling_share"), ".1%"),
-        format_ratio(_library_us(row, rows), row["latency_p50_us"]),
-        "-" if sms is None else str(sms),
-        _optional(row["error"], ".1e"),
-        name,
-    ]
+def _name(row: Mapping[str, Any]) -> str:
+    """The contender, with its config."""
+    config, contender = row["config"], row["contender"]
+    if contender == "tuned":
+        return f"tuned = {config}"
+    if config.startswith(f"{contender}("):  # a variant of ours
+        return str(config)
+    return f"{contender} ({config})" if config and contender != "library" else str(contender)
 
 
-def _heads(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    row = rows[0]
-    versions = ", ".join(f"{name} {row[name]}" for name in ("torch", "triton", "nccl") if row.get(name))
-    return [
-        f"# {row['op']} on {row['world_size']} x {row['gpu']} ({row['fabric']}), {versions}",
-        "# times of the slowest rank; bandwidths in 1e9 bytes/s; ceiling: share of what the links can carry, or a GEMM",
-        "# alone; library: its time over this one; SMs: blocks that it occupies at most",
-        "#",
-    ]
+# Column to its unit and cell, as nccl-tests has them.
+_COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "size": ("(B)", lambda row: str(row["message_bytes"])),
+    "shape": ("(elements)", lambda row: row["shape"]),
+    "type": ("", lambda row: row["dtype"]),
+    "redop": ("", lambda row: row.get("reduction") or "none"),
+    "mode": ("", lambda row: row["mode"]),
+    "p10": ("(us)", lambda row: format_us(row["latency_p10_us"])),
+    "p50": ("(us)", lambda row: format_us(row["latency_p50_us"])),
+    "p90": ("(us)", lambda row: format_us(row["latency_p90_us"])),
+    "algbw": ("(GB/s)", lambda row: _optional(row["algbw_gb_s"], ".2f")),
+    "busbw": ("(GB/s)", lambda row: _optional(row["busbw_gb_s"], ".2f")),
+    "ceiling": ("(share)", lambda row: _optional(row.get("ceiling_share"), ".1%")),
+    "library": ("(ratio)", lambda row: format_ratio(row["library_us"], row["latency_p50_us"])),
+    "SMs": ("", lambda row: _optional(row.get("num_sms"), "d")),
+    "error": ("", lambda row: _optional(row["error"], ".1e")),
+    "contender": ("", _name),
+}
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows on stdout."""
+    """Print the rows on stdout, nccl-tests' way: figures to the right, and what is no figure is a comment."""
     if not rows:
         emit("# nothing ran")
         return
-    lines = [list(_COLUMNS), list(_COLUMNS.values()), *(_cells(row, rows) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-    for head in _heads(rows):
-        emit(head)
+    first = rows[0]
+    versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "triton", "nccl") if first.get(name))
+    emit(f"# {first['op']} on {first['world_size']} x {first['gpu']} ({first['fabric']}), {versions}")
+    emit(
+        "# times of the slowest rank; bandwidths in 1e9 bytes/s; ceiling: share of what the links can carry, or a GEMM"
+    )
+    emit("# alone; library: its time over this one; SMs: blocks that it occupies at most")
+    emit("#")
+    lines = [list(_COLUMNS), [unit for unit, _ in _COLUMNS.values()]]
+    for row in rows:
+        compared = {**row, "library_us": _library_us(row, rows)}
+        lines.append([cell(compared) for _, cell in _COLUMNS.values()])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for number, line in enumerate(lines):
-        # nccl-tests' way: figures to the right, and the names of the columns are a comment.
         cells = [text.rjust(width) for text, width in zip(line[:-1], widths, strict=False)]
         emit(f"{'#' if number < 2 else ' '} {'  '.join([*cells, line[-1]])}".rstrip())
 

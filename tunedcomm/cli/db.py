@@ -134,9 +134,7 @@ _SHOW_COLUMNS: dict[str, Callable[[Trial], object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShownOptions(ProblemOptions):
-    mode: Annotated[
-        Mode | None, typer.Option(help="Inside CUDA graphs or not; by default what is stored of either.")
-    ] = None
+    mode: Annotated[Mode | None, typer.Option(help="Inside CUDA graphs or not; by default either.")] = None
 
 
 @takes(_ShownOptions)
@@ -224,7 +222,7 @@ def db_pin(
     reason: Annotated[str, typer.Option(help="Why, for whoever finds the pin later.")],
     config: Annotated[
         list[str] | None,
-        typer.Option(help="Config as num_blocks=8,num_warps=4; by default the variant's own for this problem."),
+        typer.Option(help="As num_blocks=8,num_warps=4; by default the variant's for this problem."),
     ] = None,
     hardware: HardwareOption = None,
     db: WrittenOption = None,
@@ -489,14 +487,9 @@ def db_prune(
     *,
     stale: Annotated[bool, typer.Option("--stale", help="Trials of kernels that have changed since.")] = False,
     superseded: Annotated[
-        bool, typer.Option("--superseded", help="Trials that neither dispatch nor explain needs.")
+        bool, typer.Option("--superseded", help="Trials that dispatch and explain never need.")
     ] = False,
-    failed: Annotated[
-        bool,
-        typer.Option(
-            "--failed", help="Trials that failed, and good ones of the same candidates, to have them tried again."
-        ),
-    ] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Candidates that failed, to try them again.")] = False,
     invalid: Annotated[bool, typer.Option("--invalid", help="Trials that `db check` finds to make no sense.")] = False,
     environment: Annotated[
         str | None, typer.Option(help="Trials of this hardware: part of the GPU's name, or of an environment's digest.")
@@ -573,9 +566,7 @@ def _print_pruned(done: Pruned) -> None:
 def db_upgrade(
     *,
     db: WrittenOption = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit code 1 if there is something to upgrade.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if it is of use.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Upgrade a database of an older tunedcomm, all or nothing; a file is copied to NAME.bak-REVISION before.

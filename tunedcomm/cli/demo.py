@@ -6,7 +6,8 @@ Its last step runs this module on every rank.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
@@ -15,9 +16,6 @@ from tunedcomm.cli.options import CallOptions, JsonOption, backend_or_default, k
 from tunedcomm.cli.output import emit, emit_json, note
 from tunedcomm.cli.tune import report, run_sweep
 from tunedcomm.spec import format_shape, parse_shape
-
-if TYPE_CHECKING:
-    from tunedcomm.hardware import Environment
 
 # Small, medium and large: enough to see the choice change, short enough to watch.
 GPU_SHAPES = ((2048,), (32768,), (524288,), (8388608,))
@@ -44,54 +42,34 @@ def demo(
     on_gpu = backend == "cuda"
     shapes = GPU_SHAPES if on_gpu else tuple(op.default_shapes(backend, 2))
     note(f"1/3 tune all_reduce on {ranks} {'GPUs' if on_gpu else 'host ranks (no two GPUs found)'}")
-    spec = SweepSpec(
-        op=op.name,
-        shapes=shapes,
-        modes=("eager",),
-        world_size=ranks,
-        backend=backend,
-        budget_s=GPU_BUDGET_S if on_gpu else HOST_BUDGET_S,
-        command="tunedcomm demo",
-    )
-    outcome, url = run_sweep(spec, db)
+    budget_s = GPU_BUDGET_S if on_gpu else HOST_BUDGET_S
+    spec = SweepSpec(op=op.name, shapes=shapes, modes=("eager",), world_size=ranks, backend=backend, budget_s=budget_s)
+    outcome, url = run_sweep(replace(spec, command="tunedcomm demo"), db)
     if not as_json:
         report(outcome, url)
     if outcome.unsolved or outcome.environment is None:
         note("no candidate runs here; `tunedcomm doctor` says what is missing")
         raise typer.Exit(1)
 
+    note("2/3 explain what dispatch chooses, and why")
     texts = [format_shape(extents) for extents in shapes]
-    _explain(texts, ranks, outcome.environment, db, as_json=as_json)
-    note("3/3 run tunedcomm.all_reduce through that database and check the sums")
-    code = run_module(
-        "tunedcomm.cli.demo",
-        texts,
-        world_size=ranks,
-        environment={"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"},
+    asked = CallOptions(
+        op=op.name, shape="", world_size=ranks, mode="eager", hardware=outcome.environment.digest, db=db
     )
+    choices = [choose(replace(asked, shape=text)) for text in texts]
+    if as_json:
+        emit_json(choices)
+    for line in [] if as_json else [line for choice in choices for line in explanation(choice)]:
+        emit(line)
+
+    note("3/3 run tunedcomm.all_reduce through that database and check the sums")
+    variables = {"TUNEDCOMM_DB": url, "TUNEDCOMM_MISS_LOG": "0"}
+    code = run_module("tunedcomm.cli.demo", texts, world_size=ranks, environment=variables)
     if code:
         note(f"the ranks ended with code {code}")
         raise typer.Exit(1)
     if not as_json:
         emit(f"all sums right on {ranks} ranks, dispatched from {url}")
-
-
-def _explain(shapes: list[str], world_size: int, environment: Environment, db: str, *, as_json: bool) -> None:
-    note("2/3 explain what dispatch chooses, and why")
-    choices = [
-        choose(
-            CallOptions(op="all_reduce", shape=shape, world_size=world_size, mode="eager"),
-            hardware=environment.digest,
-            database=db,
-        )
-        for shape in shapes
-    ]
-    if as_json:
-        emit_json([choice.to_dict() for choice in choices])
-        return
-    for choice in choices:
-        for line in explanation(choice):
-            emit(line)
 
 
 def main(shapes: list[str]) -> int:

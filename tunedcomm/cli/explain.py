@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tunedcomm.cli.options import BorrowOption, CallOptions, DatabaseOption, HardwareOption, JsonOption, borrowed, takes
-from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, message_of
+from tunedcomm.cli.options import CallOptions, borrowed, takes
+from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, jsonable, message_of
 from tunedcomm.cli.stored import environment_for, nearest_stored, read_each, read_layers, stored_environments
 from tunedcomm.errors import ConfigError
 from tunedcomm.selection.snapshot import gc_paused
@@ -18,45 +18,31 @@ if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
     from tunedcomm.hardware import Environment
     from tunedcomm.selection.select import Decision
-    from tunedcomm.spec import Limits, NumericsPolicy, Problem, Variant
+    from tunedcomm.spec import Limits, NumericsPolicy, Problem
 
 
 @takes(CallOptions)
-def lookup(
-    options: CallOptions,
-    *,
-    hardware: HardwareOption = None,
-    borrow: BorrowOption = None,
-    db: DatabaseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def lookup(options: CallOptions) -> None:
     """Print the candidate that dispatch would run for one problem.
 
     Example: tunedcomm lookup --op all_reduce --shape 98304 --world-size 4 --hardware H200
     """
-    choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow), with_left_out=as_json)
-    if as_json:
-        emit_json(choice.to_dict())
+    choice = choose(options, with_left_out=options.as_json)
+    if options.as_json:
+        emit_json(choice)
     else:
         emit(str(choice.decision.candidate))
 
 
 @takes(CallOptions)
-def explain(
-    options: CallOptions,
-    *,
-    hardware: HardwareOption = None,
-    borrow: BorrowOption = None,
-    db: DatabaseOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def explain(options: CallOptions) -> None:
     """Say what dispatch would run for one problem, on what evidence, and why nothing else.
 
     Example: tunedcomm explain --op all_reduce --shape 98304 --dtype bfloat16 --world-size 4 --hardware H200
     """
-    choice = choose(options, hardware=hardware, database=db, borrow=borrowed(borrow))
-    if as_json:
-        emit_json(choice.to_dict())
+    choice = choose(options)
+    if options.as_json:
+        emit_json(choice)
         return
     for line in explanation(choice):
         emit(line)
@@ -81,41 +67,23 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; the same keys for `lookup --json` and `explain --json`."""
-        return {
-            "problem": self.problem,
-            "asked_for": self.environment,
-            **self.decision.to_dict(),
-            "left_out": [list(entry) for entry in self.left_out],
-            "nearest": None
-            if self.nearest is None
-            else {
-                "digest": self.nearest.digest,
-                **self.nearest.to_dict(),
-                "differences": list(self.environment.differences(self.nearest).values()),
-            },
-        }
+        nearest, differences = None, self.environment.differences
+        if self.nearest is not None:
+            nearest = jsonable(self.nearest) | {"differences": list(differences(self.nearest).values())}
+        head = {"problem": self.problem, "asked_for": self.environment}
+        return {**head, **self.decision.to_dict(), "left_out": self.left_out, "nearest": nearest}
 
 
-def choose(
-    options: CallOptions,
-    *,
-    hardware: str | None,
-    database: str | None,
-    borrow: Sequence[str] = (),
-    with_left_out: bool = True,
-) -> Choice:
+def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
     """Resolve the problem as dispatch would, without a process group.
 
     Args:
-        options: the problem, as typed.
-        hardware: the stored environment to answer for; None for this machine.
-        database: what to read instead of every layer.
-        borrow: other hardware whose measurements may serve where there are none.
+        options: the problem, as typed, and where to answer for.
         with_left_out: say of the other variants too why they do not run, which takes a look at all of their trials.
 
     Raises:
         UnknownNameError: no such op, or no stored environment matches `hardware`.
-        DatabaseError: `database` cannot be read.
+        DatabaseError: the named database cannot be read.
     """
     from tunedcomm import settings
     from tunedcomm.db.layers import load_snapshot
@@ -123,16 +91,12 @@ def choose(
     from tunedcomm.symm.layout import limits_for
 
     with gc_paused():
-        layers = read_layers(database)
-        environment = environment_for(hardware, layers, options.problem())
+        layers = read_layers(options.db)
+        environment = environment_for(options.hardware, layers, options.problem())
         problem = options.problem_in(environment)
+        strict, borrow = options.db is not None, borrowed(options.borrow)
         snapshot = load_snapshot(
-            environment,
-            problem.world_size,
-            layers=layers,
-            strict=database is not None,
-            borrow=borrow,
-            like=problem,
+            environment, problem.world_size, layers=layers, strict=strict, borrow=borrow, like=problem
         )
         limits = limits_for(environment, problem.world_size)
         forced = dispatcher.forced_candidate(problem, limits)
@@ -173,6 +137,7 @@ def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence
 def _left_out(
     problem: Problem, decision: Decision, limits: Limits, policy: NumericsPolicy, stored: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
+    """The variants of which no candidate was looked at, each with the reason."""
     looked_at = {name.partition("(")[0] for name, _ in decision.passed_over} | {decision.candidate.variant}
     found = []
     for variant in variants(problem.op).values():
@@ -184,51 +149,47 @@ def _left_out(
         elif variant.is_library and decision.library_us is not None and decision.latency_us is not None:
             reason = f"{decision.library_us:.2f} µs against {decision.latency_us:.2f} µs"
         else:
-            reason = _against_default(problem, variant, limits)
+            try:
+                config = variant.default_config(problem, limits)
+                candidate = Candidate.of(problem.op, variant.name, config)
+                reason = check_candidate(problem, candidate, limits, by_name=False)
+            except ConfigError as error:
+                reason = str(error)
             reason = reason or stored.get(variant.name) or "no trial near this problem is stored"
         found.append((variant.name, reason))
     return tuple(found)
 
 
-def _against_default(problem: Problem, variant: Variant, limits: Limits) -> str | None:
-    try:
-        config = variant.default_config(problem, limits)
-    except ConfigError as error:
-        return str(error)
-    return check_candidate(problem, Candidate.of(problem.op, variant.name, config), limits, by_name=False)
-
-
 def explanation(choice: Choice) -> list[str]:
     """The lines that `explain` prints."""
-    problem, decision = choice.problem, choice.decision
-    lines = [
-        f"{problem} ({message_of(problem)})",
-        f"  on            {choice.environment}",
-        f"  fabric        {choice.environment.fabric_in_words}",
-        f"  runs          {decision.candidate}",
-        f"  source        {decision.source}",
-        f"  why           {decision.why}",
+    problem, environment, decision = choice.problem, choice.environment, choice.decision
+    entries: list[tuple[str, str]] = [
+        ("on", str(environment)),
+        ("fabric", environment.fabric_in_words),
+        ("runs", str(decision.candidate)),
+        ("source", decision.source),
+        ("why", decision.why),
     ]
     if decision.layer:
         trial = "" if decision.trial_id is None else f", trial {decision.trial_id}"
-        lines.append(f"  evidence      {decision.layer} database{trial}")
+        entries.append(("evidence", f"{decision.layer} database{trial}"))
     if decision.latency_us is not None:
-        lines.append(f"  latency       {format_us(decision.latency_us)} µs")
+        entries.append(("latency", f"{format_us(decision.latency_us)} µs"))
     if decision.library_us is not None and decision.candidate.variant != "library":
         speed_up = format_ratio(decision.library_us, decision.latency_us)
-        lines.append(f"  library       {format_us(decision.library_us)} µs, speed-up {speed_up}")
+        entries.append(("library", f"{format_us(decision.library_us)} µs, speed-up {speed_up}"))
     if decision.runner_up is not None:
         after = "" if decision.runner_up_us is None else f", {format_us(decision.runner_up_us)} µs"
-        lines.append(f"  runner-up     {decision.runner_up}{after}")
-    if decision.environment is not None:
-        drift = choice.environment.drift(decision.environment)
-        lines.append(f"  measured in   {decision.environment}" + (f"; since then: {', '.join(drift)}" if drift else ""))
-        lines += [f"  not the same  {text}" for text in choice.environment.differences(decision.environment).values()]
+        entries.append(("runner-up", f"{decision.runner_up}{after}"))
+    if (measured_in := decision.environment) is not None:
+        drift = environment.drift(measured_in)
+        entries.append(("measured in", f"{measured_in}" + (f"; since then: {', '.join(drift)}" if drift else "")))
+        entries += [("not the same", text) for text in environment.differences(measured_in).values()]
     if choice.nearest is not None:
-        lines.append(f"  nearest       nothing is stored for this hardware; the nearest is {choice.nearest}")
-        lines += [f"                {text}" for text in choice.environment.mismatches(choice.nearest)]
+        entries.append(("nearest", f"nothing is stored for this hardware; the nearest is {choice.nearest}"))
+        entries += [("", text) for text in environment.mismatches(choice.nearest)]
+    lines = [f"{problem} ({message_of(problem)})", *(f"  {name:<12}  {text}" for name, text in entries)]
     if passed_over := (*decision.passed_over, *choice.left_out):
-        lines.append("  passed over")
         width = max(len(name) for name, _ in passed_over)
-        lines += [f"    {name.ljust(width)}  {reason}" for name, reason in passed_over]
+        lines += ["  passed over", *(f"    {name:<{width}}  {reason}" for name, reason in passed_over)]
     return lines

@@ -38,55 +38,34 @@ SweptPlace: TypeAlias = Literal["no", "yes", "both"]
 
 OpOption: TypeAlias = Annotated[str, typer.Option("--op", help="Op, e.g. all_reduce.")]
 OnlyOpOption: TypeAlias = Annotated[str | None, typer.Option("--op", help="Only this op.")]
-LayoutOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--layout",
-        help="What the op is given besides, or how it lies, as docs/ops.md lists it; by default the op's first layout.",
-    ),
-]
+LayoutOption: TypeAlias = Annotated[str | None, typer.Option(help="Layout (docs/ops.md); by default the op's first.")]
 ScalingOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--scaling",
-        help="How fp8 operands are scaled: rowwise (the default) or tensorwise. docs/ops.md has each op's.",
-    ),
+    str | None, typer.Option(help="Scaling of fp8 operands, rowwise (the default) or tensorwise (docs/ops.md).")
 ]
 HardwareOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--hardware",
-        help="Answer for a stored environment instead of this machine: part of the GPU's name, or the first digits of "
-        "the environment's digest.",
-    ),
+    typer.Option(help="Stored environment to answer for: part of the GPU's name, or first digits of its digest."),
 ]
 BorrowOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--borrow",
         help="Other hardware whose measurements may serve where there are none: part of the GPU's name, a pattern, or "
-        "the first digits of the environment's digest. By default what TUNEDCOMM_BORROW names.",
+        "first digits of a digest. By default what TUNEDCOMM_BORROW names."
     ),
 ]
 DatabaseOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--db", help="Database to read, a path or a SQLAlchemy URL; by default every layer is read."),
+    str | None, typer.Option(help="Database to read, a path or a SQLAlchemy URL; by default every layer.")
 ]
 WrittenOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--db", help="Database to write, a path or a SQLAlchemy URL; by default the user database."),
+    str | None, typer.Option(help="Database to write, a path or a SQLAlchemy URL; by default the user database.")
 ]
 GangsOption: TypeAlias = Annotated[
-    str,
-    typer.Option(help="Groups of ranks that measure side by side, each on GPUs of its own; auto fills the machine."),
+    str, typer.Option(help="Groups of ranks that measure side by side; auto fills the machine's GPUs.")
 ]
 LinkOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(min=1e-3, help="What one GPU sends to its peers at most, in 1e9 bytes/s. Known for H200."),
+    float | None, typer.Option(min=1e-3, help="Most that a GPU can send to its peers, in 1e9 bytes/s. Known for H200.")
 ]
-BackendOption: TypeAlias = Annotated[
-    Backend | None, typer.Option(help="By default cuda where there are two GPUs or more, else host.")
-]
+BackendOption: TypeAlias = Annotated[Backend | None, typer.Option(help="By default cuda from two GPUs on, else host.")]
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -95,14 +74,12 @@ class ProblemOptions:
     """The options that name one problem, as typed on the command line."""
 
     op: OpOption
-    shape: Annotated[
-        str, typer.Option("--shape", help="Canonical shape: the element count of a collective, MxNxK of a fused GEMM.")
-    ]
+    shape: Annotated[str, typer.Option(help="Element count of a collective, MxNxK of a fused GEMM.")]
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")]
     dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the payload.")] = "bfloat16"
-    mode: Annotated[
-        Mode | None, typer.Option(help="Inside CUDA graphs or not; by default graph, eager on the host backend.")
-    ] = None
+    mode: Annotated[Mode | None, typer.Option(help="Inside CUDA graphs or not; graph by default, eager on CPUs.")] = (
+        None
+    )
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None
     input_kind: Annotated[InputKind, typer.Option(help="Whether peers can address the input.")] = "plain"
     in_place: Annotated[bool, typer.Option("--in-place", help="The result overwrites the input.")] = False
@@ -145,12 +122,14 @@ class ProblemOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions(ProblemOptions):
-    """The options that name one problem and how a caller asks for it."""
+    """The options that name one problem, how a caller asks for it, and where: of `lookup` and of `explain`."""
 
     numerics: Annotated[NumericsPolicy, typer.Option(help="Numerics classes that may run.")] = "default"
-    max_sms: Annotated[
-        int | None, typer.Option(min=0, help="SMs at most that the kernel may take.", show_default=False)
-    ] = None
+    max_sms: Annotated[int | None, typer.Option(min=0, help="SMs at most that the kernel may take.")] = None
+    hardware: HardwareOption = None
+    borrow: BorrowOption = None
+    db: DatabaseOption = None
+    as_json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,21 +139,16 @@ class SweepOptions:
     op: Annotated[str | None, typer.Option(help="Op, e.g. all_reduce. May be left out with --from-misses.")] = None
     shape: Annotated[list[str] | None, typer.Option(help="Shapes; by default the op's, 1 KiB to 256 MiB.")] = None
     model: Annotated[list[str] | None, typer.Option(help="Models whose shapes to take, instead of --shape.")] = None
-    tp: Annotated[
-        int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size; by default all GPUs.")
-    ] = None
+    tp: Annotated[int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size.")] = None
     tokens: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Tokens a step of --model; by default the powers of two from {DEFAULT_TOKENS[0]} to "
-            f"{DEFAULT_TOKENS[-1]}."
-        ),
+        typer.Option(help=f"Tokens a step of --model; by default powers of two to {DEFAULT_TOKENS[-1]}."),
     ] = None
     dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None
     mode: Annotated[
         SweptMode | None,
-        typer.Option(help="Inside CUDA graphs, outside, or both. By default graph, eager on the host."),
+        typer.Option(help="Inside CUDA graphs, outside, or both; by default graph, eager on CPUs."),
     ] = None
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain"
 

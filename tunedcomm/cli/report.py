@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,15 +14,9 @@ from tunedcomm.cli.stored import read_layers
 
 def report(
     *,
-    more: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[CSV]...", help="More CSV files, as a shell's pattern after --csv gives them."),
-    ] = None,
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[CSV]...", help="More CSV files.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-    db: Annotated[
-        list[str] | None,
-        typer.Option(help="Database to show, a path or a SQLAlchemy URL; may be repeated. By default every layer."),
-    ] = None,
+    db: Annotated[list[str] | None, typer.Option(help="Databases to show; by default every layer.")] = None,
     no_db: Annotated[bool, typer.Option("--no-db", help="Show no database, only CSV files.")] = False,
     csv: Annotated[list[Path] | None, typer.Option(help="CSV file of `tunedcomm bench`; may be repeated.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write every figure as an image into this directory, too.")] = None,
@@ -47,8 +41,9 @@ def report(
     files = [*(csv or []), *(more or [])]
     if no_db and not files:
         raise typer.BadParameter("a page needs a database or CSV files; name some", param_hint="--no-db")
+    layers = [] if no_db else [layer for target in db or (None,) for layer in read_layers(target)]
     try:
-        material = gather([] if no_db else _layers(db), files, op=op, link_gb_s=link_gb_s)
+        material = gather(layers, files, op=op, link_gb_s=link_gb_s)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--csv") from error
     for file in material.files:
@@ -66,26 +61,9 @@ def report(
         images = [] if png is None else write_images(material, png)
     except OSError as error:
         raise typer.BadParameter(f"{png} cannot take images: {error.strerror}", param_hint="--png") from error
-    _say(output, images, len(material.bench) + len(material.stored), as_json=as_json)
-
-
-def _layers(targets: list[str] | None) -> list[Any]:
-    if not targets:
-        return list(read_layers(None))
-    return [layer for target in targets for layer in read_layers(target)]
-
-
-def _say(output: Path, images: list[Path], num_groups: int, *, as_json: bool) -> None:
-    size = output.stat().st_size
+    size, num_groups = output.stat().st_size, len(material.bench) + len(material.stored)
     if as_json:
-        emit_json(
-            {
-                "output": str(output),
-                "num_bytes": size,
-                "num_groups": num_groups,
-                "images": [str(image) for image in images],
-            }
-        )
+        emit_json({"output": output, "num_bytes": size, "num_groups": num_groups, "images": images})
         return
     emit(f"{output}: {num_groups} groups of problems, {format_bytes(size)}")
     for image in images:

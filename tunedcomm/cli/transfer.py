@@ -23,6 +23,7 @@ from tunedcomm.cli.output import (
 
 if TYPE_CHECKING:
     from tunedcomm.db.diff import Change, Comparison, Difference
+    from tunedcomm.db.records import Pin
     from tunedcomm.db.transfer import Transfer
 
 FileFormat: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
@@ -44,33 +45,22 @@ def db_export(
         ),
     ] = None,
     *,
-    db: Annotated[
-        list[str] | None,
-        typer.Option("--db", help="File or URL to read; repeat it to merge several. By default the user database."),
-    ] = None,
+    db: Annotated[list[str] | None, typer.Option(help="Databases to read; by default the user database.")] = None,
     form: Annotated[
         FileFormat,
-        typer.Option("--format", help="sqlite for dispatch, jsonl for people and other programs, nccl-csv for NCCL."),
+        typer.Option("--format", help="sqlite for dispatch, jsonl for other programs, nccl-csv for NCCL."),
     ] = "sqlite",
     everything: Annotated[
-        bool, typer.Option("--all", help="Write every row, not only what dispatch and explain need.")
+        bool, typer.Option("--all", help="All rows, not only what dispatch and explain need.")
     ] = False,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            "--cluster", metavar="NAME", help="Write NAME.db and print the setting that a cluster's users need."
-        ),
+        typer.Option(metavar="NAME", help="Write NAME.db and print the setting that its users need."),
     ] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(
-            "--hardware",
-            help="For nccl-csv, where several are stored: part of the GPU's name, or first digits of a digest.",
-        ),
+        str | None, typer.Option(help="For nccl-csv: part of the GPU's name, or first digits of a digest.")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace OUT if it was exported, or holds nothing else.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is an export or empty.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write what dispatch and explain need of one or several databases to one self-contained file.
@@ -148,10 +138,7 @@ def _cluster_file(cluster: str, out: str | None, form: FileFormat) -> Path:
 
 
 def db_import(
-    sources: Annotated[
-        list[str],
-        typer.Argument(metavar="SRC...", help="Files of JSON lines or SQLite files, or URLs.", show_default=False),
-    ],
+    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Files of JSON lines, SQLite files or URLs.")],
     *,
     db: WrittenOption = None,
     as_json: JsonOption = False,
@@ -188,15 +175,10 @@ def _transfer_to_dict(done: Transfer) -> dict[str, Any]:
 
 def db_merge(
     sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SRC...", help="Files or URLs; a directory stands for its *.db files.", show_default=False
-        ),
+        list[str], typer.Argument(metavar="SRC...", help="Files or URLs; a directory stands for its *.db files.")
     ],
     *,
-    into: Annotated[
-        str, typer.Option("--into", metavar="TARGET", help="File or URL that takes all.", show_default=False)
-    ],
+    into: Annotated[str, typer.Option(metavar="TARGET", help="File or URL that takes all.")],
     as_json: JsonOption = False,
 ) -> None:
     """Add everything that databases hold to another one, which is made if there is none; nothing is lost or doubled.
@@ -282,7 +264,8 @@ def _print_difference(found: Difference, limit: int) -> None:
 def _print_comparison(comparison: Comparison, limit: int) -> None:
     drift = f"; software: {', '.join(comparison.drift)}" if comparison.drift else ""
     changed = f"{len(comparison.changes)} of {comparison.problems} problems are answered otherwise"
-    emit(f"\n{named(comparison.after)}, {comparison.world_size} ranks: {changed}{drift}")
+    emit("")
+    emit(f"{named(comparison.after)}, {comparison.world_size} ranks: {changed}{drift}")
     for kind, title in _KINDS.items():
         rows = [_change_cells(change) for change in comparison.changes if change.kind == kind]
         if rows:
@@ -312,10 +295,8 @@ def _difference_to_dict(found: Difference) -> dict[str, Any]:
         for index, side in enumerate(("before", "after"))
     }
     pins = [
-        attributes(change, "problem environment")
-        | {side: None if pin is None else named_candidate(pin.candidate) | {"reason": pin.reason} for side, pin in both}
-        for change in found.pins
-        for both in [(("before", change.before), ("after", change.after))]
+        attributes(one, "problem environment") | {"before": _pin_to_dict(one.before), "after": _pin_to_dict(one.after)}
+        for one in found.pins
     ]
     comparisons = [
         {
@@ -327,3 +308,7 @@ def _difference_to_dict(found: Difference) -> dict[str, Any]:
     ]
     sources = [attributes(one, "op variant before after") | {"retired_finals": one.finals} for one in found.retired]
     return {"differ": not found.is_empty, **sides, "sources": sources, "pins": pins, "comparisons": comparisons}
+
+
+def _pin_to_dict(pin: Pin | None) -> dict[str, Any] | None:
+    return None if pin is None else named_candidate(pin.candidate) | {"reason": pin.reason}

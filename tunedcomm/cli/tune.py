@@ -99,9 +99,7 @@ def tune(
     *,
     context: typer.Context,
     models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
-    from_misses: Annotated[
-        bool, typer.Option("--from-misses", help="Tune what was called here without having been tuned.")
-    ] = False,
+    from_misses: Annotated[bool, typer.Option("--from-misses", help="Tune what was called here untuned.")] = False,
     backend: BackendOption = None,
     reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts (docs/ops.md). By default the op's first.")] = None,
@@ -501,24 +499,13 @@ def db_verify(
     op: Annotated[list[str] | None, typer.Option(help="Only these ops.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only these dtypes.")] = None,
     mode: Annotated[SweptMode, typer.Option(help="Inside CUDA graphs, outside, or both.")] = "both",
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most problems: first those measured under other software, then the oldest."),
-    ] = None,
-    tolerance: Annotated[
-        str,
-        typer.Option(help="How much longer a winner may take, by itself and against the library, besides the noise."),
-    ] = "10%",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most problems, those of other software first.")] = None,
+    tolerance: Annotated[str, typer.Option(help="How much longer a winner may take, besides the noise.")] = "10%",
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None,
     backend: BackendOption = None,
     gangs: GangsOption = "auto",
     db: Annotated[
-        str | None,
-        typer.Option(
-            "--db",
-            help="Database to verify, which takes the new timings too; by default every layer is read and the user "
-            "database takes them.",
-        ),
+        str | None, typer.Option(help="Database to verify, which takes the timings; by default every layer is read.")
     ] = None,
     no_store: Annotated[bool, typer.Option("--no-store", help="Keep the new timings to yourself.")] = False,
     as_json: JsonOption = False,
