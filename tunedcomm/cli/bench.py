@@ -22,6 +22,7 @@ from tunedcomm.cli.options import (
     ScalingOption,
     SweepOptions,
     backend_or_default,
+    bad_usage,
     borrowed,
     check_option,
     check_problem,
@@ -93,10 +94,10 @@ def bench(
         try:
             missing = missing_columns(csv)
         except (OSError, UnicodeDecodeError, CsvError) as error:
-            raise typer.BadParameter(f"{csv} cannot be appended to: {error}", param_hint="--csv") from None
+            raise bad_usage("--csv", f"{csv} cannot be appended to: {error}") from None
         if missing:
             why = f"is another program's table: it lacks the columns {', '.join(missing)}; name another file"
-            raise typer.BadParameter(f"{csv} {why}", param_hint="--csv")
+            raise bad_usage("--csv", f"{csv} {why}")
     job = {
         "op": spec.name,
         "shapes": [format_shape(extents) for extents in shapes],
@@ -135,15 +136,15 @@ def _adapter_files(targets: Sequence[str]) -> list[Path]:
         path = Path(target)
         files = sorted(path.glob("[!_]*.py")) if path.is_dir() else [path]
         if not files or not all(file.is_file() and file.suffix == ".py" for file in files):
-            raise typer.BadParameter(
+            raise bad_usage(
+                "--peers",
                 f"{target!r} is no Python file and no directory of some; bench/peers of the repository is one",
-                param_hint="--peers",
             )
         found += [file.absolute() for file in files]
     names = [file.stem for file in found]
     for name in names:
         if names.count(name) > 1:
-            raise typer.BadParameter(f"two adapters are named {name}; contenders go by name", param_hint="--peers")
+            raise bad_usage("--peers", f"two adapters are named {name}; contenders go by name")
     return found
 
 
@@ -156,10 +157,10 @@ def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[
     known = ["tuned", *variants(op), CUBLAS, *peers]
     for name in names:
         if name not in known:
-            raise typer.BadParameter(
+            raise bad_usage(
+                "--contender",
                 f"{name!r} is no contender of {op}{did_you_mean(name, known)} They are {', '.join(known)}; "
                 "--peers adds other projects' kernels",
-                param_hint="--contender",
             )
     return names
 

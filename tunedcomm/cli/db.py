@@ -18,6 +18,7 @@ from tunedcomm.cli.options import (
     OnlyOpOption,
     ProblemOptions,
     WrittenOption,
+    bad_usage,
     changed_options,
     split,
     takes,
@@ -46,6 +47,7 @@ from tunedcomm.cli.stored import (
     library_us,
     listed,
     match_environments,
+    on_hardware,
     pin_to_dict,
     print_pins,
     read_contests,
@@ -79,11 +81,7 @@ _LIST_COLUMNS: dict[str, Callable[[Contest], object]] = {
 
 
 def db_list(
-    *,
-    op: OnlyOpOption = None,
-    hardware: HardwareOption = None,
-    db: DatabaseOption = None,
-    as_json: JsonOption = False,
+    *, op: OnlyOpOption = None, hardware: HardwareOption = None, db: DatabaseOption = None, as_json: JsonOption = False
 ) -> None:
     """List stored problems by environment with the fastest trial of each, then the pins.
 
@@ -236,7 +234,7 @@ def db_pin(
     Example: tunedcomm db pin --op all_reduce --shape 98304 --world-size 4 --variant library --reason "until ticket 12"
     """
     if not reason.strip():
-        raise typer.BadParameter("say why, for whoever finds the pin later", param_hint="--reason")
+        raise bad_usage("--reason", "say why, for whoever finds the pin later")
     chosen = get_variant(options.problem().op, variant)
     from tunedcomm.db.layers import writable_database
     from tunedcomm.db.store import Database
@@ -251,10 +249,8 @@ def db_pin(
     candidate = Candidate.of(problem.op, variant, chosen.space.validate(values))
     infeasible = None if chosen.is_library else check_candidate(problem, candidate, limits, by_name=False)
     if infeasible is not None:
-        raise typer.BadParameter(
-            f"{candidate} cannot run {problem} there: {infeasible}; pin another one, `tunedcomm explain` lists them",
-            param_hint="--variant",
-        )
+        why = f"{candidate} cannot run {problem} there: {infeasible}; pin another one, `tunedcomm explain` lists them"
+        raise bad_usage("--variant", why)
     _check_measured(problem, candidate, environment, limits, layers)
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")
@@ -285,9 +281,8 @@ def _check_measured(
     decision = dispatcher.decide(problem, replace(snapshot, pins=(pin,)), limits, policy="any")
     if decision.source != "pin":
         reason = dict(decision.passed_over)[str(candidate)].removeprefix("pinned, but ")
-        raise typer.BadParameter(
-            f"{candidate} {reason}; mend it and have `tunedcomm tune --retry` measure it, or pin another",
-            param_hint="--variant",
+        raise bad_usage(
+            "--variant", f"{candidate} {reason}; mend it and have `tunedcomm tune --retry` measure it, or pin another"
         )
     if candidate.variant != "library" and decision.latency_us is None:
         note(f"no good trial of {candidate} is stored for this problem: it runs unchecked; `tunedcomm tune` checks it")
@@ -313,11 +308,7 @@ def parse_config(parts: list[str], variant: Variant) -> dict[str, Any]:
 
 @takes(ProblemOptions)
 def db_unpin(
-    options: ProblemOptions,
-    *,
-    hardware: HardwareOption = None,
-    db: WrittenOption = None,
-    as_json: JsonOption = False,
+    options: ProblemOptions, *, hardware: HardwareOption = None, db: WrittenOption = None, as_json: JsonOption = False
 ) -> None:
     """Remove the pin of one problem on this hardware; exit code 1 if there is none.
 
@@ -358,11 +349,7 @@ _STATS_COLUMNS: dict[str, Callable[[GroupStats], object]] = {
 
 
 def db_stats(
-    *,
-    op: OnlyOpOption = None,
-    hardware: HardwareOption = None,
-    db: DatabaseOption = None,
-    as_json: JsonOption = False,
+    *, op: OnlyOpOption = None, hardware: HardwareOption = None, db: DatabaseOption = None, as_json: JsonOption = False
 ) -> None:
     """Sum up stored trials by environment, op, world size, dtype and mode.
 
@@ -378,7 +365,10 @@ def db_stats(
 
     kernels.discover()
     read = read_each(read_layers(db), lambda opened: collect_stats(opened, source_hash_of), is_strict=db is not None)
-    found = [(layer.name, _filtered(stats, op, hardware)) for layer, stats in read]
+    found = []
+    for layer, stats in read:
+        groups = on_hardware(hardware, [group for group in stats.groups if op in (None, group.op)])
+        found.append((layer.name, replace(stats, groups=tuple(groups))))
     if as_json:
         emit_json(
             [
@@ -396,14 +386,6 @@ def db_stats(
         _print_stats(name, stats)
     if not found:
         emit("no database is there; `tunedcomm tune --op all_reduce` makes one")
-
-
-def _filtered(stats: DatabaseStats, op: str | None, hardware: str | None) -> DatabaseStats:
-    groups = [group for group in stats.groups if op in (None, group.op)]
-    if hardware is not None:
-        wanted = {e.digest for e in match_environments(hardware, [group.environment for group in groups])}
-        groups = [group for group in groups if group.environment.digest in wanted]
-    return replace(stats, groups=tuple(groups))
 
 
 def _print_stats(name: str, stats: DatabaseStats) -> None:
@@ -477,9 +459,7 @@ def parse_age(text: str) -> timedelta:
     """
     match = _AGE.fullmatch(text.strip().lower())
     if match is None or (hours := int(match[1]) * _HOURS[match[2]]) > _MAX_HOURS:
-        raise typer.BadParameter(
-            f"{text!r} is not an age such as 36h, 90d or 12w, at most 1000 years", param_hint="--older-than"
-        )
+        raise bad_usage("--older-than", f"{text!r} is not an age such as 36h, 90d or 12w, at most 1000 years")
     return timedelta(hours=hours)
 
 

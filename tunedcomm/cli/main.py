@@ -54,30 +54,17 @@ class _Verbs(LazyGroup):
     verbs: ClassVar[dict[str, str]] = {
         "tune": "tune",
         "lookup": "explain",
-        "explain": "explain",
-        "bench": "bench",
-        "report": "report",
-        "doctor": "doctor",
-        "demo": "demo",
+        **{verb: verb for verb in ("explain", "bench", "report", "doctor", "demo")},
     }
 
 
 class _DatabaseVerbs(LazyGroup):
     prefix = "db_"
     verbs: ClassVar[dict[str, str]] = {
-        "list": "db",
-        "show": "db",
-        "stats": "db",
-        "pin": "db",
-        "unpin": "db",
-        "check": "db",
+        **dict.fromkeys(("list", "show", "stats", "pin", "unpin", "check"), "db"),
         "verify": "tune",
-        "prune": "db",
-        "upgrade": "db",
-        "export": "transfer",
-        "import": "transfer",
-        "merge": "transfer",
-        "diff": "transfer",
+        **dict.fromkeys(("prune", "upgrade"), "db"),
+        **dict.fromkeys(("export", "import", "merge", "diff"), "transfer"),
     }
 
 

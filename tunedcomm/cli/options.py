@@ -69,17 +69,20 @@ BackendOption: TypeAlias = Annotated[Backend | None, typer.Option(help="By defau
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
+def bad_usage(option: str, why: str) -> typer.BadParameter:
+    """The error of an option or argument that makes no sense: exit code 2."""
+    return typer.BadParameter(why, param_hint=option)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemOptions:
     """The options that name one problem, as typed on the command line."""
 
     op: OpOption
     shape: Annotated[str, typer.Option(help="Element count of a collective, MxNxK of a fused GEMM.")]
-    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks.")]
-    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the payload.")] = "bfloat16"
-    mode: Annotated[Mode | None, typer.Option(help="Inside CUDA graphs or not; graph by default, eager on CPUs.")] = (
-        None
-    )
+    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")]
+    dtype: Annotated[str, typer.Option(help="Dtype of the payload.")] = "bfloat16"
+    mode: Annotated[Mode | None, typer.Option(help="In CUDA graphs or not; by default graph, eager on CPUs.")] = None
     reduction: Annotated[str | None, typer.Option(help="Reduction; by default the op's first.")] = None
     input_kind: Annotated[InputKind, typer.Option(help="Whether peers can address the input.")] = "plain"
     in_place: Annotated[bool, typer.Option("--in-place", help="The result overwrites the input.")] = False
@@ -116,7 +119,7 @@ class ProblemOptions:
         """
         problem = self.problem()
         if problem.in_place and not get_op(problem.op).in_place:
-            raise typer.BadParameter(f"{problem.op} cannot overwrite its input; leave it out", param_hint="--in-place")
+            raise bad_usage("--in-place", f"{problem.op} cannot overwrite its input; leave it out")
         return replace(problem, mode="eager") if self.mode is None and environment.is_host else problem
 
 
@@ -147,8 +150,7 @@ class SweepOptions:
     dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None
     mode: Annotated[
-        SweptMode | None,
-        typer.Option(help="Inside CUDA graphs, outside, or both; by default graph, eager on CPUs."),
+        SweptMode | None, typer.Option(help="Inside CUDA graphs, outside, or both; by default graph, eager on CPUs.")
     ] = None
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain"
 
@@ -161,22 +163,22 @@ class SweepOptions:
         """
         models = [find_model(name) for name in split(self.model)]
         if models and split(self.shape):
-            raise typer.BadParameter(
+            raise bad_usage(
+                "--model",
                 "a model's shapes and shapes of your own are two sweeps: pass --model or --shape, then the other",
-                param_hint="--model",
             )
         for option, value in (("--tp", self.tp), ("--tokens", self.tokens)):
             if not models and value is not None:
-                raise typer.BadParameter("it needs a model: pass --model as well", param_hint=option)
+                raise bad_usage(option, "it needs a model: pass --model as well")
         return models
 
     def ranks(self, backend: Backend | None = None) -> int:
         """The number of ranks, which is the degree of tensor parallelism where that is given; see `local_ranks`."""
         self.models()
         if self.tp is not None and self.world_size is not None and self.tp != self.world_size:
-            raise typer.BadParameter(
+            raise bad_usage(
+                "--tp",
                 f"--tp {self.tp} and --world-size {self.world_size} are the same number for a model; pass one of them",
-                param_hint="--tp",
             )
         return local_ranks(self.tp or self.world_size, backend)
 
@@ -195,7 +197,7 @@ class SweepOptions:
         tokens = split(self.tokens)
         for text in tokens:
             if not text.isdecimal() or int(text) < 1:
-                raise typer.BadParameter(f"{text!r} is not a number of tokens, 1 or more", param_hint="--tokens")
+                raise bad_usage("--tokens", f"{text!r} is not a number of tokens, 1 or more")
         if models := self.models():
             return shapes_for(models, world_size, tuple(map(int, tokens)) or DEFAULT_TOKENS, spec.name)
         return tuple(check_shape(text, spec) for text in split(self.shape))
@@ -292,9 +294,8 @@ def check_option(
     if meant not in allowed:
         named = [name or "none" for name in allowed]
         whose = f"{spec.name} of {dtype}" if dtype else spec.name
-        raise typer.BadParameter(
-            f"{value!r} is not a {name} of {whose}{did_you_mean(value, named)} Allowed: {', '.join(named)}",
-            param_hint=f"--{name}",
+        raise bad_usage(
+            f"--{name}", f"{value!r} is not a {name} of {whose}{did_you_mean(value, named)} Allowed: {', '.join(named)}"
         )
     return meant
 
@@ -302,8 +303,8 @@ def check_option(
 def check_dtype(dtype: str) -> str:
     """Refuse as bad usage a dtype that does not exist."""
     if dtype not in DTYPES:
-        raise typer.BadParameter(
-            f"{dtype!r} is not a dtype{did_you_mean(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}", param_hint="--dtype"
+        raise bad_usage(
+            "--dtype", f"{dtype!r} is not a dtype{did_you_mean(dtype, DTYPES)} Allowed: {', '.join(DTYPES)}"
         )
     return dtype
 
@@ -328,24 +329,23 @@ def check_shape(text: str, spec: OpSpec, *, may_be_empty: bool = False) -> tuple
         spec: the op.
         may_be_empty: take a shape without elements, which can be asked about but not measured.
     """
-
-    def bad(why: str) -> typer.BadParameter:
-        return typer.BadParameter(why, param_hint="--shape")
-
     try:
         shape = parse_shape(text)
     except ValueError as error:
         meant = "x".join(re.findall(r"\d+", text)) if _OTHER_SEPARATOR.fullmatch(text.strip()) else ""
-        raise bad(f"{error}; did you mean {meant!r}?" if meant else str(error)) from None
+        raise bad_usage("--shape", f"{error}; did you mean {meant!r}?" if meant else str(error)) from None
     if len(shape) != spec.rank_of_shape:
-        raise bad(
-            f"{text!r} has {len(shape)} extents, a shape of {spec.name} has {spec.rank_of_shape}: {spec.shape_help}"
+        raise bad_usage(
+            "--shape",
+            f"{text!r} has {len(shape)} extents, a shape of {spec.name} has {spec.rank_of_shape}: {spec.shape_help}",
         )
     elements = math.prod(shape)
     if elements == 0 and not may_be_empty:
-        raise bad(f"{text!r} has no elements: there is nothing to measure")
+        raise bad_usage("--shape", f"{text!r} has no elements: there is nothing to measure")
     if elements > _MAX_ELEMENTS:
-        raise bad(f"{text!r} has more elements than any memory holds; at most {_MAX_ELEMENTS}: {spec.shape_help}")
+        raise bad_usage(
+            "--shape", f"{text!r} has more elements than any memory holds; at most {_MAX_ELEMENTS}: {spec.shape_help}"
+        )
     return shape
 
 
@@ -354,7 +354,7 @@ def check_problem(problem: Problem) -> Problem:
     try:
         get_op(problem.op).check(problem)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shape") from None
+        raise bad_usage("--shape", str(error)) from None
     return problem
 
 
@@ -371,7 +371,7 @@ def parse_budget(text: str) -> float:
     hours, minutes, seconds = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
     total = 3600 * hours + 60 * minutes + seconds
     if total <= 0:
-        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 10m or 1h30m", param_hint="--budget")
+        raise bad_usage("--budget", f"{text!r} is not a time such as 90s, 10m or 1h30m")
     return total
 
 
@@ -384,7 +384,7 @@ def parse_gangs(text: str) -> int | None:
     if text.strip().lower() == "auto":
         return None
     if not text.strip().isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is neither auto nor a whole number above 0", param_hint="--gangs")
+        raise bad_usage("--gangs", f"{text!r} is neither auto nor a whole number above 0")
     return int(text)
 
 
@@ -400,7 +400,7 @@ def parse_share(text: str) -> float:
     match = _SHARE.fullmatch(text.strip())
     share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
     if not 0 <= share <= 1:
-        raise typer.BadParameter(f"{text!r} is not a share such as 10% or 0.1, at most 100%", param_hint="--tolerance")
+        raise bad_usage("--tolerance", f"{text!r} is not a share such as 10% or 0.1, at most 100%")
     return share
 
 
@@ -429,23 +429,23 @@ def local_ranks(world_size: int | None, backend: Backend | None = None) -> int:
 
     available = 0 if backend == "host" else num_gpus()
     if backend == "cuda" and available < 2:
-        raise typer.BadParameter(
+        raise bad_usage(
+            "--backend",
             f"it needs at least 2 GPUs, this machine has {available}; leave it out or pass --backend host to tune CPU "
             "ranks, whose timings say nothing about GPUs",
-            param_hint="--backend",
         )
     if available < 2 or ranks_share_a_gpu():
         if world_size is not None and world_size > MAX_WORLD_SIZE:
-            raise typer.BadParameter(
+            raise bad_usage(
+                "--world-size",
                 f"{world_size} ranks are more than the {MAX_WORLD_SIZE} that kernels serve on one host; pass a "
                 "smaller --world-size",
-                param_hint="--world-size",
             )
         return world_size or 2
     if world_size is not None and available < world_size:
-        raise typer.BadParameter(
+        raise bad_usage(
+            "--world-size",
             f"{world_size} ranks need {world_size} GPUs, this machine has {available}; "
             'hide them with CUDA_VISIBLE_DEVICES="" to use the host backend',
-            param_hint="--world-size",
         )
     return world_size or available

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -15,7 +16,7 @@ from tunedcomm.spec import Candidate, OpSpec, Problem, get_op
 if TYPE_CHECKING:
     from tunedcomm.hardware import Environment
 
-KIB = 1024
+_NUMBER = re.compile(r"-$|-?\d")
 T = TypeVar("T")
 
 
@@ -65,12 +66,9 @@ def format_ratio(baseline_us: float | None, latency_us: float | None) -> str:
 
 def format_bytes(num_bytes: int) -> str:
     """`96 KiB`, `1.5 MiB`: at most two decimals, binary units."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < KIB or unit == "GiB":
-            return f"{size:.2f}".rstrip("0").rstrip(".") + f" {unit}"
-        size /= KIB
-    raise AssertionError("the loop returns at its last unit")
+    power = min(max(num_bytes, 1).bit_length() - 1, 39) // 10
+    size = num_bytes / 1024**power
+    return f"{size:.2f}".rstrip("0").rstrip(".") + f" {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def counted(numbers: Mapping[str, int]) -> str:
@@ -84,9 +82,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str =
     Columns whose cells all look like numbers are aligned to the right.
     """
     cells = [[printable(str(cell)) for cell in row] for row in rows]
-    right = [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(columns))]
+    right = [bool(cells) and all(_NUMBER.match(row[i]) for row in cells) for i in range(len(columns))]
     if not sys.stdout.isatty():
-        _plain(columns, cells, right, title)
+        if title:
+            emit(title)
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        form = "  ".join(
+            f"{{:{'>' if to_right else '<'}{width}}}" for width, to_right in zip(widths, right, strict=True)
+        )
+        for row in (columns, *cells):
+            emit(form.format(*row).rstrip())
         return
     from rich.console import Console
     from rich.table import Table
@@ -103,22 +108,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str =
 def table_of(columns: Mapping[str, Callable[[T], object]], rows: Iterable[T], *, title: str = "") -> None:
     """Print a table of records on stdout; each column has a function that makes its cell of a record."""
     table(list(columns), [[cell(row) for cell in columns.values()] for row in rows], title=title)
-
-
-def _numeric(cell: str) -> bool:
-    return cell == "-" or cell[:1].isdigit() or cell[:2].lstrip("-")[:1].isdigit()
-
-
-def _plain(columns: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool], title: str) -> None:
-    if title:
-        emit(title)
-    widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
-    for row in (columns, *cells):
-        padded = [
-            text.rjust(width) if to_right else text.ljust(width)
-            for text, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        emit("  ".join(padded).rstrip())
 
 
 def _spec(problem: Problem) -> OpSpec | None:

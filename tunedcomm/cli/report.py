@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tunedcomm.cli.options import JsonOption, LinkOption
+from tunedcomm.cli.options import JsonOption, LinkOption, bad_usage
 from tunedcomm.cli.output import emit, emit_json, format_bytes, note
 from tunedcomm.cli.stored import read_layers
 
@@ -37,30 +37,30 @@ def report(
     if png is not None:
         need("matplotlib")
     if no_db and db:
-        raise typer.BadParameter("leave it out, or --db", param_hint="--no-db")
+        raise bad_usage("--no-db", "leave it out, or --db")
     files = [*(csv or []), *(more or [])]
     if no_db and not files:
-        raise typer.BadParameter("a page needs a database or CSV files; name some", param_hint="--no-db")
+        raise bad_usage("--no-db", "a page needs a database or CSV files; name some")
     layers = [] if no_db else [layer for target in db or (None,) for layer in read_layers(target)]
     try:
         material = gather(layers, files, op=op, link_gb_s=link_gb_s)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--csv") from error
+        raise bad_usage("--csv", str(error)) from error
     for file in material.files:
         if not (file.rows or file.rules or file.skipped):
             note(f"{file.name}: has no rows")
         if file.skipped:
             note(f"{file.name}: left out {len(file.skipped)} lines that make no sense; the page lists them")
     if op is not None and not (material.bench or material.stored):
-        raise typer.BadParameter(f"nothing of {op!r} is in the databases and files given", param_hint="--op")
+        raise bad_usage("--op", f"nothing of {op!r} is in the databases and files given")
     try:
         output.write_text(render(material, title=title), encoding="utf-8")
     except OSError as error:
-        raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from error
+        raise bad_usage("--output", f"{output} cannot be written: {error.strerror}") from error
     try:
         images = [] if png is None else write_images(material, png)
     except OSError as error:
-        raise typer.BadParameter(f"{png} cannot take images: {error.strerror}", param_hint="--png") from error
+        raise bad_usage("--png", f"{png} cannot take images: {error.strerror}") from error
     size, num_groups = output.stat().st_size, len(material.bench) + len(material.stored)
     if as_json:
         emit_json({"output": output, "num_bytes": size, "num_groups": num_groups, "images": images})

@@ -12,12 +12,13 @@ from tunedcomm.spec import Problem, format_shape
 
 if TYPE_CHECKING:
     from tunedcomm.db.layers import Layer
+    from tunedcomm.db.maintenance import GroupStats
     from tunedcomm.db.records import Pin, Trial
     from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
 
 T = TypeVar("T")
-R = TypeVar("R", "Trial", "Pin")
+R = TypeVar("R", "Trial", "Pin", "GroupStats")
 _PIN_COLUMNS: dict[str, Callable[[Pin], object]] = {
     "shape": lambda pin: format_shape(pin.problem.shape),
     "dtype": lambda pin: pin.problem.dtype,
@@ -191,7 +192,7 @@ def read_contests(
 
     def read(opened: Database) -> tuple[list[Trial], list[Pin]]:
         pins = [pin for pin in opened.pins() if op in (None, pin.problem.op)]
-        return _on(hardware, opened.trials(op=op)), _on(hardware, pins)
+        return on_hardware(hardware, opened.trials(op=op)), on_hardware(hardware, pins)
 
     for layer, (trials, pins) in read_each(read_layers(database), read, is_strict=database is not None):
         by_problem = {(pin.environment.hard_key, pin.problem): pin for pin in pins}
@@ -212,8 +213,8 @@ def read_contests(
     return found, pinned
 
 
-def _on(hardware: str | None, records: list[R]) -> list[R]:
-    """The trials or pins of hardware that matches."""
+def on_hardware(hardware: str | None, records: list[R]) -> list[R]:
+    """The records of hardware that matches."""
     if hardware is None:
         return records
     wanted = {there.digest for there in match_environments(hardware, [record.environment for record in records])}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from tunedcomm.cli.options import JsonOption, WrittenOption
+from tunedcomm.cli.options import JsonOption, WrittenOption, bad_usage
 from tunedcomm.cli.output import (
     attributes,
     emit,
@@ -73,7 +73,7 @@ def db_export(
     from tunedcomm.db.transfer import export_database, path_setting
 
     if hardware is not None and form != "nccl-csv":
-        raise typer.BadParameter("only --format nccl-csv is of one kind of hardware", param_hint="--hardware")
+        raise bad_usage("--hardware", "only --format nccl-csv is of one kind of hardware")
     path = _file_named(out, form, as_json=as_json) if cluster is None else _cluster_file(cluster, out, form)
     sources = [layer.target for target in db or (None,) for layer in named_layers(target)]
     into = sys.stdout if path is None else path
@@ -111,14 +111,14 @@ def db_export(
 def _file_named(out: str | None, form: FileFormat, *, as_json: bool) -> Path | None:
     """The file to write, or None for stdout."""
     if out is None:
-        raise typer.BadParameter("name the file to write, or a cluster with --cluster", param_hint="OUT")
+        raise bad_usage("OUT", "name the file to write, or a cluster with --cluster")
     if out != "-":
         return Path(out)
     if form == "sqlite":
         why = "a SQLite file cannot go to stdout; name a file, or another --format"
-        raise typer.BadParameter(why, param_hint="OUT")
+        raise bad_usage("OUT", why)
     if as_json:
-        raise typer.BadParameter("stdout takes the rows or the JSON, not both; name a file", param_hint="--json")
+        raise bad_usage("--json", "stdout takes the rows or the JSON, not both; name a file")
     return None
 
 
@@ -126,15 +126,15 @@ def _cluster_file(cluster: str, out: str | None, form: FileFormat) -> Path:
     from tunedcomm.db.transfer import cluster_file
 
     if form != "sqlite":
-        raise typer.BadParameter("dispatch reads SQLite files only", param_hint="--format")
+        raise bad_usage("--format", "dispatch reads SQLite files only")
     folder = Path(out or ".").expanduser()
     if not folder.is_dir():
         why = f"{folder} is not a directory; with --cluster the file is named for you"
-        raise typer.BadParameter(why, param_hint="OUT")
+        raise bad_usage("OUT", why)
     try:
         return cluster_file(cluster, folder)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--cluster") from None
+        raise bad_usage("--cluster", str(error)) from None
 
 
 def db_import(

@@ -27,6 +27,7 @@ from tunedcomm.cli.options import (
     SweptPlace,
     WrittenOption,
     backend_or_default,
+    bad_usage,
     changed_options,
     check_dtype,
     check_option,
@@ -154,7 +155,7 @@ def tune(
             return
         op = next(iter(missed))
     if op is None:
-        raise typer.BadParameter("it is missing; pass e.g. --op all_reduce", param_hint="--op")
+        raise bad_usage("--op", "it is missing; pass e.g. --op all_reduce")
     spec = known_op(op)
     from tunedcomm.tuner.search.sweep import SweepSpec
 
@@ -363,15 +364,13 @@ def _check_alone(context: typer.Context) -> None:
     for name in _ABOUT_PROBLEMS:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(
+            raise bad_usage(
+                "--from-misses",
                 f"the log says which problems to tune, so --{name.replace('_', '-')} has no place beside it; run the "
                 "two sweeps one after the other",
-                param_hint="--from-misses",
             )
     if settings.miss_log() is False:
-        raise typer.BadParameter(
-            "TUNEDCOMM_MISS_LOG switches the log off; unset it, or name the file to read", param_hint="--from-misses"
-        )
+        raise bad_usage("--from-misses", "TUNEDCOMM_MISS_LOG switches the log off; unset it, or name the file to read")
 
 
 def _missed_problems(
