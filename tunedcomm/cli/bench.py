@@ -126,11 +126,7 @@ def bench(
 
 
 def _adapter_files(targets: Sequence[str]) -> list[Path]:
-    """The files that `--peers` means: each target one, or all of a directory but those that begin with `_`.
-
-    Raises:
-        BadParameter: a target is not there or holds none, or two have one name.
-    """
+    """The files that `--peers` means: each target one, or all of a directory but those that begin with `_`."""
     found: list[Path] = []
     for target in targets:
         path = Path(target)

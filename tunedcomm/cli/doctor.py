@@ -280,12 +280,7 @@ CHECKS: tuple[Callable[[], Iterator[Line]], ...] = (
 
 
 def run_checks(checks: Sequence[Callable[[], Iterator[Line]]] = CHECKS, *, borrow: Sequence[str] = ()) -> list[Line]:
-    """Every check's lines; one that raises becomes a failed line of its own, so that the others are still seen.
-
-    Args:
-        checks: what to look at.
-        borrow: names of other hardware of which to say whether its measurements may serve here.
-    """
+    """Every check's lines; one that raises becomes a failed line of its own, so that the others are still seen."""
     named = [(check.__name__.removeprefix("check_"), check) for check in checks]
     found: list[Line] = []
     for name, check in [*named, *([("borrowing", lambda: check_borrowing(borrow))] if borrow else [])]:

@@ -80,10 +80,6 @@ def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
     Args:
         options: the problem, as typed, and where to answer for.
         with_left_out: say of the other variants too why they do not run, which takes a look at all of their trials.
-
-    Raises:
-        UnknownNameError: no such op, or no stored environment matches `hardware`.
-        DatabaseError: the named database cannot be read.
     """
     from tunedcomm import settings
     from tunedcomm.db.layers import load_snapshot

@@ -63,8 +63,7 @@ class _DatabaseVerbs(LazyGroup):
     verbs: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("list", "show", "stats", "pin", "unpin", "check"), "db"),
         "verify": "tune",
-        **dict.fromkeys(("prune", "upgrade"), "db"),
-        **dict.fromkeys(("export", "import", "merge", "diff"), "transfer"),
+        **dict.fromkeys(("prune", "upgrade", "export", "import", "merge", "diff"), "db"),
     }
 
 

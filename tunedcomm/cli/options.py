@@ -1,4 +1,8 @@
-"""Options that several verbs share: their text becomes a problem, numbers of ranks, or bad usage."""
+"""Options that several verbs share, and the values that their text becomes.
+
+What makes no sense raises `typer.BadParameter`, an op, variant or model that does not exist `UnknownNameError`: both
+end the command with exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -90,12 +94,7 @@ class ProblemOptions:
     scaling: ScalingOption = None
 
     def problem(self) -> Problem:
-        """The problem that the options name, in graph mode unless they say otherwise.
-
-        Raises:
-            UnknownNameError: no such op.
-            BadParameter: the shape, dtype or reduction does not fit the op.
-        """
+        """The problem that the options name, in graph mode unless they say otherwise."""
         spec = known_op(self.op)
         problem = Problem(
             op=spec.name,
@@ -112,11 +111,7 @@ class ProblemOptions:
         return check_problem(problem)
 
     def problem_in(self, environment: Environment) -> Problem:
-        """The problem, by default in eager mode on the host backend, which has no graphs.
-
-        Raises:
-            BadParameter: as of `problem`, or it is in place of an op that cannot be.
-        """
+        """The problem, by default in eager mode on the host backend, which has no graphs."""
         problem = self.problem()
         if problem.in_place and not get_op(problem.op).in_place:
             raise bad_usage("--in-place", f"{problem.op} cannot overwrite its input; leave it out")
@@ -155,12 +150,7 @@ class SweepOptions:
     input_kind: Annotated[SweptKind, typer.Option(help="Whether peers can address the input.")] = "plain"
 
     def models(self) -> list[Model]:
-        """The models of `--model`.
-
-        Raises:
-            BadParameter: options that do not go together.
-            UnknownNameError: no such model.
-        """
+        """The models of `--model`."""
         models = [find_model(name) for name in split(self.model)]
         if models and split(self.shape):
             raise bad_usage(
@@ -188,12 +178,7 @@ class SweepOptions:
         return tuple(check_option("dtype", name, spec) for name in named)
 
     def shapes(self, spec: OpSpec, world_size: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes that are named, or the op's in all of the models; none for the op's default shapes.
-
-        Raises:
-            BadParameter: a shape that is not of the op's form, or a count of tokens that is none.
-            UnsupportedInputError: the models do not split over that many ranks, or the op has no shapes of models.
-        """
+        """The shapes that are named, or the op's in all of the models; none for the op's default shapes."""
         tokens = split(self.tokens)
         for text in tokens:
             if not text.isdecimal() or int(text) < 1:
@@ -234,11 +219,7 @@ def takes(options: type[Options]) -> Callable[[Callable[Concatenate[Options, ...
 
 
 def known_op(name: str) -> OpSpec:
-    """The op of that name, after every kernel file has been imported.
-
-    Raises:
-        UnknownNameError: with the nearest names.
-    """
+    """The op of that name, after every kernel file has been imported."""
     from tunedcomm import kernels
 
     kernels.discover()
@@ -246,11 +227,7 @@ def known_op(name: str) -> OpSpec:
 
 
 def known_variant(op: str, name: str) -> str:
-    """The name of a variant of the op, which `known_op` has looked up.
-
-    Raises:
-        UnknownNameError: with the nearest names.
-    """
+    """The name of a variant of the op, which `known_op` has looked up."""
     try:
         return get_variant(op, name).name
     except UnknownNameError as error:
@@ -282,11 +259,7 @@ def kinds_of(kind: SweptKind) -> tuple[InputKind, ...]:
 def check_option(
     name: Literal["dtype", "layout", "reduction", "scaling"], value: str | None, spec: OpSpec, dtype: str = ""
 ) -> str:
-    """The value of an option where the op has it; `none` for the one without a name; by default the op's first.
-
-    Raises:
-        BadParameter: the op has no such value; the scalings are those of `dtype`.
-    """
+    """The value of an option where the op has it; `none` for the one without a name; by default the op's first."""
     allowed = spec.scalings_of(dtype) if name == "scaling" else tuple(getattr(spec, f"{name}s")) or ("",)
     if value is None:
         return allowed[0]
@@ -322,13 +295,7 @@ _MAX_ELEMENTS = 1 << 48
 
 
 def check_shape(text: str, spec: OpSpec, *, may_be_empty: bool = False) -> tuple[int, ...]:
-    """Read a shape and refuse as bad usage one that is not of the op's form, or that nothing can be measured at.
-
-    Args:
-        text: as typed.
-        spec: the op.
-        may_be_empty: take a shape without elements, which can be asked about but not measured.
-    """
+    """Read a shape of the op's form; one without elements may be asked about, but not measured."""
     try:
         shape = parse_shape(text)
     except ValueError as error:
@@ -362,11 +329,7 @@ _BUDGET = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+
 
 
 def parse_budget(text: str) -> float:
-    """Read `90`, `90s`, `10m`, `1h30m` as seconds.
-
-    Raises:
-        BadParameter: anything else, or no time at all.
-    """
+    """Read `90`, `90s`, `10m`, `1h30m` as seconds."""
     match = _BUDGET.fullmatch(text.strip().lower())
     hours, minutes, seconds = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
     total = 3600 * hours + 60 * minutes + seconds
@@ -376,11 +339,7 @@ def parse_budget(text: str) -> float:
 
 
 def parse_gangs(text: str) -> int | None:
-    """Read a number of gangs; None for `auto`.
-
-    Raises:
-        BadParameter: neither `auto` nor a whole number above 0.
-    """
+    """Read a number of gangs; None for `auto`."""
     if text.strip().lower() == "auto":
         return None
     if not text.strip().isdecimal() or int(text) < 1:
@@ -392,11 +351,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*(%?)")
 
 
 def parse_share(text: str) -> float:
-    """Read `10%` or `0.1` as a tenth.
-
-    Raises:
-        BadParameter: anything else, or more than 100 %.
-    """
+    """Read `10%` or `0.1` as a tenth."""
     match = _SHARE.fullmatch(text.strip())
     share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
     if not 0 <= share <= 1:
@@ -419,11 +374,7 @@ def backend_or_default(backend: Backend | None = None) -> Backend:
 
 
 def local_ranks(world_size: int | None, backend: Backend | None = None) -> int:
-    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend or on a single GPU that they share.
-
-    Raises:
-        BadParameter: this machine cannot start that many, or kernels do not serve so many ranks of one host.
-    """
+    """Ranks to start: those asked for, else one a GPU, else 2 on the host backend or on one GPU that they share."""
     from tunedcomm.hardware import ranks_share_a_gpu
     from tunedcomm.symm.layout import MAX_WORLD_SIZE
 

@@ -159,12 +159,7 @@ def live_view(progress: Progress) -> RenderableType:
 
 @contextmanager
 def shown(stopped: str, *, as_json: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A progress callback for `sweep`, for as long as it runs; Ctrl-C ends it with exit code 1.
-
-    Args:
-        stopped: what to add to the word that it was stopped.
-        as_json: write JSON lines.
-    """
+    """A progress callback for `sweep`, for as long as it runs; Ctrl-C ends it with exit code 1."""
     try:
         if as_json or not sys.stderr.isatty():
             lines: JsonLines | PlainLines = JsonLines() if as_json else PlainLines()

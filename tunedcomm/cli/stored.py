@@ -45,17 +45,7 @@ def read_layers(database: str | None) -> Sequence[Layer]:
 def read_each(
     layers: Iterable[Layer], read: Callable[[Database], T], *, is_strict: bool = False, is_quiet: bool = False
 ) -> Iterator[tuple[Layer, T]]:
-    """The result of `read` for each layer; a layer that cannot be read is noted on stderr and skipped.
-
-    Args:
-        layers: databases to open.
-        read: called with each of them.
-        is_strict: raise instead of skipping.
-        is_quiet: skip without a note.
-
-    Raises:
-        DatabaseError: one cannot be read, and `is_strict`.
-    """
+    """The result of `read` for each layer; one that cannot be read is skipped with a note, or raises if `is_strict`."""
     for layer in layers:
         try:
             with layer.open() as opened:
@@ -119,9 +109,6 @@ def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Prob
         hardware: part of a GPU's name or of a digest; None for this machine.
         layers: where to look, nearest first.
         serving: prefer environments in which something has run that serves this problem.
-
-    Raises:
-        UnknownNameError: nothing stored matches, or several kinds of hardware do.
     """
     if hardware is None:
         here = environment_here()
@@ -183,9 +170,6 @@ def read_contests(
     """The contests of the named database or of every layer that can be read, and each layer's pins.
 
     A layer's contests are sorted by GPU, world size, op, dtype, mode and size; problems that are only pinned follow.
-
-    Raises:
-        DatabaseError: the named database cannot be read.
     """
     found: list[Contest] = []
     pinned: dict[str, list[Pin]] = {}

@@ -238,13 +238,7 @@ def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str
 
 
 def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -> tuple[SweepOutcome, str]:
-    """Run a sweep with its progress on stderr; returns its outcome and where it was stored.
-
-    Raises:
-        BadParameter: the op has no such problems.
-        DatabaseError: the database cannot be made or written.
-        TuningError: the sweep could not be started or carried on.
-    """
+    """Run a sweep with its progress on stderr; returns its outcome and where it was stored."""
     from tunedcomm.tuner.search.sweep import resolve, sweep
 
     if spec.backend is None and backend_or_default() == "host":
@@ -356,11 +350,7 @@ _DETECT = "import json; from tunedcomm.hardware import detect; print(json.dumps(
 
 
 def _check_alone(context: typer.Context) -> None:
-    """Refuse options that name problems beside `--from-misses`.
-
-    Raises:
-        BadParameter: one of them was given, or no misses are noted at all.
-    """
+    """Refuse options that name problems beside `--from-misses`."""
     for name in _ABOUT_PROBLEMS:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -376,18 +366,7 @@ def _check_alone(context: typer.Context) -> None:
 def _missed_problems(
     op: str | None, *, world_size: int, backend: Backend, database: str | None
 ) -> dict[str, tuple[Problem, ...]]:
-    """Op to its problems in the log that are still not tuned here, most called first; says on stderr what was taken.
-
-    Args:
-        op: only this op.
-        world_size: of the sweep.
-        backend: of the sweep.
-        database: where the sweep stores its trials, if not in the user database.
-
-    Raises:
-        DatabaseAccessError: the log cannot be read.
-        TuningError: this machine's GPUs cannot be found out.
-    """
+    """Op to its problems in the log that are still not tuned here, most called first; says on stderr what was taken."""
     from tunedcomm import kernels
     from tunedcomm.db import misses as miss_log
     from tunedcomm.symm.layout import limits_for
