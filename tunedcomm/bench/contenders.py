@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,13 +109,9 @@ def contenders_of(
     def is_wanted(name: str) -> bool:
         return names is None or name in names
 
-    if is_wanted("tuned"):  # a user's call, through the public function
+    if is_wanted("tuned"):
         chosen = decide(problem, communicator.snapshot, communicator.limits).candidate
-
-        def call(inputs: Tensors, outputs: Tensors, stream: int) -> None:
-            run_problem(problem, inputs, outputs)
-
-        found.present.append(_ours("tuned", problem, chosen, turns, call))
+        found.present.append(_ours("tuned", problem, chosen, turns, None))
     for name in variants(problem.op):
         if name != "library" and is_wanted(name):
             found.present += _variant(communicator, problem, name, turns)
@@ -129,21 +125,25 @@ def contenders_of(
 
 
 def _ours(
-    name: str, problem: Problem, candidate: Candidate, turns: tuple[Tensors, ...], launch: Launch, config: str = ""
+    name: str, problem: Problem, candidate: Candidate, turns: tuple[Tensors, ...], launch: Launch | None
 ) -> Contender:
-    """A contender that writes into the op's outputs."""
-    device = turns[0][0].device
-    made = () if problem.in_place else get_op(problem.op).make_outputs(problem, device)
+    """A contender that writes into the op's outputs: a bound launch, or a user's call of the public function."""
+    device, in_place = turns[0][0].device, problem.in_place
+    on_gpu = device.type == "cuda"
+    made = () if in_place else get_op(problem.op).make_outputs(problem, device)
 
     def run(inputs: Tensors) -> Tensors:
-        outputs = inputs if problem.in_place else made
-        launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0)
+        outputs = inputs if in_place else made
+        if launch is None:
+            run_problem(problem, inputs, outputs)
+        else:
+            launch(inputs, outputs, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
         return outputs
 
-    is_library = name == "library"
+    if name == "library":
+        return Contender(name, "in place" if in_place else "", None, turns, run)
     blocks = get_variant(problem.op, candidate.variant).num_blocks(problem, candidate.config_dict)
-    num_sms = None if is_library or blocks < 0 else blocks
-    return Contender(name, config if is_library else str(candidate), num_sms, turns, run)
+    return Contender(name, str(candidate), blocks if blocks >= 0 else None, turns, run)
 
 
 def _library(communicator: Communicator, problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
@@ -151,8 +151,7 @@ def _library(communicator: Communicator, problem: Problem, turns: tuple[Tensors,
     spec, candidate = get_op(problem.op), Candidate.of(problem.op, "library", {})
     asked = replace(problem, in_place=spec.in_place, input_kind="plain")
     own = turns if spec.cold else (tuple(torch.empty_like(x) for x in turns[0]),)
-    config = "in place" if spec.in_place else ""
-    return _ours("library", asked, candidate, own, communicator.bind(asked, candidate), config)
+    return _ours("library", asked, candidate, own, communicator.bind(asked, candidate))
 
 
 def _variant(communicator: Communicator, problem: Problem, name: str, turns: tuple[Tensors, ...]) -> list[Contender]:
@@ -199,15 +198,12 @@ def _gemm_alone(problem: Problem, turns: tuple[Tensors, ...]) -> Contender:
     return Contender(CUBLAS, "", None, held, run, inputs_of=inputs_of, reference=reference)
 
 
-Makes: TypeAlias = Callable[[Problem, torch.device], Iterable[Peer]]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """A contender's name, and what makes its settings for a problem."""
 
     name: str
-    peers: Makes
+    peers: Callable[[Problem, torch.device], Iterable[Peer]]
 
 
 def load_adapter(path: Path) -> Adapter:

@@ -290,28 +290,16 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
     """As JSON has it."""
     names = "run_id reason environment num_trials failures dropped num_skipped"
     costs = "num_gangs start_s num_compiled bind_share compile_share seconds"
-    return {
-        "database": url,
-        **attributes(outcome, names),
-        "variants": [
-            {
-                **attributes(fate, "variant num_ran failures infeasible"),
-                "reasons": {first.status: first.reason for first in fate.firsts},
-            }
-            for fate in outcome.fates
-        ],
-        **attributes(outcome, costs),
-        "problems": [
-            {
-                "problem": result.problem,
-                "variant": None if result.best is None else result.best.variant,
-                "config": None if result.best is None else result.best.config,
-                "latency_p50_us": _best_us(result),
-                **attributes(result, "library_us speedup num_trials failures"),
-            }
-            for result in outcome.problems
-        ],
-    }
+    fates, problems = [], []
+    for fate in outcome.fates:
+        reasons = {first.status: first.reason for first in fate.firsts}
+        fates.append({**attributes(fate, "variant num_ran failures infeasible"), "reasons": reasons})
+    for result in outcome.problems:
+        best = {"variant": None, "config": None, "latency_p50_us": None}
+        if result.best is not None:
+            best = attributes(result.best, "variant config latency_p50_us")
+        problems.append({**attributes(result, "problem library_us speedup num_trials failures"), **best})
+    return {"database": url, **attributes(outcome, f"{names} {costs}"), "variants": fates, "problems": problems}
 
 
 def show_command(problem: Problem, database: str | None) -> str:
