@@ -51,6 +51,7 @@ from tunedcomm.cli.stored import (
     listed,
     match_environments,
     on_hardware,
+    open_to_write,
     pin_to_dict,
     print_pins,
     read_contests,
@@ -241,8 +242,6 @@ def db_pin(
     if not reason.strip():
         raise bad_usage("--reason", "say why, for whoever finds the pin later")
     chosen = get_variant(options.problem().op, variant)
-    from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.store import Database
     from tunedcomm.symm.layout import limits_for
 
     layers = _with_every_layer(db)
@@ -259,10 +258,9 @@ def db_pin(
     _check_measured(problem, candidate, environment, limits, layers)
     if not admits("default", chosen.numerics):
         note(f"{variant} is {chosen.numerics}: only calls with numerics='any' run it, others go on as before")
-    with Database.open(writable_database(db), create=db is None) as opened:
+    with open_to_write(db, create=db is None) as (opened, where):
         id_ = opened.pin(problem, candidate, environment=environment, reason=reason.strip())
         (pin,) = [pin for pin in opened.pins() if pin.id == id_]
-        where = str(opened.path or opened.url)
     if as_json:
         emit_json({"database": where, **pin_to_dict(pin)})
     else:
@@ -315,14 +313,10 @@ def db_unpin(
 
     Example: tunedcomm db unpin --op all_reduce --shape 98304 --world-size 4
     """
-    from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.store import Database
-
     environment = environment_for(hardware, _with_every_layer(db))
     problem = options.problem_in(environment)
-    with Database.open(writable_database(db)) as opened:
+    with open_to_write(db) as (opened, where):
         removed = opened.unpin(problem, environment=environment)
-        where = str(opened.path or opened.url)
     if as_json:
         emit_json({"database": where, "problem": problem, "removed": removed, "still_pinned_in": []})
     elif removed:

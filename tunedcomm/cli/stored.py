@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +41,18 @@ def read_layers(database: str | None) -> Sequence[Layer]:
     if database is not None:
         return named_layers(database)
     return [layer for layer in layers() if not is_absent(layer)]
+
+
+@contextmanager
+def open_to_write(
+    database: str | None, *, create: bool = False, patience_s: float = 0.0
+) -> Iterator[tuple[Database, str]]:
+    """The named database, else the user database, open for writing, and its name."""
+    from tunedcomm.db.layers import writable_database
+    from tunedcomm.db.store import Database
+
+    with Database.open(writable_database(database), create=create, patience_s=patience_s) as opened:
+        yield opened, str(opened.path or opened.url)
 
 
 def read_each(

@@ -8,8 +8,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,13 +56,12 @@ from tunedcomm.cli.output import (
     table_of,
 )
 from tunedcomm.cli.progress import say, shown
-from tunedcomm.cli.stored import read_layers
+from tunedcomm.cli.stored import open_to_write, read_layers
 from tunedcomm.errors import DatabaseAccessError, TuningError
 from tunedcomm.spec import Problem, admits, format_shape, variants
 from tunedcomm.tuner.models import Model, catalog
 
 if TYPE_CHECKING:
-    from tunedcomm.db.store import Database
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Limits
     from tunedcomm.tuner.search.sweep import ProblemResult, SweepOutcome, SweepSpec
@@ -248,23 +247,12 @@ def run_sweep(spec: SweepSpec, database: str | None, *, as_json: bool = False) -
         resolve(spec)  # before a database is made
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with storing(database, create=True) as (opened, url):
+    with open_to_write(database, create=True, patience_s=settings.db_patience_s()) as (opened, url):
         say(f"tuning {spec.op}, storing in {url}", as_json=as_json)
         with shown(
             "; what was measured is stored, and the same command goes on from there", as_json=as_json
         ) as progress:
             return sweep(spec, opened, progress), url
-
-
-@contextmanager
-def storing(database: str | None, *, create: bool) -> Iterator[tuple[Database, str]]:
-    """The database that takes what is measured, open for writing, and its name."""
-    from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.store import Database
-    from tunedcomm.settings import db_patience_s
-
-    with Database.open(writable_database(database), create=create, patience_s=db_patience_s()) as opened:
-        yield opened, str(opened.path or opened.url)
 
 
 def report(outcome: SweepOutcome, url: str) -> None:
@@ -504,7 +492,9 @@ def db_verify(
         gangs=parse_gangs(gangs),
         command=shlex.join(["tunedcomm", *sys.argv[1:]]),
     )
-    with nullcontext((None, None)) if no_store else storing(db, create=db is None) as (opened, url):
+    patience_s = settings.db_patience_s()
+    target = nullcontext((None, None)) if no_store else open_to_write(db, create=db is None, patience_s=patience_s)
+    with target as (opened, url):
         if spec.backend == "host":
             say("verifying the host backend, whose timings say nothing about GPUs", as_json=as_json)
         say("timing the stored winners again" + ("" if url is None else f", storing in {url}"), as_json=as_json)
