@@ -24,19 +24,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.ops.checks import is_nk
 
-# (setup_context, backward), the arguments of torch.library.register_autograd.
-Formula: TypeAlias = tuple[Callable[..., None], Callable[..., Any]]
+# What is kept of (ctx, inputs, output), and the gradients of (ctx, gradients of results). `torch_ops` fills ctx.shape
+# (of the first input), ctx.options and ctx.settings (the arguments behind the options), refuses calls without a
+# gradient, and adds None for the arguments behind those whose gradients come back.
+Formula: TypeAlias = tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]
 _ops: Any = torch.ops.tunedcomm
-
-
-def _refuse(what: str) -> None:
-    """Raise: a call has no gradient."""
-    raise UnsupportedInputError(
-        f"{what} is not differentiable; call it under torch.no_grad() or pass its inputs detached"
-    )
 
 
 def _sum_rows(grad: torch.Tensor) -> torch.Tensor:
@@ -44,75 +38,43 @@ def _sum_rows(grad: torch.Tensor) -> torch.Tensor:
     return grad.sum(dim=tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
 
 
-def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    ctx.settings = inputs[1:]
-
-
-def _keep_linear(op: str) -> Callable[..., None]:
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if inputs[1] not in ("sum", "avg"):
-            _refuse(f"{op} with op={inputs[1]!r}")
-        _keep_settings(ctx, inputs, output)
-
-    return setup
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del ctx, inputs, output
 
 
 def _all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return _ops.all_reduce(grad, *ctx.settings), *(None,) * len(ctx.settings)
+    return (_ops.all_reduce(grad, *ctx.options, *ctx.settings),)
 
 
 def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    dim, group_size, group, max_sms = ctx.settings
+    (dim,), (group_size, group, max_sms) = ctx.options, ctx.settings
     rest = (group_size, group, "default", max_sms)
     if grad.is_complex():
         whole = torch.view_as_real(grad.resolve_conj())  # as the gradient of a conjugate is
         mine = torch.view_as_complex(_ops.reduce_scatter(whole, "sum", dim % max(grad.dim(), 1), *rest))
     else:
         mine = _ops.reduce_scatter(grad, "sum", dim, *rest)
-    return mine.reshape(ctx.shape), None, None, None, None
-
-
-def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x = inputs[0]
-    if not (x.is_complex() or x.dtype.itemsize > 1):
-        _refuse(f"all_gather of {x.dtype}")
-    ctx.shape = x.shape  # a tensor without dimensions comes back as one
-    _keep_settings(ctx, inputs, output)
+    return (mine.reshape(ctx.shape),)  # a tensor without dimensions comes back as one
 
 
 def _reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    op, dim, group_size, group, _, max_sms = ctx.settings
+    (op, dim), (group_size, group, _, max_sms) = ctx.options, ctx.settings
     mine = grad / group_size if op == "avg" else grad
-    return (_ops.all_gather(mine, dim, group_size, group, max_sms).reshape(ctx.shape), *(None,) * len(ctx.settings))
-
-
-def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.shape = inputs[0].shape
-    _keep_linear("reduce_scatter")(ctx, inputs, output)
+    return (_ops.all_gather(mine, dim, group_size, group, max_sms).reshape(ctx.shape),)
 
 
 def _all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return _ops.all_to_all(grad, *ctx.settings), *(None,) * len(ctx.settings)
-
-
-def _keep_bias(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    ctx.settings = inputs[2:]
+    return (_ops.all_to_all(grad, *ctx.settings),)
 
 
 def _all_reduce_bias(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     wants_x, wants_bias, *_ = ctx.needs_input_grad
     x = _ops.all_reduce(grad, "sum", *ctx.settings) if wants_x else None
-    return x, _sum_rows(grad) if wants_bias else None, *(None,) * len(ctx.settings)
+    return x, _sum_rows(grad) if wants_bias else None
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, weight, _, _, _, eps, out_dtype, *settings = inputs
-    if out_dtype is not None:
-        _refuse(f"all_reduce_rms_norm with out_dtype={out_dtype}")
-    ctx.eps, ctx.settings = eps, settings
-    ctx.save_for_backward(weight, output[1])
+    ctx.save_for_backward(inputs[1], output[1])
 
 
 def _all_reduce_rms_norm(ctx: Any, grad_y: torch.Tensor, grad_h: torch.Tensor) -> tuple[Any, ...]:
@@ -124,7 +86,7 @@ def _all_reduce_rms_norm(ctx: Any, grad_y: torch.Tensor, grad_h: torch.Tensor) -
     wants_x, wants_weight, wants_bias, wants_residual, *_ = ctx.needs_input_grad
     wide = torch.promote_types(summed.dtype, torch.float32)
     h, dy = summed.to(wide), grad_y.to(wide)
-    scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + ctx.eps)
+    scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + ctx.options[0])
     normal, weighed = h * scale, dy * weight.to(wide)
     inner = scale * (weighed - normal * (weighed * normal).mean(-1, keepdim=True))
     dh = (grad_h.to(wide) + inner).to(summed.dtype)
@@ -133,7 +95,6 @@ def _all_reduce_rms_norm(ctx: Any, grad_y: torch.Tensor, grad_h: torch.Tensor) -
         _sum_rows(dy * normal).to(weight.dtype) if wants_weight else None,
         _sum_rows(dh) if wants_bias else None,
         dh if wants_residual else None,
-        *(None,) * (3 + len(ctx.settings)),
     )
 
 
@@ -149,15 +110,14 @@ def _of_b(x: torch.Tensor, grad: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(grad.t(), x).t() if is_nk(b) else _product(x.t(), grad)
 
 
-def _check(op: str, a: torch.Tensor) -> None:
-    if a.dtype.itemsize == 1:
-        _refuse(f"{op} of {a.dtype}")
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _keep_ag(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, b, _, _, _, *settings = inputs
-    _check("ag_gemm", a)
-    ctx.settings, ctx.from_gathered = settings, isinstance(output, tuple)
+    a, b, *_ = inputs
+    ctx.from_gathered = isinstance(output, tuple)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1] if ctx.from_gathered else a, b)
 
@@ -175,7 +135,7 @@ def _ag_gemm(ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | 
     if wants_b and grad is not None:
         gathered = rows if ctx.from_gathered else _ops.all_gather(rows, 0, group_size, group, max_sms)
         grad_b = _of_b(gathered, grad.to(b.dtype), b)
-    return grad_a, grad_b, *(None,) * (3 + len(ctx.settings))
+    return grad_a, grad_b
 
 
 def _scattered(
@@ -200,9 +160,8 @@ def _scattered(
 
 
 def _keep_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, several, _, scales, _, *settings = inputs
-    _check("ag_gemm", a)
-    ctx.settings, ctx.num_scales = settings, len(scales)
+    _, several, _, scales, *_ = inputs
+    ctx.num_scales = len(scales)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1], *several)
 
@@ -216,21 +175,14 @@ def _ag_gemm_list(ctx: Any, found: Sequence[torch.Tensor | None]) -> tuple[Any, 
         _of_b(gathered, grad.to(b.dtype), b) if wants and grad is not None else None
         for wants, grad, b in zip(wants_b, grads, several, strict=True)
     ]
-    return grad_a, grad_b, None, [None] * ctx.num_scales, *(None,) * (1 + len(ctx.settings))
-
-
-def _keep_rs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    a, b, _, _, _, ctx.reduction, *ctx.settings = inputs
-    _check("gemm_rs", a)
-    ctx.save_for_backward(a, b)
+    return grad_a, grad_b, None, [None] * ctx.num_scales
 
 
 def _gemm_rs(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     wants_a, wants_b, *_ = ctx.needs_input_grad
     group_size, group, _, max_sms = ctx.settings
-    grad = (grad / group_size if ctx.reduction == "avg" else grad).to(a.dtype)
+    grad = (grad / group_size if ctx.options[1] == "avg" else grad).to(a.dtype)
     grad_a = grad_b = gathered = None
     if wants_a and wants_b:
         grad_a, gathered = _ops.ag_gemm_gathered(grad, b.t(), None, None, None, *ctx.settings)
@@ -240,14 +192,7 @@ def _gemm_rs(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         gathered = _ops.all_gather(grad, 0, group_size, group, max_sms)
     if gathered is not None:
         grad_b = _of_b(a, gathered, b)
-    return grad_a, grad_b, *(None,) * (4 + len(ctx.settings))
-
-
-def _keep_ar(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    a, b, _, _, _, _, *ctx.settings = inputs
-    _check("gemm_ar", a)
-    ctx.save_for_backward(a, b)
+    return grad_a, grad_b
 
 
 def _gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -258,20 +203,20 @@ def _gemm_ar(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         summed = _ops.all_reduce(grad.to(a.dtype), "sum", *ctx.settings)
         grad_a = _product(summed, b.t()) if wants_a else None
         grad_b = _of_b(a, summed, b) if wants_b else None
-    return grad_a, grad_b, _sum_rows(grad) if wants_bias else None, *(None,) * (3 + len(ctx.settings))
+    return grad_a, grad_b, _sum_rows(grad) if wants_bias else None
 
 
 # Operator to its gradient.
 FORMULAS: dict[str, Formula] = {
-    "all_reduce": (_keep_linear("all_reduce"), _all_reduce),
-    "all_gather": (_keep_gather, _all_gather),
-    "reduce_scatter": (_keep_scatter, _reduce_scatter),
-    "all_to_all": (_keep_settings, _all_to_all),
-    "all_reduce_bias": (_keep_bias, _all_reduce_bias),
+    "all_reduce": (_keep_nothing, _all_reduce),
+    "all_gather": (_keep_nothing, _all_gather),
+    "reduce_scatter": (_keep_nothing, _reduce_scatter),
+    "all_to_all": (_keep_nothing, _all_to_all),
+    "all_reduce_bias": (_keep_nothing, _all_reduce_bias),
     "all_reduce_rms_norm": (_keep_norm, _all_reduce_rms_norm),
     "ag_gemm": (_keep_ag, _ag_gemm),
     "ag_gemm_gathered": (_keep_ag, _ag_gemm),
     "ag_gemm_list": (_keep_list, _ag_gemm_list),
-    "gemm_rs": (_keep_rs, _gemm_rs),
-    "gemm_ar": (_keep_ar, _gemm_ar),
+    "gemm_rs": (_keep_operands, _gemm_rs),
+    "gemm_ar": (_keep_operands, _gemm_ar),
 }

@@ -48,10 +48,9 @@ _BY_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _WIDEST = 8
 
 
-class _AllReduce(Form):
-    op = "all_reduce"
-    options = ("str op",)
-    aliases = {"out": "x"}  # noqa: RUF012 - never changed
+class _Reduction(Form):
+    """An op that does nothing but reduce; the first option says how."""
+
     tells_memory = True
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
@@ -59,17 +58,19 @@ class _AllReduce(Form):
         check_dtype(self.op, inputs[0], _REDUCED, ", whose sum and avg are the same")
         check_reduction(options[0], inputs[0], _REDUCTIONS)
 
-    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        x = inputs[0]
-        return problem_of(self.op, (x.numel(),), _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
-
     def refusal(self, inputs: Tensors, options: Any) -> str:
         del inputs
         return "" if options[0] in _LINEAR else f"{self.op} with op={options[0]!r}"
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        del options, world_size
-        return [(tuple(inputs[0].shape), inputs[0].dtype)]
+
+class _AllReduce(_Reduction):
+    op = "all_reduce"
+    options = ("str op",)
+    aliases = {"out": "x"}  # noqa: RUF012 - never changed
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        x = inputs[0]
+        return problem_of(self.op, (x.numel(),), _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
 
 
 _all_reduce: CallPath[torch.Tensor] = CallPath(_AllReduce())
@@ -223,26 +224,20 @@ def all_gather(
     return _all_gather.call((x, out), (dim,), group, "default", max_sms)
 
 
-class _ReduceScatter(Form):
+class _ReduceScatter(_Reduction):
     """A result is one chunk of the input along the dimension."""
 
     op = "reduce_scatter"
     options = ("str op", "int dim")
-    tells_memory = True
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        check_dtype(self.op, inputs[0], _REDUCED, ", whose sum and avg are the same")
-        check_reduction(options[0], inputs[0], _REDUCTIONS)
+        super().check(inputs, options, world_size)
         self.results(inputs, options, world_size)
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         x = inputs[0]
         shape = (x.numel() // world_size,)
         return problem_of(self.op, shape, _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
-
-    def refusal(self, inputs: Tensors, options: Any) -> str:
-        del inputs
-        return "" if options[0] in _LINEAR else f"{self.op} with op={options[0]!r}"
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         x = inputs[0]
@@ -339,10 +334,6 @@ class _AllToAll(Form):
         del options
         x = inputs[0]
         return problem_of(self.op, (x.numel() // world_size,), MOVED[x.dtype], world_size, reduction="", mode="eager")
-
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        del options, world_size
-        return [(tuple(inputs[0].shape), inputs[0].dtype)]
 
 
 _all_to_all: CallPath[torch.Tensor] = CallPath(_AllToAll())
@@ -527,10 +518,6 @@ class _AllReduceBias(Form):
         del options
         x, columns = inputs[0], inputs[0].shape[-1]
         return problem_of(self.op, (x.numel() // columns, columns), FLOATS[x.dtype], world_size, mode="eager")
-
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        del options, world_size
-        return [(tuple(inputs[0].shape), inputs[0].dtype)]
 
     def alone(self, inputs: Tensors, options: Any) -> Tensors:
         del options

@@ -28,7 +28,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
-from tunedcomm.errors import GroupError
+from tunedcomm.errors import GroupError, UnsupportedInputError
 from tunedcomm.ops import collectives, gemm  # noqa: F401 - fills the table of paths
 from tunedcomm.ops.autograd import FORMULAS
 from tunedcomm.ops.call import CallPath, detached, paths
@@ -125,7 +125,7 @@ class Operator:
         _define(f"{name}.out", f"({plain}, *, {outs}) -> ()", self.run_into, self.fake_into)
         if self.form.may_be_input:
             _define(f"{name}_", f"({self.declaration(mutated=True)}) -> ()", self.run_in_place, self.fake_in_place)
-        _differentiate(name)
+        _differentiate(self)
 
     def split(self, arguments: Sequence[Any]) -> tuple[Tensors, Asked]:
         """A call's inputs and the rest; the dispatcher leaves trailing defaults out."""
@@ -143,17 +143,17 @@ class Operator:
     def run_into(self, *arguments: Any, **given: Any) -> None:
         """The form with `out`."""
         inputs, asked = self.split(arguments)
-        outputs = [given[name] for name in self.form.outputs]
-        check_differentiable(f"{self.name} into a given tensor", (*inputs, *outputs))
-        self.serve(inputs, outputs, asked)
-        torch.autograd.graph.increment_version(outputs)
+        self._write(inputs, [given[name] for name in self.form.outputs], asked, "into a given tensor")
 
     def run_in_place(self, *arguments: Any) -> None:
         """The form that ends in an underscore."""
         inputs, asked = self.split(arguments)
-        check_differentiable(f"{self.name} in place", inputs)
-        self.serve(inputs, (inputs[0],), asked)
-        torch.autograd.graph.increment_version(inputs[0])
+        self._write(inputs, [inputs[0]], asked, "in place")
+
+    def _write(self, inputs: Tensors, outputs: list[torch.Tensor], asked: Asked, how: str) -> None:
+        check_differentiable(f"{self.name} {how}", (*inputs, *outputs))
+        self.serve(inputs, outputs, asked)
+        torch.autograd.graph.increment_version(outputs)
 
     def fake(self, *arguments: Any) -> Any:
         """The functional form's results without their contents."""
@@ -189,7 +189,7 @@ class ListOperator(Operator):
 
     def define(self) -> None:
         _define(self.name, f"({self.declaration(mutated=False)}) -> Tensor[]", self.run, self.fake)
-        _differentiate(self.name)
+        _differentiate(self)
 
     def run(self, *arguments: Any) -> list[torch.Tensor]:
         operator, inputs, asked = self._of_length(arguments)
@@ -212,10 +212,28 @@ def _define(name: str, signature: str, run: Any, fake: Any) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-def _differentiate(name: str) -> None:
-    if name in FORMULAS:
-        setup, backward = FORMULAS[name]
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+def _differentiate(operator: Operator) -> None:
+    if operator.name not in FORMULAS:
+        return
+    form, (keep, formula) = operator.form, FORMULAS[operator.name]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        tensors, asked = operator.split(inputs)
+        if refusal := form.refusal(tuple(tensors), asked.options):
+            raise UnsupportedInputError(
+                f"{refusal} is not differentiable; call it under torch.no_grad() or pass its inputs detached"
+            )
+        policy = (asked.numerics,) if form.reduces else ()
+        ctx.settings = (asked.group_size, asked.group, *policy, asked.max_sms)
+        ctx.options, ctx.shape, ctx.num_arguments = asked.options, inputs[0].shape, len(inputs)
+        keep(ctx, inputs, output)
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = formula(ctx, *grads)
+        return *found, *(None,) * (ctx.num_arguments - len(found))
+
+    name = f"{NAMESPACE}::{operator.name}"
+    torch.library.register_autograd(name, backward, setup_context=setup, lib=_library)
 
 
 # Name to operator.
