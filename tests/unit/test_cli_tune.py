@@ -20,8 +20,8 @@ from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, detect
 from tunedcomm.spec import Candidate, Problem
+from tunedcomm.tuner.gang.supervisor import GangProgress
 from tunedcomm.tuner.search.sweep import (
-    GangProgress,
     ProblemResult,
     Progress,
     SweepOutcome,

@@ -16,7 +16,8 @@ from tunedcomm.cli.output import attributes, counted, format_ratio, format_us, j
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tunedcomm.tuner.search.sweep import GangProgress, Progress
+    from tunedcomm.tuner.gang.supervisor import GangProgress
+    from tunedcomm.tuner.search.sweep import Progress
 
 # Between problems a long search still says now and then that it is alive.
 QUIET_S = 30.0

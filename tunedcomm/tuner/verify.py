@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from tunedcomm import kernels
@@ -22,9 +22,9 @@ from tunedcomm.tuner.search.claims import Claim
 from tunedcomm.tuner.search.coordinator import Coordinator, Finals
 from tunedcomm.tuner.search.study import families
 from tunedcomm.tuner.search.sweep import (
+    MachineSpec,
     Progress,
     Running,
-    SweepSpec,
     compile_ahead,
     load_variants,
     resolve_machine,
@@ -346,50 +346,29 @@ def _row(record: Trial) -> Row:
     return Row(**{name: getattr(record, name) for name in names})
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The work of a verification.
-
-    Attributes:
-        candidates: of each problem, besides the library.
-        must: those of a problem that are tried even if they took a gang along at another size: nobody else finds out
-            what they do there.
-    """
-
-    candidates: Mapping[Problem, Sequence[Candidate]] = field(default_factory=dict)
-    must: frozenset[tuple[Problem, Candidate]] = frozenset()
-
-
 class Recheck(Coordinator):
-    """A coordinator whose work is known once the first gang has said where it runs.
+    """A coordinator whose work is known once the first gang has said where it runs, see `begin`.
 
     Nothing that is stored counts as measured: every candidate is checked in full and timed again, beside the library.
     What crashes or hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
-
-    Args:
-        settings: of the gangs.
-        choose: the environment and limits of the gangs to what there is to do.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        choose: Callable[[Environment, Limits], Work],
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__((), settings, source_hash=source_hash)
-        self._choose = choose
 
-    def gang_ready(self, gang: int, environment: Environment, limits: Limits) -> None:
-        """Take a gang in, see `Coordinator`; the first one decides what there is to do."""
-        is_first = self.environment is None
-        work = self._choose(environment, limits) if is_first else Work()
-        if is_first:
-            self._families = families(work.candidates)
-            self._searches = dict.fromkeys(work.candidates)
-        super().gang_ready(gang, environment, limits)
-        for family in self._families if is_first else ():
-            self._finals[family[0]] = Finals(family, self._knowledge, limits, work.candidates, work.must)
+    def begin(
+        self, candidates: Mapping[Problem, Sequence[Candidate]], must: Collection[tuple[Problem, Candidate]]
+    ) -> None:
+        """Say what to measure, before the first command is asked for.
+
+        Args:
+            candidates: of each problem, besides the library.
+            must: those of a problem that are tried even if they took a gang along at another size: nobody else finds
+                out what they do there.
+        """
+        self._families, self._searches = families(candidates), dict.fromkeys(candidates)
+        for family in self._families:
+            self._finals[family[0]] = Finals(family, self._knowledge, self._known_limits, candidates, must)
 
     def planned(self, problem: Problem) -> int:
         """Trials of a problem still to be given out at most."""
@@ -402,8 +381,8 @@ class Recheck(Coordinator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifySpec:
-    """The winners to time again.
+class VerifySpec(MachineSpec):
+    """The winners to time again, and where.
 
     Attributes:
         ops, dtypes, modes: only problems of these; any where empty.
@@ -412,14 +391,6 @@ class VerifySpec:
         tolerance: how much slower a winner may have become, by itself and against the library, besides the noise, 0.1
             for 10 %.
         layers: databases that the winners are read from; None reads those that dispatch reads.
-        world_size: ranks; all GPUs, or 2 on the host.
-        backend: `cuda` where there are at least two GPUs, else `host`.
-        gangs: how many groups of ranks measure side by side; None fills the machine's GPUs.
-        seed: of the inputs.
-        start_timeout_s, compile_timeout_s, trial_timeout_s: a gang silent for longer in that step is killed.
-        plugins: modules that register further ops and variants.
-        command: what to note as the run's command line.
-        stand_in: see `SweepSpec`.
     """
 
     ops: tuple[str, ...] = ()
@@ -428,38 +399,12 @@ class VerifySpec:
     limit: int | None = None
     tolerance: float = 0.1
     layers: Sequence[Layer] | None = None
-    world_size: int | None = None
-    backend: Literal["cuda", "host"] | None = None
-    gangs: int | None = None
-    seed: int = 0
-    start_timeout_s: float | None = None
-    compile_timeout_s: float | None = None
-    trial_timeout_s: float | None = None
-    plugins: tuple[str, ...] = ()
-    command: str = ""
-    stand_in: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 10:
             raise ValueError(f"tolerance must be a share from 0 to 10, e.g. 0.1 for 10 %, got {self.tolerance}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
-
-    @property
-    def machine(self) -> SweepSpec:
-        """The part that a sweep has too."""
-        return SweepSpec(
-            op="",
-            world_size=self.world_size,
-            backend=self.backend,
-            gangs=self.gangs,
-            seed=self.seed,
-            start_timeout_s=self.start_timeout_s,
-            compile_timeout_s=self.compile_timeout_s,
-            trial_timeout_s=self.trial_timeout_s,
-            plugins=self.plugins,
-            stand_in=self.stand_in,
-        )
 
     def wants(self, problem: Problem) -> bool:
         """True if the problem is among those that are meant."""
@@ -513,7 +458,7 @@ def verify(
         DatabaseError: a layer that was named cannot be read, or `database` cannot be written.
     """
     load_variants(spec.plugins)
-    running = _Verify(spec, resolve_machine(spec.machine), database, progress)
+    running = _Verify(spec, resolve_machine(spec), database, progress)
     with running:
         return running.run()
 
@@ -536,7 +481,9 @@ class _Verify(Running):
         self._spec = spec
         self._winners: dict[Problem, Stored] = {}
         self._records: list[Trial] = []
-        super().__init__(settings, Recheck(settings, choose=self._choose), database, progress)
+        self._has_begun = False
+        self._recheck = Recheck(settings)
+        super().__init__(settings, self._recheck, database, progress)
 
     def run(self) -> VerifyOutcome:
         """Run to the end and judge."""
@@ -556,8 +503,12 @@ class _Verify(Running):
             seconds=self._elapsed_s,
         )
 
-    def _choose(self, environment: Environment, limits: Limits) -> Work:
-        spec = self._spec
+    def _welcome(self) -> None:
+        """The first gang that is ready says on which machine: its winners are the work."""
+        spec, environment, limits = self._spec, self._recheck.environment, self._recheck.limits
+        if environment is None or limits is None or self._has_begun:
+            return
+        self._has_begun = True
         snapshot = load_snapshot(
             environment, self._settings.world_size, layers=spec.layers, strict=spec.layers is not None
         )
@@ -576,7 +527,7 @@ class _Verify(Running):
             compute_capability = environment.compute_capability
             self._ahead = compile_ahead(self._pool, chosen, self._settings, limits, compute_capability, chosen)
         must = {(winner.problem, winner.candidate) for stored in self._winners.values() for winner in stored.winners}
-        return Work(chosen, frozenset(must))
+        self._recheck.begin(chosen, must)
 
     def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
         super()._record(trials, claims)

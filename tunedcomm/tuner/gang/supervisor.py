@@ -16,9 +16,9 @@ from typing import Literal
 
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
-from tunedcomm.spec import Limits
+from tunedcomm.spec import Candidate, Limits, Problem
 from tunedcomm.tuner.gang.process import GangProcess, remove_stale_folders
-from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
+from tunedcomm.tuner.gang.protocol import LOST, Settings, TrialResult
 from tunedcomm.tuner.search.coordinator import Coordinator
 
 _log = logging.getLogger("tunedcomm")
@@ -33,18 +33,24 @@ _MAX_FRUITLESS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GangState:
-    """The state of a gang.
+class GangProgress:
+    """The state of one gang.
 
     Attributes:
-        slot: its number.
+        slot: its number among those that run at once.
         step: `starting`, `binding`, `running`, `waiting` or `ending`.
-        command: the trial that it was given, if any.
+        problem, candidate: what it runs; None where there is nothing.
+        final: it is measured as in the finals.
+        best_us, library_us: of that problem; None where not yet known.
     """
 
     slot: int
     step: Literal["starting", "binding", "running", "waiting", "ending"]
-    command: Command | None
+    problem: Problem | None = None
+    candidate: Candidate | None = None
+    final: bool = False
+    best_us: float | None = None
+    library_us: float | None = None
 
 
 class Supervisor:
@@ -110,11 +116,11 @@ class Supervisor:
             raise TuningError(self._failure)
         return self._reason or "budget"
 
-    def states(self) -> list[GangState]:
-        """What every gang is at, by slot."""
+    def states(self) -> list[GangProgress]:
+        """What every gang is at, by slot, without latencies."""
         return [self._state(gang) for _, gang in sorted(self._gangs.items())]
 
-    def _state(self, gang: GangProcess) -> GangState:
+    def _state(self, gang: GangProcess) -> GangProgress:
         step: Literal["starting", "binding", "running", "waiting", "ending"] = "running" if gang.launched else "binding"
         if gang.retired or gang.end:
             step = "ending"
@@ -122,7 +128,12 @@ class Supervisor:
             step = "starting"
         elif gang.waiting:
             step = "waiting"
-        return GangState(slot=gang.slot, step=step, command=self._coordinator.activity(gang.slot))
+        command = self._coordinator.activity(gang.slot)
+        if command is None:
+            return GangProgress(slot=gang.slot, step=step)
+        return GangProgress(
+            slot=gang.slot, step=step, problem=command.problem, candidate=command.candidate, final=command.final
+        )
 
     def _start(self, slot: int) -> None:
         self.num_gangs += 1

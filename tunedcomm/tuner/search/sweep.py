@@ -36,7 +36,7 @@ from tunedcomm.spec import (
     variants,
 )
 from tunedcomm.tuner.gang.protocol import FAILED, Settings, TrialResult
-from tunedcomm.tuner.gang.supervisor import GangState, Supervisor
+from tunedcomm.tuner.gang.supervisor import GangProgress, Supervisor
 from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.measure.correctness import odd_problems
 from tunedcomm.tuner.search.claims import Claim, Claims
@@ -45,7 +45,36 @@ from tunedcomm.tuner.search.study import StudyMirror, default_candidates, interl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepSpec:
+class MachineSpec:
+    """Where and how gangs measure. Whatever is None is filled in for the machine, see `resolve_machine`.
+
+    Attributes:
+        world_size: ranks; all GPUs, or 2 on the host.
+        backend: `cuda` where there are at least two GPUs, else `host`.
+        gangs: how many run at once; None fills the machine's GPUs, and is one on the host.
+        seed: of the search and the inputs.
+        start_timeout_s, compile_timeout_s, trial_timeout_s: a gang silent for longer in that step is killed.
+        peer_timeout_s: bound of the kernels' own waits.
+        plugins: modules that register further ops and variants.
+        command: what to note as the run's command line.
+        stand_in: module and arguments that answer in the gangs' place, on a machine without GPUs; empty measures.
+    """
+
+    world_size: int | None = None
+    backend: Literal["cuda", "host"] | None = None
+    gangs: int | None = None
+    seed: int = 0
+    start_timeout_s: float | None = None
+    compile_timeout_s: float | None = None
+    trial_timeout_s: float | None = None
+    peer_timeout_s: float | None = None
+    plugins: tuple[str, ...] = ()
+    command: str = ""
+    stand_in: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSpec(MachineSpec):
     """The problems to tune and the effort. Whatever is None or empty is filled in for the machine, see `resolve`.
 
     Attributes:
@@ -53,8 +82,6 @@ class SweepSpec:
         shapes: canonical shapes; the op's default ones if empty.
         dtypes: payload dtypes.
         modes: call modes; `graph` on GPUs, `eager` on the host if empty.
-        world_size: ranks; all GPUs, or 2 on the host.
-        backend: `cuda` where there are at least two GPUs, else `host`.
         reductions: of the problems; by default the op's first.
         input_kinds, in_place: further options of the problems.
         layouts: the op's first if empty.
@@ -64,24 +91,15 @@ class SweepSpec:
         trials: most candidates a problem, stored ones counted.
         patience: end a search when its best has stood for this many trials; 0 never does.
         budget_s: seconds for the whole sweep; None is no bound.
-        seed: of the search and the inputs.
         policy: numerics classes that are measured.
         retry: try again what failed in an earlier sweep.
         finals: measure the winners over the whole sweep at the end.
-        start_timeout_s, compile_timeout_s, trial_timeout_s: a gang silent for longer in that step is killed.
-        peer_timeout_s: bound of the kernels' own waits.
-        gangs: how many run at once; None fills the machine's GPUs, and is one on the host.
-        plugins: modules that register further ops and variants.
-        command: what to note as the run's command line.
-        stand_in: module and arguments that answer in the gangs' place, on a machine without GPUs; empty measures.
     """
 
     op: str
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ("bfloat16",)
     modes: tuple[Mode, ...] = ()
-    world_size: int | None = None
-    backend: Literal["cuda", "host"] | None = None
     reductions: tuple[str, ...] = ()
     input_kinds: tuple[InputKind, ...] = ("plain",)
     in_place: tuple[bool, ...] = (False,)
@@ -92,18 +110,9 @@ class SweepSpec:
     trials: int | None = None
     patience: int | None = None
     budget_s: float | None = None
-    seed: int = 0
     policy: NumericsPolicy = "any"
     retry: bool = False
     finals: bool = True
-    start_timeout_s: float | None = None
-    compile_timeout_s: float | None = None
-    trial_timeout_s: float | None = None
-    peer_timeout_s: float | None = None
-    gangs: int | None = None
-    plugins: tuple[str, ...] = ()
-    command: str = ""
-    stand_in: tuple[str, ...] = ()
 
 
 def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
@@ -114,7 +123,18 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
         UnknownNameError: no such op or variant.
         ValueError: an option that the op does not have.
     """
+    if spec.problems and spec.world_size is None:
+        spec = replace(spec, world_size=spec.problems[0].world_size)
     settings = resolve_machine(spec)
+    settings = replace(
+        settings,
+        trials=settings.trials if spec.trials is None else spec.trials,
+        patience=settings.patience if spec.patience is None else spec.patience,
+        policy=spec.policy,
+        variants=spec.variants,
+        retry=spec.retry,
+        finals=spec.finals,
+    )
     problems = tuple(dict.fromkeys(spec.problems or _expand(spec, settings.backend, settings.world_size)))
     for name in spec.variants:
         get_variant(spec.op, name)
@@ -125,19 +145,17 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
     return problems, settings
 
 
-def resolve_machine(spec: SweepSpec) -> Settings:
+def resolve_machine(spec: MachineSpec) -> Settings:
     """The part of `resolve` that asks for no op.
 
     Raises:
         TuningError: the machine has too few GPUs for the world size, or for so many gangs of it.
     """
     if spec.stand_in:
-        world_size = spec.world_size or spec.problems[0].world_size
-        return replace(_settings(spec, "cuda", world_size), gangs=spec.gangs or 1, stand_in=spec.stand_in)
+        return replace(_settings(spec, "cuda", spec.world_size or 2), gangs=spec.gangs or 1, stand_in=spec.stand_in)
     gpus = num_gpu_ranks() if spec.backend != "host" else 0
     backend: Literal["cuda", "host"] = spec.backend or ("cuda" if gpus >= 2 else "host")
-    world_size = spec.world_size or (spec.problems[0].world_size if spec.problems else 0)
-    world_size = world_size or (gpus if backend == "cuda" and not ranks_share_a_gpu() else 2)
+    world_size = spec.world_size or (gpus if backend == "cuda" and not ranks_share_a_gpu() else 2)
     if world_size < 2 or (backend == "cuda" and world_size > gpus):
         raise TuningError(
             f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
@@ -231,7 +249,7 @@ def _scalings(spec: SweepSpec, op: OpSpec, dtype: str) -> tuple[str, ...]:
     return found
 
 
-def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> Settings:
+def _settings(spec: MachineSpec, backend: Literal["cuda", "host"], world_size: int) -> Settings:
     """Interpreted launches take about 0.1 s, so the host gets few trials, few samples and patient watchdogs."""
     if backend == "cuda":
         base = Settings(backend=backend, world_size=world_size, trials=160, patience=48)
@@ -247,8 +265,6 @@ def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int
             peer_timeout_s=20.0,
         )
     asked: dict[str, Any] = {
-        "trials": spec.trials,
-        "patience": spec.patience,
         "start_timeout_s": spec.start_timeout_s,
         "compile_timeout_s": spec.compile_timeout_s,
         "trial_timeout_s": spec.trial_timeout_s,
@@ -257,34 +273,9 @@ def _settings(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int
     return replace(
         base,
         seed=spec.seed,
-        policy=spec.policy,
-        variants=spec.variants,
-        retry=spec.retry,
-        finals=spec.finals,
         plugins=spec.plugins,
         **{name: value for name, value in asked.items() if value is not None},
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GangProgress:
-    """The state of one gang.
-
-    Attributes:
-        slot: its number among those that run at once.
-        step: `starting`, `binding`, `running`, `waiting` or `ending`.
-        problem, candidate: what it runs; None where there is nothing.
-        final: it is measured as in the finals.
-        best_us, library_us: of that problem; None where not yet known.
-    """
-
-    slot: int
-    step: str
-    problem: Problem | None = None
-    candidate: Candidate | None = None
-    final: bool = False
-    best_us: float | None = None
-    library_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -713,20 +704,11 @@ class Running:
         bounds += [max(self._budget_s - self._elapsed_s, 0.0)] if self._budget_s is not None else []
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    def _gang_progress(self, state: GangState) -> GangProgress:
-        command = state.command
-        if command is None or command.problem is None:
-            return GangProgress(slot=state.slot, step=state.step)
-        best_us, library_us = self._known_us(command.problem)
-        return GangProgress(
-            slot=state.slot,
-            step=state.step,
-            problem=command.problem,
-            candidate=command.candidate,
-            final=command.final,
-            best_us=best_us,
-            library_us=library_us,
-        )
+    def _gang_progress(self, gang: GangProgress) -> GangProgress:
+        if gang.problem is None:
+            return gang
+        best_us, library_us = self._known_us(gang.problem)
+        return replace(gang, best_us=best_us, library_us=library_us)
 
 
 # Compiling ahead
