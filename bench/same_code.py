@@ -566,15 +566,16 @@ def asked_of(trial: Any) -> dict[str, Any]:
 def keep(database: Any, trials: Sequence[Any]) -> None:
     """Give rows today's source hashes; where none of a variant is left with the old one, its entry goes."""
     from tunedcomm.db.schema import TrialRow, VariantRow
-    from tunedcomm.db.store import variant_ids
+    from tunedcomm.db.store import get_or_create
     from tunedcomm.dispatch.dispatcher import source_hash_of
 
     def change(connection: Any) -> None:
         renewed = [dataclasses.replace(t, source_hash=source_hash_of(t.problem.op, t.variant) or "") for t in trials]
-        ids, left = variant_ids(connection, renewed), set(variant_ids(connection, trials).values())
+        ids = get_or_create(connection, (trial.stored_variant for trial in renewed))
+        left = set(get_or_create(connection, (trial.stored_variant for trial in trials)).values())
         for trial in renewed:
-            variant = ids[trial.source_hash, trial.problem.op, trial.variant, trial.numerics]
-            connection.execute(update(TrialRow).where(TrialRow.id == trial.id).values(variant_id=variant))
+            moved = update(TrialRow).where(TrialRow.id == trial.id)
+            connection.execute(moved.values(variant_id=ids[trial.stored_variant]))
         unused = VariantRow.id.not_in(select(TrialRow.variant_id))
         connection.execute(delete(VariantRow).where(VariantRow.id.in_(left), unused))
 

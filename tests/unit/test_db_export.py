@@ -350,8 +350,8 @@ def test_refuses_sources_that_cannot_be_read(source: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("statement", "complaint"),
     [
-        ("UPDATE problem SET shape = '77' WHERE id = 1", "digest of another"),
-        ("DELETE FROM variant WHERE id = 1", "refer to problems"),
+        ("UPDATE problem SET shape = '77' WHERE id = 1", "its digest is"),
+        ("DELETE FROM variant WHERE id = 1", "refers to variant"),
     ],
 )
 def test_refuses_sources_that_contradict(source: Path, tmp_path: Path, statement: str, complaint: str) -> None:

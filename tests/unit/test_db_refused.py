@@ -209,10 +209,10 @@ def test_sources_that_contradict_bring_nothing(database_url: str, tmp_path: Path
     good = store(tmp_path / "good.db", [trial(final=True)])
     import_databases([good], database_url)
     for statement, complaint in (
-        ("UPDATE problem SET shape = '77'", "digest of another"),
-        ("DELETE FROM variant", "refer to problems, environments or variants"),
+        ("UPDATE problem SET shape = '77'", "its digest is"),
+        ("DELETE FROM variant", "refers to variant"),
     ):
-        forged = tmp_path / f"{complaint[:6]}.db"  # one each: what a log beside a file says is part of it
+        forged = tmp_path / f"{complaint.split()[0]}.db"  # one each: what a log beside a file says is part of it
         shutil.copy(good, forged)
         with Database.open(forged) as database:
             database.record([trial("two_shot", 1.0, after=5)])

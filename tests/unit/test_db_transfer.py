@@ -26,7 +26,7 @@ from transfer_samples import (
     write,
 )
 
-from tunedcomm.db.diff import diff_databases, newest_variants
+from tunedcomm.db.diff import StoredCatalog, diff_databases
 from tunedcomm.db.store import Database
 from tunedcomm.db.transfer import export_database, import_databases, merge_databases
 from tunedcomm.errors import DatabaseAccessError
@@ -225,7 +225,7 @@ def test_a_database_that_is_tuned_meanwhile_loses_nothing(database_url: str, tmp
         database.finish_run(run)
         assert database.stats()["trials"] == 11
         assert database.stats()["variants"] == 4
-    assert newest_variants(target)["all_reduce", "lamport"].source_hash == "current"
+    assert StoredCatalog(target).source_hash("all_reduce", "lamport") == "current"
 
 
 def test_servers_are_sources_and_targets(postgres_url: str, tmp_path: Path) -> None:

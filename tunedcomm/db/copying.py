@@ -1,24 +1,24 @@
-"""The engine that copies databases: every form of one becomes a SQLite file, and one SQL merge adds it to another.
+"""The engine that copies databases: any form of one is read as lines, and one writer adds them to a database.
 
-The forms are SQLite files, database servers, and JSON lines. Columns are those of the models, so a new one is copied
-without a change here.
+The forms are SQLite files, database servers, and JSON lines. Every value is checked on its way, and a new column of the
+models is copied without a change here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
 from sqlalchemy import (
-    BigInteger,
+    Boolean,
     Column,
     ColumnElement,
     Connection,
-    FromClause,
+    Float,
     MetaData,
-    Select,
     String,
     Table,
     and_,
@@ -26,143 +26,22 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    literal,
     select,
     type_coerce,
     update,
 )
 
-from tunedcomm.db.engine import Target, connected, exclusive, file_uri, is_immutable, parse_target, translated
-from tunedcomm.db.jsonl import RUN_IDENTITY, RowWriter, is_jsonl, lines, read_lines
-from tunedcomm.db.migrate import copy_file, create_file, ensure_schema, upgrade_database
+from tunedcomm.db import records as parse
+from tunedcomm.db.engine import connected, parse_target
+from tunedcomm.db.jsonl import Line, OnBad, SoundRows, check_digest, is_jsonl, key_of, read_lines
+from tunedcomm.db.migrate import create_file
 from tunedcomm.db.query import table
-from tunedcomm.db.schema import (
-    HEAD,
-    Base,
-    EnvironmentRow,
-    PinRow,
-    ProblemRow,
-    RunRow,
-    TrialRow,
-    VariantRow,
-)
-from tunedcomm.db.store import Database
+from tunedcomm.db.records import canonical_json, config_digest
+from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.store import IDENTITY, Database, get_or_create
 from tunedcomm.errors import DatabaseCorruptError
 
 _BATCH = 2000
-# Columns by which a row of one database is the same as a row of another; a run's end may be known to one alone.
-_IDENTITY: Mapping[type[Base], tuple[str, ...]] = {
-    EnvironmentRow: ("digest",),
-    ProblemRow: ("digest",),
-    VariantRow: ("op", "name", "numerics", "source_hash"),
-    RunRow: RUN_IDENTITY,
-}
-
-
-# Any form to a SQLite file
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A database of any form as a SQLite file of this schema.
-
-    Attributes:
-        name: the source, as messages name it: without a password.
-        path: the file: the source itself where it is one already.
-        schema: the revision that the source has.
-    """
-
-    name: str
-    path: Path
-    schema: str = HEAD
-
-
-def as_sqlite(source: str | Path, scratch: Path, *, is_checked: bool = False) -> Source:
-    """The source as a SQLite file; it is not changed.
-
-    Args:
-        source: a SQLite file, a file of JSON lines, or the URL of a server.
-        scratch: a file to make where the source is no such file itself.
-        is_checked: check every row, and make the file of the rows alone.
-
-    Raises:
-        DatabaseAccessError: it cannot be read.
-        DatabaseCorruptError: it is neither, is damaged, or a row that is to be checked makes no sense.
-        DatabaseVersionError: it is of a later schema than this tunedcomm.
-        DatabaseAwayError: the server does not answer.
-    """
-    target = parse_target(source)
-    name, schema, path = str(target), HEAD, target.path
-    if path is None:
-        # Every row as it is at one moment, with its id.
-        with connected(target, readonly=True) as there, connected(create_file(scratch)) as here:
-            ensure_schema(there.engine, target, create=False, readonly=True)
-            there.execution_options(isolation_level="REPEATABLE READ")
-            with there.begin(), here.begin():
-                for ours in Base.metadata.sorted_tables:
-                    _copy_rows(there, ours, here, ours)
-        path = scratch
-    elif path.is_file() and is_jsonl(path):
-        with connected(create_file(scratch)) as connection, connection.begin():
-            read_lines(path, connection)
-        return Source(name, scratch)
-    elif (schema := upgrade_database(path, check=True).before) != HEAD:
-        copy_file(path, scratch)
-        create_file(scratch)
-        path = scratch
-    if is_checked:
-        path = _checked(name, path, scratch.with_name(f"checked-{scratch.name}"))
-    return Source(name, path, schema)
-
-
-def _checked(name: str, path: Path, checked: Path) -> Path:
-    """Fill a new database with the rows of another one, each of them checked."""
-
-    def refuse(table_name: str, id_: Any, what: str) -> NoReturn:
-        raise ValueError(f"{table_name} {id_}: {what}")
-
-    with (
-        Database.open(path, readonly=True) as database,
-        database.reading() as reading,
-        connected(create_file(checked)) as connection,
-        connection.begin(),
-    ):
-        try:
-            writer = RowWriter(connection)
-            for line in lines(reading, refuse):
-                if line.get("kind", "end") != "end":
-                    writer.add(line)
-            writer.finish()
-        except ValueError as error:
-            raise DatabaseCorruptError(
-                f"{name}, {error}; nothing was imported: restore a copy of the database"
-            ) from None
-    return checked
-
-
-def _copy_rows(reading: Connection, source: Table, writing: Connection, into: Table) -> None:
-    rows = reading.execute(select(source).order_by(source.c.id), execution_options={"yield_per": _BATCH})
-    for chunk in rows.mappings().partitions():
-        writing.execute(insert(into), [dict(row) for row in chunk])
-
-
-# A SQLite file into another database
-#
-# A SQLite database has the source attached, a server gets its rows in temporary tables; the statements are the same.
-# The source is read in one transaction, so that a tuner may go on writing to it.
-
-# Where the source's rows have gone. Made once, as all that statements are made of: so they are compiled once.
-_MOVED = Table(
-    "moved",
-    MetaData(),
-    Column("kind", String, primary_key=True),
-    Column("old", BigInteger, primary_key=True),
-    Column("new", BigInteger, nullable=False),
-    prefixes=["TEMPORARY"],
-)
-_attached = MetaData(schema="source")
-_ATTACHED = {name: ours.to_metadata(_attached).alias("theirs") for name, ours in Base.metadata.tables.items()}
-_Theirs: TypeAlias = Mapping[str, FromClause]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,160 +59,216 @@ class Absorbed:
     known: int
 
 
-def absorb(connection: Connection, source: Source, *, in_order: bool = False) -> Absorbed:
-    """Copy all rows of `source` into the open database, all or none; a row that both hold is there once.
+def absorb(connection: Connection, source: str | Path, on_bad: OnBad | None = None) -> Absorbed:
+    """Copy all rows of a database into the open one, all or none; a row that both hold is there once.
 
     Environments, problems, variants and runs that are there already are used; a pin replaces an older one of the same
-    problem and environment. Trials keep their order.
+    problem and environment. Trials keep their order. The sources of one variant are numbered by
+    their first trials, as if all had been measured into this database.
 
     Args:
         connection: of the database that takes the rows, in no transaction.
-        source: where they come from.
-        in_order: where both databases had variants, number those of one name by their first trials, as if all had been
-            measured into this database.
+        source: a SQLite file, a file of JSON lines, or the URL of a server; it is not changed.
+        on_bad: told of rows of a database that make no sense, which are left out; None refuses them.
 
     Raises:
-        DatabaseError: the source cannot be read, or its rows contradict each other or those that are there.
+        DatabaseAccessError: the source cannot be read.
+        DatabaseCorruptError: it is damaged, or a line or row makes no sense, which is named.
+        DatabaseVersionError: it is of a later schema than this tunedcomm.
+        DatabaseAwayError: the server does not answer.
     """
-    target = parse_target(source.path)
-    if connection.dialect.name != "sqlite":
-        with translated(target), connection.begin():
-            return _merge(connection, source.name, _upload(connection, target), in_order=in_order)
-    driver = connection.connection.driver_connection
-    assert driver is not None
-    with translated(target):
-        # Outside of a transaction: within one nothing can be attached.
-        uri = file_uri(source.path, readonly=True, immutable=is_immutable(source.path))
-        driver.execute("ATTACH DATABASE ? AS source", (uri,))
-        try:
-            with connection.begin():
-                return _merge(connection, source.name, _ATTACHED, in_order=in_order)
-        finally:
-            driver.execute("DETACH DATABASE source")
+    name = str(parse_target(source))
+    with _opened(source, on_bad) as found, connection.begin():
+        writer = _Writer(connection)
+        for place, line in found:
+            try:
+                writer.add(line)
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise _refusal(name, place, error) from None
+        held, known = writer.finish()
+    return Absorbed(source=name, trials=held, known=known)
 
 
-def _upload(connection: Connection, source: Target) -> _Theirs:
-    """Send the source's rows to temporary tables of the server's session."""
-    # Whoever adds such rows waits for this transaction, as they do for each other.
-    exclusive(connection, "intern")
-    metadata, theirs = MetaData(), {}
-    with connected(source, readonly=True) as reading, reading.begin():
-        for ours in Base.metadata.sorted_tables:
-            columns = [Column(column.name, column.type) for column in ours.columns]
-            copy = Table(f"source_{ours.name}", metadata, *columns, prefixes=["TEMPORARY"])
-            copy.create(connection, checkfirst=False)
-            _copy_rows(reading, ours, connection, copy)
-            connection.exec_driver_sql(f"ANALYZE {copy.name}")
-            theirs[ours.name] = copy
-    return theirs
+def as_database(source: str | Path, scratch: Path) -> str:
+    """What `Database.open` takes: the source itself or, of JSON lines, a new file with their rows."""
+    target = parse_target(source)
+    if target.path is None or not is_jsonl(target.path):
+        return target.name
+    with connected(create_file(scratch)) as connection:
+        absorb(connection, source)
+    return str(scratch)
 
 
-def _merge(connection: Connection, name: str, theirs: _Theirs, *, in_order: bool) -> Absorbed:
-    had_variants = _count(connection, select(VariantRow.id)) > 0
-    _MOVED.create(connection, checkfirst=False)
-    for model, identity in _IDENTITY.items():
-        _get_or_create(connection, name, theirs, model, identity)
-    _finish_runs(connection, theirs)
-    absorbed = _append_trials(connection, name, theirs)
-    _merge_pins(connection, theirs)
-    for temporary in (_MOVED, *(copy for copy in theirs.values() if isinstance(copy, Table))):
-        temporary.drop(connection, checkfirst=False)
-    if in_order and had_variants and absorbed.known < absorbed.trials:
-        _order_variants(connection)
-    return absorbed
+@contextmanager
+def _opened(source: str | Path, on_bad: OnBad | None) -> Iterator[Iterator[tuple[str, Line]]]:
+    """The lines of a database of any form, each with its place in words."""
+    target = parse_target(source)
+
+    def refuse(table_name: str, id_: Any, what: str) -> None:
+        raise _refusal(str(target), f"{table_name} {id_}", what)
+
+    if target.path is not None and is_jsonl(target.path):
+        yield read_lines(target.path)
+    else:
+        with Database.open(target.name, readonly=True) as database, database.reading() as connection:
+            yield ((line["kind"], line) for line in SoundRows(connection, on_bad or refuse).lines())
 
 
-def _same(ours: Table, theirs: Any, names: Iterable[str]) -> ColumnElement[bool]:
-    """NULL equals NULL; where there is none a plain comparison lets a server use hashes and indexes."""
-
-    def equal(name: str) -> ColumnElement[bool]:
-        one, other = ours.c[name], theirs.c[name]
-        return one.is_not_distinct_from(other) if one.nullable else one == other
-
-    return and_(*map(equal, names))
-
-
-def _get_or_create(
-    connection: Connection, source: str, tables: _Theirs, model: type[Base], identity: tuple[str, ...]
-) -> None:
-    """Add rows that are new and note where every row has gone."""
-    ours, theirs = table(model), tables[model.__tablename__]
-    same = _same(ours, theirs, identity)
-    names = [column.name for column in ours.columns if column.name != "id"]
-    new = select(*(theirs.c[name] for name in names)).where(~exists().where(same).select_from(ours).correlate(theirs))
-    connection.execute(insert(ours).from_select(names, new.order_by(theirs.c.id)))
-    other = ~_same(ours, theirs, names)
-    if identity == ("digest",) and (count := _count(connection, select(ours.c.id).join(theirs, same).where(other))):
-        raise DatabaseCorruptError(
-            f"{source} holds {count} rows in table {ours.name} that have the digest of another one; leave it out, "
-            "or restore a copy of it"
-        )
-    moved = select(literal(ours.name), theirs.c.id, func.min(ours.c.id)).join(ours, same).group_by(theirs.c.id)
-    connection.execute(insert(_MOVED).from_select(["kind", "old", "new"], moved))
-
-
-def _finish_runs(connection: Connection, tables: _Theirs) -> None:
-    """Note the end of runs: a copy that was made while a command ran does not know it."""
-    ours, theirs = table(RunRow), tables[RunRow.__tablename__]
-    end = (
-        select(func.max(theirs.c.finished_at))
-        .join(_MOVED, and_(_MOVED.c.kind == ours.name, _MOVED.c.old == theirs.c.id))
-        .where(_MOVED.c.new == ours.c.id)
-        .correlate(ours)
+def _refusal(name: str, place: str, what: object) -> DatabaseCorruptError:
+    return DatabaseCorruptError(
+        f"{name}, {place}: {what}; nothing was imported: correct it, or restore a copy (`tunedcomm db check` lists the "
+        "rows of a database that make no sense)"
     )
-    connection.execute(update(ours).where(ours.c.finished_at.is_(None)).values(finished_at=end.scalar_subquery()))
 
 
-def _moved_rows(tables: _Theirs, model: type[Base]) -> tuple[Select[Any], list[str]]:
-    """Rows of the source with the ids that they refer to replaced, and the names of their columns."""
-    ours, theirs = table(model), tables[model.__tablename__]
-    names = [column.name for column in ours.columns if column.name != "id"]
-    joined: Any = theirs
-    columns: list[Any] = [theirs.c.id.label("old")]
-    for name in names:
-        keys = list(ours.c[name].foreign_keys)
-        if not keys:
-            columns.append(theirs.c[name])
-            continue
-        moved = _MOVED.alias(f"moved_{name}")
-        here = and_(moved.c.kind == keys[0].column.table.name, moved.c.old == theirs.c[name])
-        joined = joined.join(moved, here, isouter=bool(ours.c[name].nullable))
-        columns.append(moved.c.new.label(name))
-    return select(*columns).select_from(joined), names
+class _Writer:
+    """Adds lines to a database, each after those that it refers to.
+
+    Args:
+        connection: in a transaction that writes.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._had_variants = connection.execute(select(VariantRow.id).limit(1)).first() is not None
+        columns = [Column(column.name, column.type) for column in table(TrialRow).columns]
+        self._trials = Table("incoming", MetaData(), *columns, prefixes=["TEMPORARY"])
+        self._trials.create(connection, checkfirst=False)
+        self._batch: list[dict[str, Any]] = []
+        self._num_trials = 0
+        # What lines before have given: key to id.
+        self._ids: dict[str, dict[Any, int]] = {"environment": {}, "run": {}, "variant": {}, "problem": {}, "pin": {}}
+        self._configs: dict[str, str] = {}
+
+    def add(self, line: Line) -> None:
+        """Take one line; ValueError if it makes no sense, or not after the lines before it."""
+        match line.get("kind"):
+            case "environment":
+                environment = parse.parse_environment(self._values(EnvironmentRow, line, "kind", "environment"))
+                check_digest(line.get("environment"), environment.digest)
+                self._ids["environment"][environment.digest] = get_or_create(self._connection, [environment])[
+                    environment
+                ]
+            case "run":
+                values = self._values(RunRow, line, "kind", "run")
+                check_digest(line.get("run"), key := key_of(RunRow, values))
+                self._ids["run"][key] = self._run_id(values)
+            case "variant":
+                values = self._values(VariantRow, {**line, "name": line.get("variant")}, "kind", "variant")
+                variant = parse.parse_variant(values)
+                self._ids["variant"][variant] = get_or_create(self._connection, [variant])[variant]
+            case "trial":
+                self._add_trial(line)
+            case "pin":
+                self._add_pin(line)
+            case kind:
+                raise ValueError(f"kind is {kind!r:.80}, not one of environment, run, variant, trial, pin")
+
+    def finish(self) -> tuple[int, int]:
+        """Append the trials that are new; returns how many were given, and how many of them were there."""
+        self._flush()
+        if self._connection.dialect.name == "postgresql":
+            self._connection.exec_driver_sql("ANALYZE incoming")
+        ours, theirs = table(TrialRow), self._trials
+        names = [column.name for column in ours.columns if column.name != "id"]
+        there = exists().where(_same(ours, theirs, names)).select_from(ours).correlate(theirs)
+        known = self._connection.execute(select(func.count()).select_from(theirs).where(there)).scalar_one()
+        new = select(*(theirs.c[name] for name in names)).where(~there).order_by(theirs.c.id)
+        self._connection.execute(insert(ours).from_select(names, new))
+        self._trials.drop(self._connection, checkfirst=False)
+        if self._had_variants and known < self._num_trials:
+            _order_variants(self._connection)
+        return self._num_trials, int(known)
+
+    def _flush(self) -> None:
+        if self._batch:
+            self._connection.execute(insert(self._trials), self._batch)
+            self._batch.clear()
+
+    def _values(self, model: type[Base], line: Mapping[str, Any], *others: str) -> dict[str, Any]:
+        """The typed values of the model's columns; the line has fields of these names, and `others`."""
+        values = {}
+        for column in parse.own_columns(model):
+            value = line.get(column.name)
+            if isinstance(value, str):
+                value.encode()  # half of a character raises ValueError
+                if "\x00" in value:
+                    raise ValueError(f"{column.name} holds a NUL character: {value!r:.80}")
+            if isinstance(column.type, Boolean) and type(value) is not bool:
+                raise ValueError(f"{column.name} is not true or false: {value!r:.80}")
+            if isinstance(column.type, Float) and value in ("inf", "-inf"):
+                value = float(value)
+            values[column.name] = parse.typed(column, value)
+        if unknown := [name for name in line if name not in values and name not in others]:
+            raise ValueError(f"unknown field {unknown[0]!r:.80}")
+        return values
+
+    def _known(self, kind: str, key: Any) -> int:
+        try:
+            return self._ids[kind][key]
+        except (KeyError, TypeError):
+            raise ValueError(f"no line before this one gives {kind} {key!r:.200}") from None
+
+    def _run_id(self, values: dict[str, Any]) -> int:
+        """The id of a run; a copy that was made while its command ran does not know its end."""
+        run = table(RunRow)
+        same = [run.c[name].is_not_distinct_from(values[name]) for name in IDENTITY[RunRow]]
+        id_ = self._connection.execute(select(func.min(run.c.id)).where(*same)).scalar()
+        if id_ is None:
+            id_ = self._connection.execute(insert(run).values(values).returning(run.c.id)).scalar_one()
+        elif values["finished_at"] is not None:
+            unfinished = update(run).where(run.c.id == id_, run.c.finished_at.is_(None))
+            self._connection.execute(unfinished.values(finished_at=values["finished_at"]))
+        return int(id_)
+
+    def _add_trial(self, line: Line) -> None:
+        values = self._of_problem(TrialRow, line, "variant", "numerics", "source_hash", "run")
+        parse.check_outcome(values["status"], values["latency_p50_us"])
+        variant = parse.parse_variant({**line, "op": line["problem"]["op"], "name": line.get("variant")})
+        values["variant_id"] = self._known("variant", variant)
+        values["run_id"] = None if line.get("run") is None else self._known("run", line["run"])
+        values["config_digest"] = self._configs[values["config"]]
+        self._num_trials += 1
+        self._batch.append({"id": self._num_trials, **values})
+        if len(self._batch) >= _BATCH:
+            self._flush()
+
+    def _add_pin(self, line: Line) -> None:
+        values = self._of_problem(PinRow, line)
+        key = (values["problem_id"], values["environment_id"])
+        if key in self._ids["pin"]:
+            raise ValueError("a second pin of the same problem in the same environment")
+        pin = table(PinRow)
+        same = and_(pin.c.problem_id == key[0], pin.c.environment_id == key[1])
+        self._connection.execute(delete(pin).where(same, pin.c.created_at < values["created_at"]))
+        if (id_ := self._connection.execute(select(pin.c.id).where(same)).scalar()) is None:
+            id_ = self._connection.execute(insert(pin).values(values).returning(pin.c.id)).scalar_one()
+        self._ids["pin"][key] = int(id_)
+
+    def _of_problem(self, model: type[Base], line: Line, *others: str) -> dict[str, Any]:
+        """The values of a trial or a pin, with the ids of its problem and environment."""
+        config = canonical_json(line.get("config"))
+        if config not in self._configs:
+            self._configs[config] = config_digest(parse.parse_config(config))
+        values = self._values(model, {**line, "config": config}, "kind", "problem", "environment", *others)
+        values["problem_id"] = self._problem_id(line.get("problem"))
+        values["environment_id"] = self._known("environment", line.get("environment"))
+        return values
+
+    def _problem_id(self, plain: Any) -> int:
+        if not isinstance(plain, dict):
+            raise ValueError(f"problem is not an object: {plain!r:.80}")
+        text, ids = canonical_json(plain), self._ids["problem"]
+        if text not in ids:
+            problem = parse.parse_problem(self._values(ProblemRow, plain))
+            ids[text] = get_or_create(self._connection, [problem])[problem]
+        return ids[text]
 
 
-def _append_trials(connection: Connection, source: str, tables: _Theirs) -> Absorbed:
-    ours, theirs = table(TrialRow), tables[TrialRow.__tablename__]
-    rows, names = _moved_rows(tables, TrialRow)
-    held, whole = _count(connection, select(theirs.c.id)), _count(connection, rows)
-    if whole != held:
-        raise DatabaseCorruptError(
-            f"{held - whole} trials of {source} refer to problems, environments or variants that it does not "
-            "hold; leave it out, or restore a copy of it"
-        )
-    moved = rows.subquery()
-    known = exists().where(_same(ours, moved, names)).select_from(ours).correlate(moved)
-    before = _count(connection, select(ours.c.id))
-    new = select(*(moved.c[name] for name in names)).where(~known).order_by(moved.c.old)
-    connection.execute(insert(ours).from_select(names, new))
-    added = _count(connection, select(ours.c.id)) - before
-    return Absorbed(source=source, trials=held, known=held - added)
-
-
-def _merge_pins(connection: Connection, tables: _Theirs) -> None:
-    ours = table(PinRow)
-    rows, names = _moved_rows(tables, PinRow)
-    moved = rows.subquery()
-    same = _same(ours, moved, ("problem_id", "environment_id"))
-    older = exists().where(same, moved.c.created_at > ours.c.created_at).select_from(moved).correlate(ours)
-    connection.execute(delete(ours).where(older))
-    there = exists().where(same).select_from(ours).correlate(moved)
-    new = select(*(moved.c[name] for name in names)).where(~there).order_by(moved.c.old)
-    connection.execute(insert(ours).from_select(names, new))
-
-
-def _count(connection: Connection, rows: Select[Any]) -> int:
-    return int(connection.execute(select(func.count()).select_from(rows.subquery())).scalar_one())
+def _same(ours: Table, theirs: Table, names: list[str]) -> ColumnElement[bool]:
+    """NULL equals NULL; where there is none a plain comparison lets a server use hashes and indexes."""
+    pairs = [(ours.c[name], theirs.c[name]) for name in names]
+    return and_(*(one.is_not_distinct_from(other) if one.nullable else one == other for one, other in pairs))
 
 
 def _order_variants(connection: Connection) -> None:
@@ -345,8 +280,7 @@ def _order_variants(connection: Connection) -> None:
     ours, trials = table(VariantRow), table(TrialRow)
     # As it is stored: all times of one database are in one form.
     first = type_coerce(func.min(trials.c.created_at), String())
-    made = connection.execute(select(trials.c.variant_id, first).group_by(trials.c.variant_id))
-    firsts = {int(row[0]): row[1] for row in made}
+    firsts = dict(map(tuple, connection.execute(select(trials.c.variant_id, first).group_by(trials.c.variant_id))))
     groups: dict[tuple[str, str], list[Any]] = {}
     for row in connection.execute(select(ours).order_by(ours.c.id)).mappings():
         groups.setdefault((row["op"], row["name"]), []).append(row)

@@ -8,6 +8,7 @@ machine, and one whose kernels have changed since still says what it said.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,131 +17,19 @@ from typing import Any, Literal, TypeAlias
 from sqlalchemy import String, func, select, true, type_coerce
 
 from tunedcomm.db import query
-from tunedcomm.db.copying import Source, absorb, as_sqlite
+from tunedcomm.db.copying import absorb, as_database
 from tunedcomm.db.engine import connected
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.migrate import create_file
-from tunedcomm.db.records import Pin, Reader, StoredVariant
-from tunedcomm.db.schema import TrialRow, VariantRow
+from tunedcomm.db.records import Pin, Reader
+from tunedcomm.db.schema import TrialRow
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
-from tunedcomm.selection.select import Catalog, Decision, choose
-from tunedcomm.selection.snapshot import Row, Snapshot
+from tunedcomm.selection.select import Catalog, choose
 from tunedcomm.spec import Candidate, Numerics, Problem
 
 Kind: TypeAlias = Literal["only before", "only after", "winner", "latency"]
-# Sizes on either side of a problem that are looked at, where there are more.
-_NEIGHBOURS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Answers of a database on one kind of machine for one number of ranks.
-
-    Attributes:
-        snapshot: what it was decided from.
-        decisions: problems that have rows or pins to what runs.
-    """
-
-    snapshot: Snapshot
-    decisions: Mapping[Problem, Decision]
-
-    def row(self, problem: Problem) -> Row | None:
-        """The measurement that decided, None where there is none."""
-        decision = self.decisions[problem]
-        for row in self.snapshot.family_rows(problem):
-            if row.problem == problem and row.candidate == decision.candidate:
-                return row
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored(Catalog):
-    """The variants of a database: every candidate can run, and each variant's newest stored source is current."""
-
-    variants: Mapping[tuple[str, str], StoredVariant]
-
-    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
-        return None
-
-    def source_hash(self, op: str, variant: str) -> str | None:
-        return self.variants[op, variant].source_hash if (op, variant) in self.variants else None
-
-    def numerics(self, op: str, variant: str) -> Numerics:
-        # Of a variant that was never measured there are only pins, which a person made knowingly.
-        return self.variants[op, variant].numerics if (op, variant) in self.variants else "ordered"
-
-
-def answers(file: str | Path, environment: Environment, world_size: int) -> Answers:
-    """Decide every problem that the database holds for `world_size` ranks on machines like `environment`.
-
-    Raises:
-        DatabaseError: the database cannot be read.
-    """
-    snapshot = load_snapshot(environment, world_size, layers=[Layer("user", str(file))], strict=True)
-    catalog = _Stored(newest_variants(file))
-    problems = {row.problem for row in snapshot.rows} | {pin.problem for pin in snapshot.pins}
-
-    curves = _curves(problems)
-    decisions: dict[Problem, Decision] = {}
-    for problem in sorted(problems):
-        near = _near(snapshot, problem, curves[problem.family, problem.shape[1:]])
-        decision = choose(near, problem, catalog)
-        # Whatever was not measured itself may be answered from further away.
-        is_sure = near is snapshot or decision.source in ("exact", "pin")
-        decisions[problem] = decision if is_sure else choose(snapshot, problem, catalog)
-    return Answers(snapshot, decisions)
-
-
-def _curves(problems: Iterable[Problem]) -> dict[tuple[Problem, tuple[int, ...]], list[Problem]]:
-    """Problems that differ in their first extent alone, smallest first, by family and the other extents."""
-    found: dict[tuple[Problem, tuple[int, ...]], list[Problem]] = {}
-    for problem in sorted(problems, key=lambda problem: problem.nbytes):
-        found.setdefault((problem.family, problem.shape[1:]), []).append(problem)
-    return found
-
-
-def _near(snapshot: Snapshot, problem: Problem, curve: list[Problem]) -> Snapshot:
-    """The part of a snapshot that decides about a problem that it has rows of, for selection looks at whole families.
-
-    The neighbours break ties: the nearest two on either side that are of use, and these are among the nearest few.
-    """
-    if len(curve) <= 2 * _NEIGHBOURS:
-        return snapshot
-    place = curve.index(problem)
-    near = set(curve[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1])
-    return Snapshot(
-        environment=snapshot.environment,
-        world_size=snapshot.world_size,
-        rows=tuple(row for row in snapshot.family_rows(problem) if row.problem in near),
-        pins=tuple(pin for pin in snapshot.pins if pin.problem == problem),
-        failures=tuple(failure for failure in snapshot.failures if failure.problem.family == problem.family),
-    )
-
-
-def newest_variants(file: str | Path) -> dict[tuple[str, str], StoredVariant]:
-    """Of each op and variant the newest source that the database holds."""
-    with Database.open(file, readonly=True) as database, database.reading() as connection:
-        stored = query.load_variants(connection, Reader())
-    return {(variant.op, variant.name): variant for _, variant in sorted(stored.items())}
-
-
-def measured(file: str | Path) -> dict[Environment, frozenset[int]]:
-    """Environments with trials, the one measured last first, and the world sizes of the database."""
-    with Database.open(file, readonly=True) as database, database.reading() as connection:
-        environments = query.load_environments(connection, Reader())
-        # As it is stored: all times of one database are in one form.
-        last = type_coerce(func.max(TrialRow.created_at), String())
-        ids = connection.execute(select(TrialRow.environment_id, last).group_by(TrialRow.environment_id))
-        when = {int(row[0]): row[1] for row in ids if row[0] in environments and row[1] is not None}
-        problems = query.load_problems(connection, Reader())
-    world_sizes = frozenset(problem.world_size for problem in problems.values())
-    ordered = sorted(when, key=lambda id_: (when[id_], id_), reverse=True)
-    return {environments[id_]: world_sizes for id_ in ordered}
-
-
-# Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +54,78 @@ class Answer:
         """Plain JSON values."""
         named = {"variant": self.candidate.variant, "config": self.candidate.config_dict}
         return named | {name: getattr(self, name) for name in ("source", "latency_us", "library_us", "noise")}
+
+
+class StoredCatalog(Catalog):
+    """A database that is asked by itself, as it was when this was made.
+
+    Attributes:
+        schema: its revision.
+        environments: those with trials, the one measured last first.
+        world_sizes: of its problems.
+        variants: the newest source of each op and variant.
+        finals: number of good finals of each source.
+        pins: by problem and environment.
+
+    Raises:
+        DatabaseError: the database cannot be read.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        self._file = str(file)
+        with Database.open(file, readonly=True) as database, database.reading() as connection:
+            self.schema, reader = database.schema_version, Reader()
+            stored = query.load_environments(connection, reader)
+            # As it is stored: all times of one database are in one form.
+            last = type_coerce(func.max(TrialRow.created_at), String())
+            times = connection.execute(select(last, TrialRow.environment_id).group_by(TrialRow.environment_id))
+            order = sorted((time, id_) for time, id_ in times if id_ in stored and time is not None)
+            self.environments = [stored[id_] for _, id_ in reversed(order)]
+            self.world_sizes = {problem.world_size for problem in query.load_problems(connection, reader).values()}
+            variants = query.load_variants(connection, reader)
+            self.variants = {(one.op, one.name): one for _, one in sorted(variants.items())}
+            finals = select(TrialRow.variant_id, func.count()).where(TrialRow.status == "ok", TrialRow.final == true())
+            self.finals = Counter[object]()
+            for id_, count in connection.execute(finals.group_by(TrialRow.variant_id)):
+                self.finals[variants.get(id_)] += int(count)
+            self.pins = {(pin.problem, pin.environment): pin for pin in query.pins(connection, reader)}
+
+    def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
+        """None: every stored candidate can run."""
+        return None
+
+    def source_hash(self, op: str, variant: str) -> str | None:
+        """The newest stored source."""
+        return self.variants[op, variant].source_hash if (op, variant) in self.variants else None
+
+    def numerics(self, op: str, variant: str) -> Numerics:
+        """Numerics class; of a variant that was never measured there are only pins, which a person made knowingly."""
+        return self.variants[op, variant].numerics if (op, variant) in self.variants else "ordered"
+
+    def answers(self, environment: Environment, world_size: int) -> dict[Problem, Answer]:
+        """Decide every problem that the database holds for `world_size` ranks on machines like `environment`.
+
+        Raises:
+            DatabaseError: the database cannot be read.
+        """
+        snapshot = load_snapshot(environment, world_size, layers=[Layer("user", self._file)], strict=True)
+        rows = {(row.problem, row.candidate, row.source_hash): row for row in snapshot.rows}
+        found = {}
+        for problem in sorted({*(row.problem for row in snapshot.rows), *(pin.problem for pin in snapshot.pins)}):
+            decision = choose(snapshot, problem, self)
+            candidate = decision.candidate
+            row = rows.get((problem, candidate, self.source_hash(problem.op, candidate.variant) or ""))
+            found[problem] = Answer(
+                candidate=candidate,
+                source=decision.source,
+                latency_us=decision.latency_us,
+                library_us=decision.library_us,
+                noise=0.0 if row is None else noise(row),
+            )
+        return found
+
+
+# Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +204,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The difference between two databases.
+    """The difference between two databases; the values of both are in a pair.
 
     Attributes:
         before, after: their names.
@@ -283,76 +244,41 @@ def diff_databases(before: str | Path, after: str | Path) -> Difference:
         DatabaseError: one of them cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="tunedcomm-diff.") as folder:
-        one, other = as_sqlite(before, Path(folder) / "before.db"), as_sqlite(after, Path(folder) / "after.db")
-        files = (one.path, other.path)
-        held = (measured(files[0]), measured(files[1]))
-        trials, known = _count_trials(one, other, Path(folder) / "union.db")
+        with connected(create_file(Path(folder) / "union.db")) as connection:
+            first, second = absorb(connection, before), absorb(connection, after)
+        old = StoredCatalog(as_database(before, Path(folder) / "before.db"))
+        new = StoredCatalog(as_database(after, Path(folder) / "after.db"))
         return Difference(
-            before=one.name,
-            after=other.name,
-            schemas=(one.schema, other.schema),
-            trials=trials,
-            trials_only=(max(0, trials[0] - known), trials[1] - known),
+            before=first.source,
+            after=second.source,
+            schemas=(old.schema, new.schema),
+            trials=(first.trials, second.trials),
+            trials_only=(max(0, first.trials - second.known), second.trials - second.known),
             environments_only=(
-                tuple(e for e in held[0] if e not in held[1]),
-                tuple(e for e in held[1] if e not in held[0]),
+                tuple(e for e in old.environments if e not in new.environments),
+                tuple(e for e in new.environments if e not in old.environments),
             ),
-            comparisons=tuple(_comparisons(files, held)),
-            pins=tuple(_pin_changes(files)),
-            retired=tuple(_retired(files)),
+            comparisons=tuple(_comparisons(old, new)),
+            pins=tuple(_pin_changes(old, new)),
+            retired=tuple(_retired(old, new)),
         )
 
 
-def compare(before: Answers, after: Answers) -> Comparison:
+def compare(
+    environments: tuple[Environment, Environment],
+    world_size: int,
+    before: Mapping[Problem, Answer],
+    after: Mapping[Problem, Answer],
+) -> Comparison:
     """Compare the answers of two databases for one number of ranks."""
-    problems = sorted({*before.decisions, *after.decisions}, key=lambda p: (p.family, p.shape))
+    problems = sorted({*before, *after}, key=lambda p: (p.family, p.shape))
+    changes = (_change(problem, before.get(problem), after.get(problem)) for problem in problems)
     return Comparison(
-        before=before.snapshot.environment,
-        after=after.snapshot.environment,
-        world_size=after.snapshot.world_size,
+        before=environments[0],
+        after=environments[1],
+        world_size=world_size,
         problems=len(problems),
-        changes=tuple(
-            change for p in problems if (change := _change(p, _answer(before, p), _answer(after, p))) is not None
-        ),
-    )
-
-
-def _comparisons(
-    files: tuple[Path, Path], held: tuple[Mapping[Environment, frozenset[int]], Mapping[Environment, frozenset[int]]]
-) -> Iterator[Comparison]:
-    pairs = [(environment, environment) for environment in held[0] if environment in held[1]]
-    for last in _newest_of_each_kind(held[0]):
-        same_kind = [e for e in _newest_of_each_kind(held[1]) if e.hard_key == last.hard_key]
-        pairs += [(last, other) for other in same_kind if (last, other) not in pairs]
-    for environment in held[0]:  # Kinds of hardware that one of them alone has: all of its answers are gone, or new.
-        if environment.hard_key not in {e.hard_key for e in held[1]}:
-            pairs.append((environment, environment))
-    pairs += [(e, e) for e in held[1] if e.hard_key not in {before.hard_key for before in held[0]}]
-    for pair in pairs:
-        for world_size in sorted({*held[0].get(pair[0], ()), *held[1].get(pair[1], ())}):
-            found = compare(answers(files[0], pair[0], world_size), answers(files[1], pair[1], world_size))
-            if found.problems:
-                yield found
-
-
-def _newest_of_each_kind(held: Mapping[Environment, frozenset[int]]) -> list[Environment]:
-    kinds: dict[tuple[Any, ...], Environment] = {}
-    for environment in held:
-        kinds.setdefault(environment.hard_key, environment)
-    return list(kinds.values())
-
-
-def _answer(found: Answers, problem: Problem) -> Answer | None:
-    decision = found.decisions.get(problem)
-    if decision is None:
-        return None
-    row = found.row(problem)
-    return Answer(
-        candidate=decision.candidate,
-        source=decision.source,
-        latency_us=decision.latency_us,
-        library_us=decision.library_us,
-        noise=0.0 if row is None else noise(row),
+        changes=tuple(change for change in changes if change is not None),
     )
 
 
@@ -362,61 +288,47 @@ def _change(problem: Problem, before: Answer | None, after: Answer | None) -> Ch
         kind = "only after" if before is None else "only before"
     elif before.candidate != after.candidate:
         kind = "winner"
-    elif _differ(before, after):
-        kind = "latency"
-    else:
+    elif before.latency_us is None or after.latency_us is None:
         return None
+    else:
+        low, high = sorted((before.latency_us, after.latency_us))
+        if high <= low * (1 + before.noise + after.noise):
+            return None
+        kind = "latency"
     return Change(problem=problem, kind=kind, before=before, after=after)
 
 
-def _differ(before: Answer, after: Answer) -> bool:
-    if before.latency_us is None or after.latency_us is None:
-        return False
-    low, high = sorted((before.latency_us, after.latency_us))
-    return high > low * (1 + before.noise + after.noise)
+def _comparisons(before: StoredCatalog, after: StoredCatalog) -> Iterator[Comparison]:
+    old, new = _newest_of_each_kind(before.environments), _newest_of_each_kind(after.environments)
+    pairs = [(environment, environment) for environment in before.environments if environment in after.environments]
+    pairs += [(old[kind], new[kind]) for kind in old if kind in new]
+    # Of a kind of hardware that one of them alone has, all answers are gone, or new.
+    alone = old.keys() ^ new.keys()
+    pairs += [(e, e) for e in (*before.environments, *after.environments) if e.hard_key in alone]
+    for pair in dict.fromkeys(pairs):
+        for world_size in sorted(before.world_sizes | after.world_sizes):
+            answers = before.answers(pair[0], world_size), after.answers(pair[1], world_size)
+            if (found := compare(pair, world_size, *answers)).problems:
+                yield found
 
 
-def _count_trials(one: Source, other: Source, scratch: Path) -> tuple[tuple[int, int], int]:
-    """Count the trials of each, and those of the second that the first holds too."""
-    with connected(create_file(scratch)) as connection:
-        first, second = absorb(connection, one), absorb(connection, other)
-    return (first.trials, second.trials), second.known
+def _newest_of_each_kind(environments: Iterable[Environment]) -> dict[tuple[Any, ...], Environment]:
+    kinds: dict[tuple[Any, ...], Environment] = {}
+    for environment in environments:
+        kinds.setdefault(environment.hard_key, environment)
+    return kinds
 
 
-def _pin_changes(files: tuple[Path, Path]) -> Iterator[PinChange]:
-    before, after = (_pins(file) for file in files)
-    for key in sorted({*before, *after}, key=lambda key: (key[0], str(key[1].to_dict()))):
-        one, other = before.get(key), after.get(key)
+def _pin_changes(before: StoredCatalog, after: StoredCatalog) -> Iterator[PinChange]:
+    for key in sorted({*before.pins, *after.pins}, key=lambda key: (key[0], str(key[1].to_dict()))):
+        one, other = before.pins.get(key), after.pins.get(key)
         if one is None or other is None or (one.candidate, one.reason) != (other.candidate, other.reason):
             yield PinChange(problem=key[0], environment=key[1], before=one, after=other)
 
 
-def _pins(file: Path) -> dict[tuple[Problem, Environment], Pin]:
-    with Database.open(file, readonly=True) as database:
-        return {(pin.problem, pin.environment): pin for pin in database.pins()}
-
-
-def _retired(files: tuple[Path, Path]) -> Iterator[Retired]:
-    before, after = newest_variants(files[0]), newest_variants(files[1])
-    for key in sorted({*before, *after}):
-        one, other = before.get(key), after.get(key)
-        if one is not None and other is not None and one.source_hash == other.source_hash:
-            continue
-        yield Retired(
-            op=key[0],
-            variant=key[1],
-            before=None if one is None else one.source_hash,
-            after=None if other is None else other.source_hash,
-            finals=0 if one is None else _num_finals(files[0], *key, one.source_hash),
-        )
-
-
-def _num_finals(file: Path, op: str, name: str, source_hash: str) -> int:
-    of_source = select(VariantRow.id).where(
-        VariantRow.op == op, VariantRow.name == name, VariantRow.source_hash == source_hash
-    )
-    finals = select(func.count()).where(
-        TrialRow.variant_id.in_(of_source), TrialRow.status == "ok", TrialRow.final == true()
-    )
-    with Database.open(file, readonly=True) as database, database.reading() as connection:
-        return int(connection.execute(finals).scalar_one())
+def _retired(before: StoredCatalog, after: StoredCatalog) -> Iterator[Retired]:
+    for key in sorted({*before.variants, *after.variants}):
+        old, new = before.source_hash(*key), after.source_hash(*key)
+        if old != new:
+            finals = before.finals[before.variants.get(key)] if old is not None else 0
+            yield Retired(op=key[0], variant=key[1], before=old, after=new, finals=finals)

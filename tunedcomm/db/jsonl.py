@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from sqlalchemy import Boolean, Connection, Float, Table, insert, select
+from sqlalchemy import Connection, select
 
 from tunedcomm.db import records as parse
 from tunedcomm.db.query import raw, table
@@ -32,6 +32,7 @@ from tunedcomm.db.schema import (
     TrialRow,
     VariantRow,
 )
+from tunedcomm.db.store import IDENTITY
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 from tunedcomm.spec import Problem, format_shape
 
@@ -39,10 +40,8 @@ FORMAT = "tunedcomm-jsonl"
 _VERSION = 1
 # Longer than any line that is written: the longest texts are bounded.
 _MAX_LINE = 1 << 20
-_BATCH = 2000
-# Columns by which a run of one database is the same as one of another, which alone may know when it ended.
-RUN_IDENTITY = ("command", "seed", "budget", "host", "user", "version", "started_at")
 
+T = TypeVar("T")
 Line: TypeAlias = dict[str, Any]
 # Told of a row that makes no sense, by table and id, and of what is wrong with it.
 OnBad: TypeAlias = Callable[[str, Any, str], None]
@@ -107,11 +106,11 @@ def _plain(values: Mapping[str, Any]) -> Line:
     return found
 
 
-def _key_of(model: type[Base], values: Mapping[str, Any]) -> str:
+def key_of(model: type[Base], values: Mapping[str, Any]) -> str:
     """The digest by which lines refer to an environment or a run; of a run without its end."""
     if model is EnvironmentRow:
         return parse.parse_environment(values).digest
-    identity = _plain({name: values[name] for name in RUN_IDENTITY})
+    identity = _plain({name: values[name] for name in IDENTITY[RunRow]})
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
 
 
@@ -133,12 +132,19 @@ class SoundRows:
         self.variants: dict[int, Line] = dict(self._sound(VariantRow, self._variant))
         self.problems: dict[int, tuple[Problem, Line]] = dict(self._sound(ProblemRow, self._problem))
 
-    def trials(self, problem_id: int) -> Iterator[tuple[Any, Line]]:
-        """Id and line of each trial of a sound problem."""
+    def lines(self) -> Iterator[Line]:
+        """Every line in the order of ids, those first that others refer to."""
+        for named in (self.environments, self.runs, self.variants):
+            yield from named.values()
+        for found in (self.trials(), self.pins()):
+            yield from (line for _, line in found)
+
+    def trials(self, problem_id: int | None = None) -> Iterator[tuple[Any, Line]]:
+        """Id and line of each trial, or of those of a sound problem."""
         return self._sound(TrialRow, self._trial, problem_id)
 
-    def pins(self, problem_id: int) -> Iterator[tuple[Any, Line]]:
-        """Id and line of each pin of a sound problem."""
+    def pins(self, problem_id: int | None = None) -> Iterator[tuple[Any, Line]]:
+        """Id and line of each pin, or of those of a sound problem."""
         return self._sound(PinRow, self._of_problem, problem_id)
 
     def report_orphans(self) -> None:
@@ -173,8 +179,8 @@ class SoundRows:
 
     def _named(self, model: type[Base], row: Mapping[str, Any]) -> Line:
         values, kind = parse.parse_row(model, row), model.__tablename__
-        key = _key_of(model, values)
-        _check_digest(row.get("digest", key), key)
+        key = key_of(model, values)
+        check_digest(row.get("digest", key), key)
         return {**_plain(values), "kind": kind, kind: key}
 
     def _variant(self, _: type[Base], row: Mapping[str, Any]) -> Line:
@@ -182,10 +188,10 @@ class SoundRows:
         named = {"op": variant.op, "variant": variant.name}
         return {"kind": "variant", **named, "numerics": variant.numerics, "source_hash": variant.source_hash}
 
-    def _problem(self, model: type[Base], row: Mapping[str, Any]) -> tuple[Problem, Line]:
+    def _problem(self, _: type[Base], row: Mapping[str, Any]) -> tuple[Problem, Line]:
         problem = parse.parse_problem(row)
-        _check_digest(row["digest"], problem.digest)
-        return problem, {**parse.parse_row(model, row), "shape": format_shape(problem.shape)}
+        check_digest(row["digest"], problem.digest)
+        return problem, {**problem.to_dict(), "shape": format_shape(problem.shape)}
 
     def _trial(self, model: type[Base], row: Mapping[str, Any]) -> Line:
         line = self._of_problem(model, row)
@@ -205,141 +211,25 @@ class SoundRows:
         return {
             **_plain(parse.parse_row(model, row)),
             "kind": model.__tablename__,
-            "problem": self.problems[row["problem_id"]][1],
+            "problem": _referred(self.problems, row["problem_id"], "problem")[1],
             "environment": _referred(self.environments, row["environment_id"], "environment")["environment"],
             "config": self._reader.config(row["config"]),
         }
 
 
-def _referred(found: Mapping[int, Line], id_: Any, name: str) -> Line:
+def _referred(found: Mapping[int, T], id_: Any, name: str) -> T:
     if id_ not in found:
         raise ValueError(f"it refers to {name} {id_!r:.20}, which is not there or makes no sense")
     return found[id_]
 
 
-def _check_digest(said: Any, digest: str) -> None:
+def check_digest(said: Any, digest: str) -> None:
+    """Refuse fields that are not those of their digest."""
     if said != digest:
         raise ValueError(f"its digest is {said!r:.80}, that of its fields is {digest!r}")
 
 
-# Lines to rows
-
-
-class RowWriter:
-    """Takes lines in the order in which `lines` gives them and adds their rows to a database without any.
-
-    Args:
-        connection: in a transaction that writes.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._batches: dict[Table, list[dict[str, Any]]] = {}
-        self._ids: dict[type[Base], dict[Any, int]] = {}
-        self._problems: dict[str, int] = {}
-        self._configs: dict[str, str] = {}
-
-    def add(self, line: Line) -> None:
-        """Take one line; ValueError if it makes no sense, or not after the lines before it."""
-        match line.get("kind"):
-            case "environment":
-                self._add_named(EnvironmentRow, line)
-            case "run":
-                self._add_named(RunRow, line)
-            case "variant":
-                values = self._values(VariantRow, {**line, "name": line.get("variant")}, "kind", "variant")
-                variant = parse.parse_variant(values)
-                self._put(VariantRow, variant, values | {"source_hash": variant.source_hash})
-            case "trial":
-                self._add_trial(line)
-            case "pin":
-                values = self._of_problem(PinRow, line)
-                key = (values["problem_id"], values["environment_id"])
-                if key in self._ids.get(PinRow, ()):
-                    raise ValueError("a second pin of the same problem in the same environment")
-                self._put(PinRow, key, values)
-            case kind:
-                raise ValueError(f"kind is {kind!r:.80}, not one of environment, run, variant, trial, pin")
-
-    def finish(self) -> None:
-        """Add the rows that were held back, to add many at once."""
-        for ours in Base.metadata.sorted_tables:
-            if rows := self._batches.pop(ours, None):
-                self._connection.execute(insert(ours), rows)
-
-    def _put(self, model: type[Base], key: Any, values: Mapping[str, Any]) -> int:
-        """The id of the row with that key, which is added if it is new."""
-        ids = self._ids.setdefault(model, {})
-        if key not in ids:
-            ids[key] = len(ids) + 1
-            self._batches.setdefault(table(model), []).append({"id": ids[key], **values})
-        return ids[key]
-
-    def _known(self, model: type[Base], key: Any) -> int:
-        try:
-            return self._ids[model][key]
-        except (KeyError, TypeError):
-            raise ValueError(f"no line before this one gives {model.__tablename__} {key!r:.200}") from None
-
-    def _values(self, model: type[Base], line: Mapping[str, Any], *others: str) -> dict[str, Any]:
-        """The typed values of the model's columns; the line has fields of these names, and `others`."""
-        values = {}
-        for column in parse.own_columns(model):
-            value = line.get(column.name)
-            if isinstance(value, str):
-                value.encode()  # half of a character raises ValueError
-                if "\x00" in value:
-                    raise ValueError(f"{column.name} holds a NUL character: {value!r:.80}")
-            if isinstance(column.type, Boolean) and type(value) is not bool:
-                raise ValueError(f"{column.name} is not true or false: {value!r:.80}")
-            if isinstance(column.type, Float) and value in ("inf", "-inf"):
-                value = float(value)
-            values[column.name] = parse.typed(column, value)
-        if unknown := [name for name in line if name not in values and name not in others]:
-            raise ValueError(f"unknown field {unknown[0]!r:.80}")
-        return values
-
-    def _add_named(self, model: type[Base], line: Line) -> None:
-        kind = model.__tablename__
-        values = self._values(model, line, "kind", kind)
-        key = _key_of(model, values)
-        _check_digest(line.get(kind), key)
-        self._put(model, key, {**values, "digest": key} if model is EnvironmentRow else values)
-
-    def _add_trial(self, line: Line) -> None:
-        values = self._of_problem(TrialRow, line, "variant", "numerics", "source_hash", "run")
-        parse.check_outcome(values["status"], values["latency_p50_us"])
-        run = line.get("run")
-        variant = {**line, "op": line["problem"]["op"], "name": line.get("variant")}
-        values["variant_id"] = self._known(VariantRow, parse.parse_variant(variant))
-        values["run_id"] = None if run is None else self._known(RunRow, run)
-        batch = self._batches.setdefault(table(TrialRow), [])
-        batch.append(values)
-        if len(batch) >= _BATCH:
-            self.finish()
-
-    def _of_problem(self, model: type[Base], line: Line, *others: str) -> dict[str, Any]:
-        """The values of a trial or a pin, with the ids of its problem and environment."""
-        config = canonical_json(line.get("config"))
-        if config not in self._configs:
-            self._configs[config] = config_digest(parse.parse_config(config))
-        values = self._values(model, {**line, "config": config}, "kind", "problem", "environment", *others)
-        if model is TrialRow:
-            values["config_digest"] = self._configs[config]
-        values["problem_id"] = self._problem_id(line.get("problem"))
-        values["environment_id"] = self._known(EnvironmentRow, line.get("environment"))
-        return values
-
-    def _problem_id(self, plain: Any) -> int:
-        if not isinstance(plain, dict):
-            raise ValueError(f"problem is not an object: {plain!r:.80}")
-        text = canonical_json(plain)
-        if text not in self._problems:
-            values = self._values(ProblemRow, plain)
-            problem = parse.parse_problem(values)
-            values |= {"shape": format_shape(problem.shape), "digest": problem.digest}
-            self._problems[text] = self._put(ProblemRow, problem.digest, values)
-        return self._problems[text]
+# Files
 
 
 def is_jsonl(path: Path) -> bool:
@@ -351,15 +241,15 @@ def is_jsonl(path: Path) -> bool:
         return False
 
 
-def read_lines(path: Path, connection: Connection) -> None:
-    """Add the rows of a file of JSON lines to a database without any.
+def read_lines(path: Path) -> Iterator[tuple[str, Line]]:
+    """The lines of a file between the first and the last one, each with its place in words.
 
     Raises:
         DatabaseAccessError: the file cannot be read.
-        DatabaseCorruptError: a line makes no sense; it is named.
+        DatabaseCorruptError: a line is no JSON object, or the file is not whole.
         DatabaseVersionError: a later tunedcomm wrote it.
     """
-    number, is_whole, writer = 0, False, RowWriter(connection)
+    number, is_whole = 0, False
     try:
         with path.open("rb") as file:
             for number, text in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
@@ -371,16 +261,15 @@ def read_lines(path: Path, connection: Connection) -> None:
                 elif line.get("kind") == "end":
                     is_whole = line == _end(number - 1)
                 else:
-                    writer.add(line)
+                    yield f"line {number}", line
         if not is_whole:
             raise ValueError("the last line does not count the lines before it: some are missing, or were added")
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DatabaseCorruptError(
             f"{path}, line {number}: {error}; nothing was imported: correct the line, or export the file again"
         ) from None
     except OSError as error:
         raise DatabaseAccessError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-    writer.finish()
 
 
 def _parse_line(text: bytes) -> Line:

@@ -135,13 +135,10 @@ def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: boo
 
 
 def create_file(path: Path) -> Target:
-    """Give a SQLite file the tables of this schema: a new one, or one of an older schema, of which no copy is kept."""
+    """Make a new SQLite file with the tables of this schema."""
     target = parse_target(path)
     with connected(target) as connection, connection.begin():
-        if schema_version(connection) is None:
-            _create_tables(connection)
-        else:
-            _upgrade_tables(connection)
+        _create_tables(connection)
     return target
 
 

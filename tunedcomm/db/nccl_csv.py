@@ -21,16 +21,15 @@ measured sizes with different rows the border is their geometric mean; beyond th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from tunedcomm.db.diff import Answers, answers, measured
+from tunedcomm.db.diff import Answer, StoredCatalog
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.select import Decision
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Candidate, Problem
 
 FIRST_LINE = "# tunedcomm nccl-csv 1"
 COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
@@ -59,25 +58,6 @@ _OWN_CHOICE = -1
 _MAX_LINE = 250
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """What NCCL is told, or why it is told nothing."""
-
-    algorithm: str = ""
-    protocol: str = ""
-    channels: int = 0
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class _Range:
-    """Sizes in a row that are told the same."""
-
-    setting: _Setting
-    sizes: list[int]
-    decisions: list[Decision]
-
-
 def nccl_csv(file: str | Path, *, hardware: str | None = None) -> Iterator[str]:
     """The lines of the file, comments among them.
 
@@ -89,14 +69,22 @@ def nccl_csv(file: str | Path, *, hardware: str | None = None) -> Iterator[str]:
         UnknownNameError: `hardware` names none or several kinds of machines, or nothing is stored that NCCL has.
         DatabaseError: the database cannot be read.
     """
-    environments = measured(file)
-    environment = _only(list(environments), hardware)
+    stored = StoredCatalog(file)
+    environment = _only(stored.environments, hardware)
     yield FIRST_LINE
     yield from (f"# {line}" for line in _ABOUT)
     yield _comment(f"{environment} [{environment.digest[:8]}], NCCL {environment.nccl or 'unknown'}")
     yield f"# {COLUMNS}"
-    for world_size in sorted(environments[environment]):
-        yield from _of_world(answers(file, environment, world_size), environment, world_size)
+    for world_size in sorted(stored.world_sizes):
+        answers = stored.answers(environment, world_size)
+        for op, collective in _COLLECTIVES.items():
+            by_size = _main_family([p for p in answers if p.op == op and p.nbytes > 0])
+            if by_size:
+                problem = next(iter(by_size.values()))
+                place = "in place" if problem.in_place else "out of place"
+                yield _comment(f"{world_size} ranks: {op} {problem.dtype} {problem.mode} {problem.input_kind}, {place}")
+                nodes_and_more = (environment.nodes, world_size, _OWN_CHOICE, _OWN_CHOICE)
+                yield from _rows(collective, {size: answers[p] for size, p in by_size.items()}, nodes_and_more)
 
 
 def _only(environments: Sequence[Environment], hardware: str | None) -> Environment:
@@ -113,23 +101,6 @@ def _only(environments: Sequence[Environment], hardware: str | None) -> Environm
     )
 
 
-def _of_world(found: Answers, environment: Environment, world_size: int) -> Iterator[str]:
-    for op, collective in _COLLECTIVES.items():
-        by_size = _main_family([p for p in found.decisions if p.op == op and p.nbytes > 0])
-        if not by_size:
-            continue
-        problem = next(iter(by_size.values()))
-        place = "in place" if problem.in_place else "out of place"
-        yield _comment(f"{world_size} ranks: {op} {problem.dtype} {problem.mode} {problem.input_kind}, {place}")
-        ranges = _ranges({size: found.decisions[problem] for size, problem in by_size.items()})
-        for low, high, one in _with_borders(ranges):
-            yield _comment(f"{low}-{high}: {_evidence(one)}")
-            told = one.setting
-            if not told.reason:
-                words = (collective, low, high, told.algorithm, told.protocol, told.channels)
-                yield ",".join(map(str, (*words, environment.nodes, world_size, _OWN_CHOICE, _OWN_CHOICE)))
-
-
 def _main_family(problems: Sequence[Problem]) -> dict[int, Problem]:
     """The problems by size, smallest first, of the family that was measured at most sizes."""
     families: dict[Problem, dict[int, Problem]] = {}
@@ -143,49 +114,42 @@ def _main_family(problems: Sequence[Problem]) -> dict[int, Problem]:
     return families[min(families, key=preference)] if families else {}
 
 
-def _setting(decision: Decision) -> _Setting:
-    variant = decision.candidate.variant
-    if variant == "library":
-        return _Setting(reason="no row, NCCL's own choice is best")
-    if variant not in _NEAREST:
-        return _Setting(reason=f"no row, NCCL has nothing like {variant}")
-    blocks = decision.candidate.config_dict.get("num_blocks")
-    channels = min(blocks, _MAX_CHANNELS) if type(blocks) is int and blocks > 0 else _OWN_CHOICE
-    return _Setting(*_NEAREST[variant], channels)
-
-
-def _ranges(decisions: Mapping[int, Decision]) -> list[_Range]:
-    found: list[_Range] = []
-    for size, decision in decisions.items():
-        setting = _setting(decision)
-        if not found or found[-1].setting != setting:
-            found.append(_Range(setting, [], []))
-        found[-1].sizes.append(size)
-        found[-1].decisions.append(decision)
-    return found
-
-
-def _with_borders(ranges: Sequence[_Range]) -> Iterator[tuple[int, int, _Range]]:
-    """Each range with its first and last byte: they touch, and do not overlap."""
-    low = ranges[0].sizes[0]
-    for one, following in zip(ranges, [*ranges[1:], None], strict=True):
-        high = one.sizes[-1] if following is None else math.isqrt(one.sizes[-1] * following.sizes[0])
-        yield low, high, one
+def _rows(collective: str, answers: Mapping[int, Answer], end: tuple[int, ...]) -> Iterator[str]:
+    """A row, or a comment that says why there is none, for each range of sizes; ranges touch and do not overlap."""
+    settings = {size: _setting(answer.candidate) for size, answer in answers.items()}
+    ranges = [(setting, list(sizes)) for setting, sizes in itertools.groupby(answers, key=settings.__getitem__)]
+    low = ranges[0][1][0]
+    for (setting, sizes), following in itertools.zip_longest(ranges, ranges[1:]):
+        high = sizes[-1] if following is None else math.isqrt(sizes[-1] * following[1][0])
+        yield _comment(f"{low}-{high}: {_evidence([answers[size] for size in sizes], setting)}")
+        if not isinstance(setting, str):
+            yield ",".join(map(str, (collective, low, high, *setting, *end)))
         low = high + 1
 
 
-def _evidence(one: _Range) -> str:
-    names = ", ".join(dict.fromkeys(decision.candidate.variant for decision in one.decisions))
-    ours = [d.latency_us for d in one.decisions if d.latency_us is not None]
-    library = [d.library_us for d in one.decisions if d.library_us is not None]
-    told = f"{names} {_span(ours)} us, NCCL by its own choice {_span(library)} us"
-    return f"{told}; {one.setting.reason}" if one.setting.reason else told
+def _setting(candidate: Candidate) -> tuple[str, str, int] | str:
+    """Algorithm, protocol and channels for NCCL, or why it is told nothing."""
+    if candidate.variant == "library":
+        return "no row, NCCL's own choice is best"
+    if candidate.variant not in _NEAREST:
+        return f"no row, NCCL has nothing like {candidate.variant}"
+    blocks = candidate.config_dict.get("num_blocks")
+    channels = min(blocks, _MAX_CHANNELS) if type(blocks) is int and blocks > 0 else _OWN_CHOICE
+    return (*_NEAREST[candidate.variant], channels)
 
 
-def _span(latencies_us: Sequence[float]) -> str:
-    if not latencies_us:
+def _evidence(answers: Sequence[Answer], setting: tuple[str, str, int] | str) -> str:
+    names = ", ".join(dict.fromkeys(answer.candidate.variant for answer in answers))
+    ours, library = (_span([getattr(a, name) for a in answers]) for name in ("latency_us", "library_us"))
+    told = f"{names} {ours} us, NCCL by its own choice {library} us"
+    return f"{told}; {setting}" if isinstance(setting, str) else told
+
+
+def _span(latencies_us: Sequence[float | None]) -> str:
+    known = [latency_us for latency_us in latencies_us if latency_us is not None]
+    if not known:
         return "?"
-    low, high = f"{min(latencies_us):.2f}", f"{max(latencies_us):.2f}"
+    low, high = f"{min(known):.2f}", f"{max(known):.2f}"
     return low if low == high else f"{low} to {high}"
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
@@ -40,6 +40,16 @@ def canonical_json(value: object) -> str:
 def config_digest(config: Mapping[str, Value]) -> str:
     """SHA-256 over the config's canonical JSON, first 16 hex digits."""
     return hashlib.sha256(canonical_json(dict(config)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVariant:
+    """A row of table `variant`."""
+
+    op: str
+    name: str
+    numerics: Numerics
+    source_hash: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +105,11 @@ class Trial:
     def candidate(self) -> Candidate:
         """The variant with its config."""
         return Candidate.of(self.problem.op, self.variant, self.config)
+
+    @property
+    def stored_variant(self) -> StoredVariant:
+        """The variant at the state of its source."""
+        return StoredVariant(self.problem.op, self.variant, self.numerics, self.source_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,16 +186,6 @@ class Skipped:
         self.first = self.first or what[:300]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredVariant:
-    """A row of table `variant`."""
-
-    op: str
-    name: str
-    numerics: Numerics
-    source_hash: str
-
-
 def refuse_constant(text: str) -> NoReturn:
     """For `json.loads`, which takes NaN and Infinity unless it is told not to."""
     raise ValueError(f"{text} is not JSON")
@@ -230,16 +235,16 @@ def number_of(value: object, name: str) -> float | None:
     return None if value is None else float(cast(float, value))
 
 
-def time_of(value: object) -> datetime:
+def time_of(value: object, name: str = "time") -> datetime:
     """SQLite gives the stored text, other drivers a datetime."""
     if isinstance(value, str):
         value = datetime.fromisoformat(value)
     if not isinstance(value, datetime):
-        raise ValueError(f"not a time: {value!r:.80}")
+        raise ValueError(f"{name} is not a time: {value!r:.80}")
     try:
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
     except OverflowError:
-        raise ValueError(f"not a time that UTC knows: {value}") from None
+        raise ValueError(f"{name} is not a time that UTC knows: {value}") from None
 
 
 def time_text(value: object) -> str:
@@ -276,20 +281,25 @@ def own_columns(model: type[Base]) -> tuple[Column[Any], ...]:
 
 def typed(column: Column[Any], value: object) -> Any:
     """A stored value in Python's form, checked by the column's type."""
-    kind, name = column.type, column.name
-    if value is None:
-        if not column.nullable:
-            raise ValueError(f"{name} is missing")
-        return None
+    if value is not None:
+        return _check_of(column)(value, column.name)
+    if not column.nullable:
+        raise ValueError(f"{column.name} is missing")
+    return None
+
+
+@functools.cache
+def _check_of(column: Column[Any]) -> Callable[[object, str], Any]:
+    kind = column.type
     if isinstance(kind, Float):
-        return latency_of(value, name) if name in LATENCIES else number_of(value, name)
+        return latency_of if column.name in LATENCIES else number_of
     if isinstance(kind, Boolean):
-        return bool_of(value, name)
+        return bool_of
     if isinstance(kind, UtcDateTime):
-        return time_of(value)
+        return time_of
     if isinstance(kind, BigInteger):
-        return id_of(value, name)
-    return int_of(value, name) if isinstance(kind, Integer) else text_of(value, name)
+        return id_of
+    return int_of if isinstance(kind, Integer) else text_of
 
 
 def parse_row(model: type[Base], row: Mapping[str, Any]) -> dict[str, Any]:

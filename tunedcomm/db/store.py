@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import getpass
-import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
 
 from tunedcomm.db import query
 from tunedcomm.db.engine import (
@@ -28,6 +27,7 @@ from tunedcomm.db.engine import (
     refuse_network,
     retry,
     translated,
+    warn_once,
 )
 from tunedcomm.db.migrate import ensure_schema
 from tunedcomm.db.query import raw, table
@@ -37,15 +37,16 @@ from tunedcomm.db.records import (
     Reader,
     Run,
     Status,
+    StoredVariant,
     Trial,
     canonical_json,
+    check_one_of,
     config_digest,
-    parse_environment,
-    parse_problem,
+    own_columns,
     utc_now,
 )
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError, DatabaseError
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, format_shape
 from tunedcomm.version import VERSION
@@ -53,23 +54,32 @@ from tunedcomm.version import VERSION
 _INT64 = 2**63
 
 T = TypeVar("T")
-_log = logging.getLogger("tunedcomm")
-_warned: set[tuple[str, str]] = set()
+_Thing = TypeVar("_Thing", Problem, Environment, StoredVariant)
 
 
 class Database:
     """A tuning database. Use as a context manager; safe for concurrent threads and processes.
 
     Trials are only ever added: `record` never changes or removes a row. Make one after a fork, not before.
+
+    Attributes:
+        path: the SQLite file, or None for a server.
+        url: the SQLAlchemy URL, its password hidden.
+        target: the file's path, or the server's URL with its password: what `open` takes.
+        readonly: nothing is ever written.
+        schema_version: the schema revision.
     """
 
     def __init__(self, target: Target, engine: Engine, *, readonly: bool, patience_s: float, stamp: object) -> None:
         self._target = target
         self._engine = engine
-        self._readonly = readonly
         self._patience_s = patience_s
         self._stamp = stamp
-        self._version = ""
+        self.path = target.path
+        self.url = target.url.render_as_string(hide_password=True)
+        self.target = target.name
+        self.readonly = readonly
+        self.schema_version = ""
 
     @classmethod
     def open(
@@ -117,7 +127,7 @@ class Database:
         opened = cls(where, engine, readonly=readonly, patience_s=patience_s, stamp=stamp)
         try:
             with translated(where):
-                opened._version = ensure_schema(engine, where, create=create, readonly=readonly)
+                opened.schema_version = ensure_schema(engine, where, create=create, readonly=readonly)
         except BaseException:
             opened.close()
             raise
@@ -135,49 +145,27 @@ class Database:
         """Close every connection; SQLite then folds its write-ahead log into the file."""
         self._engine.dispose()
 
-    @property
-    def path(self) -> Path | None:
-        """The SQLite file, or None for a server."""
-        return self._target.path
-
-    @property
-    def url(self) -> str:
-        """The SQLAlchemy URL, its password hidden."""
-        return self._target.url.render_as_string(hide_password=True)
-
-    @property
-    def target(self) -> str:
-        """The file's path, or the server's URL with its password: what `open` takes."""
-        return self._target.name
-
-    @property
-    def readonly(self) -> bool:
-        return self._readonly
-
-    @property
-    def schema_version(self) -> str:
-        """The schema revision of the open database."""
-        return self._version
-
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection in one read transaction; driver errors come out as `DatabaseError`."""
+        """A connection in one transaction that sees one state; driver errors come out as `DatabaseError`."""
+        options = {} if self.path is not None else {"isolation_level": "REPEATABLE READ"}
         try:
-            with translated(self._target), self._engine.connect() as connection, connection.begin():
+            with (
+                translated(self._target),
+                self._engine.connect().execution_options(**options) as connection,
+                connection.begin(),
+            ):
                 yield connection
-        except DatabaseError:
-            self._check_unchanged()
-            raise
-        self._check_unchanged()
-
-    def _check_unchanged(self) -> None:
-        """Refuse what was read without locks of a file that somebody wrote to meanwhile: it may be torn."""
-        if self._stamp is not None and self.path is not None and _stamp(self.path) != self._stamp:
-            raise DatabaseBusyError(f"{self._target} was written by another host or user while it was read; read again")
+        finally:
+            # What was read without locks of a file that somebody wrote to meanwhile may be torn.
+            if self._stamp is not None and self.path is not None and _stamp(self.path) != self._stamp:
+                raise DatabaseBusyError(
+                    f"{self._target} was written by another host or user while it was read; read again"
+                )
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
-        if self._readonly:
+        if self.readonly:
             raise DatabaseAccessError(f"{self._target} is open for reading only; open it without readonly to write")
         with (
             translated(self._target),
@@ -217,15 +205,11 @@ class Database:
 
     def warn_skipped(self, reader: Reader) -> None:
         """Log once what could not be read; the process goes on without these rows."""
-        if not reader.skipped.count or (str(self._target), reader.skipped.first) in _warned:
-            return
-        _warned.add((str(self._target), reader.skipped.first))
-        _log.warning(
-            "%s: skipped %d rows that make no sense, the first: %s. `tunedcomm db check` lists them",
-            self._target,
-            reader.skipped.count,
-            reader.skipped.first,
-        )
+        if reader.skipped.count:
+            warn_once(
+                f"{self._target}: skipped rows that make no sense, the first: {reader.skipped.first}. `tunedcomm db "
+                "check` lists them"
+            )
 
     # Writing
 
@@ -233,22 +217,15 @@ class Database:
         """Register a command that is about to record trials; returns its run id."""
         if seed is not None and not -_INT64 <= seed < _INT64:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
-        values = {
-            "command": command,
-            "seed": seed,
-            "budget": budget,
-            "host": host,
-            "user": login(),
-            "version": VERSION,
-            "started_at": utc_now(),
-        }
+        values: dict[str, Any] = {"command": command, "seed": seed, "budget": budget, "host": host, "user": login()}
+        values |= {"version": VERSION, "started_at": utc_now()}
         key = uuid.uuid4().hex
 
         def append(connection: Connection, again: bool) -> int:
             exclusive(connection, key)
-            if again and (stored := _stored(connection, RunRow, _RUN_IDENTITY, [values])):
+            if again and (stored := _stored(connection, RunRow, IDENTITY[RunRow], [values])):
                 return stored[0]
-            return row_id(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
+            return _row_id(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
 
         return self._write(append)
 
@@ -281,21 +258,17 @@ class Database:
 
     def pin(self, problem: Problem, candidate: Candidate, *, environment: Environment, reason: str) -> int:
         """Override what is dispatched for `problem` on machines like `environment`; replaces an earlier pin."""
-        values = {
-            "variant": candidate.variant,
-            "config": canonical_json(candidate.config_dict),
-            "reason": reason,
-            "user": login(),
-            "created_at": utc_now(),
-        }
+        config = canonical_json(candidate.config_dict)
+        values: dict[str, Any] = {"variant": candidate.variant, "config": config, "reason": reason}
+        values |= {"user": login(), "created_at": utc_now()}
 
         def replace(connection: Connection, _: bool) -> int:
             keys = {
-                "problem_id": problem_ids(connection, [problem])[problem],
-                "environment_id": environment_ids(connection, [environment])[environment],
+                "problem_id": get_or_create(connection, [problem])[problem],
+                "environment_id": get_or_create(connection, [environment])[environment],
             }
             _remove_pins(connection, keys["problem_id"], environment)
-            return row_id(connection.execute(insert(PinRow).values(keys | values).returning(PinRow.id)).scalar_one())
+            return _row_id(connection.execute(insert(PinRow).values(keys | values).returning(PinRow.id)).scalar_one())
 
         return self._write(replace)
 
@@ -326,17 +299,11 @@ class Database:
         With `after_id`, those of a higher id. A server gives ids out before rows can be seen: whoever follows what
         others add asks from some ids further back than the last one that was seen.
         """
-        if status is not None and status not in STATUSES:
-            raise ValueError(f"unknown status {status!r}; the statuses are {', '.join(STATUSES)}")
-        of_problem = [
-            column == value
-            for column, value in (
-                (ProblemRow.op, op),
-                (ProblemRow.world_size, world_size),
-                (ProblemRow.digest, None if problem is None else problem.digest),
-            )
-            if value is not None
-        ]
+        if status is not None:
+            check_one_of(status, STATUSES, "status")
+        digest = None if problem is None else problem.digest
+        wanted = ((ProblemRow.op, op), (ProblemRow.world_size, world_size), (ProblemRow.digest, digest))
+        of_problem = [column == value for column, value in wanted if value is not None]
         where: list[Any] = []
         if status is not None:
             where.append(TrialRow.status == status)
@@ -406,23 +373,15 @@ def _stamp(path: Path) -> tuple[object, ...] | None:
 # was made. On a server the first attempt may even be in the middle of its commit then; so both take a lock that is
 # named by the client, which the server holds until the first attempt has ended one way or the other.
 
-_TRIAL_VALUES = (
-    "status",
-    "reason",
-    "latency_p10_us",
-    "latency_p50_us",
-    "latency_p90_us",
-    "samples",
-    "baseline_p50_us",
-    "error",
-    "final",
-    "run_id",
-    "created_at",
-)
 _TRIAL_IDENTITY = ("problem_id", "environment_id", "variant_id", "config_digest", "final", "run_id", "created_at")
-_RUN_IDENTITY = ("command", "host", "user", "started_at")
-_VARIANT_KEY = ("source_hash", "op", "name", "numerics")
-_PARSERS: Mapping[type[Base], Any] = {EnvironmentRow: parse_environment, ProblemRow: parse_problem}
+# Columns by which a row of one database is the same as a row of another; a run's end may be known to one alone.
+IDENTITY: Mapping[type[Base], tuple[str, ...]] = {
+    EnvironmentRow: ("digest",),
+    ProblemRow: ("digest",),
+    VariantRow: ("op", "name", "numerics", "source_hash"),
+    RunRow: ("command", "seed", "budget", "host", "user", "version", "started_at"),
+}
+_MODELS: Mapping[type, type[Base]] = {Problem: ProblemRow, Environment: EnvironmentRow, StoredVariant: VariantRow}
 _CHUNK = 500  # below every driver's limit of parameters in one statement
 
 
@@ -436,24 +395,25 @@ def append_trials(connection: Connection, batch: Sequence[Trial], *, key: str, a
         again: an attempt before may have added them.
     """
     exclusive(connection, key)
-    problems = problem_ids(connection, (r.problem for r in batch))
-    environments = environment_ids(connection, (r.environment for r in batch))
-    variants = variant_ids(connection, batch)
+    problems = get_or_create(connection, (trial.problem for trial in batch))
+    environments = get_or_create(connection, (trial.environment for trial in batch))
+    variants = get_or_create(connection, (trial.stored_variant for trial in batch))
     rows = [
         {
-            "problem_id": problems[r.problem],
-            "environment_id": environments[r.environment],
-            "variant_id": variants[variant_key(r)],
-            "config": canonical_json(r.config),
-            "config_digest": config_digest(r.config),
-            **{name: getattr(r, name) for name in _TRIAL_VALUES},
+            **{column.name: getattr(trial, column.name) for column in own_columns(TrialRow)},
+            "problem_id": problems[trial.problem],
+            "environment_id": environments[trial.environment],
+            "variant_id": variants[trial.stored_variant],
+            "run_id": trial.run_id,
+            "config": canonical_json(trial.config),
+            "config_digest": config_digest(trial.config),
         }
-        for r in batch
+        for trial in batch
     ]
     if again and (stored := _stored(connection, TrialRow, _TRIAL_IDENTITY, rows)):
         return stored
     statement = insert(TrialRow).returning(TrialRow.id, sort_by_parameter_order=True)
-    return [row_id(id_) for id_ in connection.execute(statement, rows).scalars()]
+    return [_row_id(id_) for id_ in connection.execute(statement, rows).scalars()]
 
 
 def _stored(
@@ -478,97 +438,62 @@ def _remove_pins(connection: Connection, problem_id: int, environment: Environme
     return connection.execute(delete(PinRow).where(*where)).rowcount > 0
 
 
-def environment_ids(connection: Connection, environments: Iterable[Environment]) -> dict[Environment, int]:
-    """Ids of the environments, which are added where they are new."""
-    distinct = dict.fromkeys(environments)
-    wanted = {(e.digest,): {"digest": e.digest, **e.to_dict()} for e in distinct}
-    ids = _get_or_create(connection, EnvironmentRow, ("digest",), wanted)
-    return {e: row_id(ids.get((e.digest,))) for e in distinct}
+def row_of(thing: Problem | Environment | StoredVariant) -> dict[str, Any]:
+    """The stored values of what trials refer to."""
+    match thing:
+        case Problem():
+            return {**thing.to_dict(), "shape": format_shape(thing.shape), "digest": thing.digest}
+        case Environment():
+            return {**thing.to_dict(), "digest": thing.digest}
+    return asdict(thing)
 
 
-def problem_ids(connection: Connection, problems: Iterable[Problem]) -> dict[Problem, int]:
-    """Ids of the problems, which are added where they are new."""
-    distinct = dict.fromkeys(problems)
-    wanted = {(p.digest,): {"digest": p.digest, **p.to_dict(), "shape": format_shape(p.shape)} for p in distinct}
-    ids = _get_or_create(connection, ProblemRow, ("digest",), wanted)
-    return {p: row_id(ids.get((p.digest,))) for p in distinct}
-
-
-def variant_key(record: Trial) -> tuple[str, str, str, str]:
-    """The record's variant as `variant_ids` names it."""
-    return (record.source_hash, record.problem.op, record.variant, record.numerics)
-
-
-def variant_ids(connection: Connection, records: Iterable[Trial]) -> dict[tuple[Any, ...], int]:
-    """Ids by `variant_key` of the records' variants, which are added where they are new."""
-    keys = sorted({variant_key(record) for record in records})
-    wanted: dict[tuple[Any, ...], dict[str, Any]] = {key: dict(zip(_VARIANT_KEY, key, strict=True)) for key in keys}
-    ids = _get_or_create(connection, VariantRow, _VARIANT_KEY, wanted)
-    return {key: row_id(ids.get(key)) for key in keys}
-
-
-def row_id(value: object) -> int:
-    """The id of a row that was found or added just now.
+def get_or_create(connection: Connection, things: Iterable[_Thing]) -> dict[_Thing, int]:
+    """Ids of problems, environments or variants; those that are new are added.
 
     Raises:
-        DatabaseCorruptError: there is none, as an index does not fit its table, or the table has no primary key.
+        DatabaseCorruptError: a stored row is damaged: readers would skip it, and with it what refers to it.
     """
+    wanted = {thing: row_of(thing) for thing in dict.fromkeys(things)}
+    ids = _find(connection, wanted)
+    if len(ids) < len(wanted):
+        # New rows are rare, and writers that add the same ones in another order would deadlock: one at a time.
+        exclusive(connection, "intern")
+        ids = _find(connection, wanted)
+        for thing, row in wanted.items():
+            if thing not in ids:
+                connection.execute(insert(_MODELS[type(thing)]).values(row))
+        ids = _find(connection, wanted)
+    return {thing: _row_id(ids.get(thing)) for thing in wanted}
+
+
+def _find(connection: Connection, wanted: Mapping[_Thing, dict[str, Any]]) -> dict[_Thing, int]:
+    """Ids of the rows that are there."""
+    found: dict[_Thing, int] = {}
+    for model in {_MODELS[type(thing)] for thing in wanted}:
+        names, columns = IDENTITY[model], table(model).columns
+        by_key = {tuple(row[name] for name in names): thing for thing, row in wanted.items()}
+        last = sorted({key[-1] for key in by_key})  # the digest or the source hash
+        for start in range(0, len(last), _CHUNK):
+            here = columns[names[-1]].in_(last[start : start + _CHUNK])
+            for row in connection.execute(select(*map(raw, columns)).where(here)).mappings():
+                if (thing := by_key.get(tuple(row[name] for name in names))) is None:
+                    continue
+                if any(row[name] != value for name, value in wanted[thing].items()):
+                    raise DatabaseCorruptError(
+                        f"{model.__tablename__} {row['id']} of the database is damaged: it is not what its digest "
+                        "says. Nothing was recorded. `tunedcomm db check` lists such rows, `tunedcomm db prune "
+                        "--invalid` takes them out and their trials"
+                    )
+                found[thing] = _row_id(row["id"])
+    return found
+
+
+def _row_id(value: object) -> int:
+    """The id of a row that was found or added just now."""
     if type(value) is not int:
         raise DatabaseCorruptError(
             "the database does not find a row that it holds: an index of it is damaged, or a table was made by another "
             "program; restore a copy of it, or read what is left with `sqlite3 FILE .recover`"
         )
     return value
-
-
-def _get_or_create(
-    connection: Connection,
-    model: type[Base],
-    columns: tuple[str, ...],
-    wanted: Mapping[tuple[Any, ...], dict[str, Any]],
-) -> dict[tuple[Any, ...], int]:
-    ids = _find(connection, model, columns, wanted)
-    if len(ids) < len(wanted):
-        # New rows are rare, and writers that add the same ones in another order would deadlock: one at a time.
-        exclusive(connection, "intern")
-        ids = _find(connection, model, columns, wanted)
-        for values in [values for key, values in wanted.items() if key not in ids]:
-            try:
-                # A server other than PostgreSQL lets another writer add the same row at this moment.
-                with connection.begin_nested():
-                    connection.execute(insert(model).values(values))
-            except IntegrityError:
-                continue
-        ids = _find(connection, model, columns, wanted)
-    return ids
-
-
-def _find(
-    connection: Connection, model: type[Base], columns: tuple[str, ...], wanted: Iterable[tuple[Any, ...]]
-) -> dict[tuple[Any, ...], int]:
-    keys = set(wanted)
-    first = sorted({key[0] for key in keys})
-    selected = [raw(column) for column in table(model).columns]
-    found: dict[tuple[Any, ...], int] = {}
-    for start in range(0, len(first), _CHUNK):
-        chunk = first[start : start + _CHUNK]
-        for row in connection.execute(select(*selected).where(getattr(model, columns[0]).in_(chunk))).mappings():
-            if (key := tuple(row[name] for name in columns)) in keys:
-                found[key] = row_id(row["id"])
-                _check(model, dict(row))
-    return found
-
-
-def _check(model: type[Base], row: Mapping[str, Any]) -> None:
-    """Refuse a row that readers skip, or take for another: what refers to it would be lost."""
-    if (parser := _PARSERS.get(model)) is None:
-        return
-    try:
-        said = "" if parser(row).digest == row["digest"] else "it is not what its digest says"
-    except ValueError as error:
-        said = str(error)
-    if said:
-        raise DatabaseCorruptError(
-            f"{model.__tablename__} {row['id']} of the database is damaged: {said}. Nothing was recorded. "
-            "`tunedcomm db check` lists such rows, `tunedcomm db prune --invalid` takes them out and their trials"
-        )

@@ -12,7 +12,7 @@ SQLite.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import json
 import os
 import re
 import shlex
@@ -21,19 +21,19 @@ import sqlite3
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias, get_args
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from tunedcomm.db.copying import Absorbed, Source, absorb, as_sqlite
-from tunedcomm.db.diff import Answers, Comparison, answers, compare, measured
-from tunedcomm.db.engine import IMMEDIATE, Target, connected, make_engine, parse_target, prepare_file, translated
-from tunedcomm.db.jsonl import FORMAT, lines
-from tunedcomm.db.manifest import Manifest, holdings, manifest_path, verify_manifest
+from tunedcomm.db.copying import Absorbed, absorb
+from tunedcomm.db.diff import Comparison, StoredCatalog, compare
+from tunedcomm.db.engine import Target, connected, leftovers, parse_target, prepare_file, translated
+from tunedcomm.db.jsonl import FORMAT, OnBad, lines
+from tunedcomm.db.manifest import make_manifest, manifest_path, verify_manifest
 from tunedcomm.db.migrate import create_file, ensure_schema
-from tunedcomm.db.nccl_csv import nccl_csv
+from tunedcomm.db.nccl_csv import FIRST_LINE, nccl_csv
 from tunedcomm.db.query import table
 from tunedcomm.db.records import Skipped, canonical_json
 from tunedcomm.db.schema import PinRow, TrialRow
@@ -45,7 +45,7 @@ Form: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
 FORMS: tuple[str, ...] = get_args(Form)
 _CLUSTER = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
 # The beginnings of text files that an export may replace.
-_BEGINNINGS: Mapping[str, bytes] = {"jsonl": f'{{"format":"{FORMAT}"'.encode(), "nccl-csv": b"# tunedcomm"}
+_BEGINNINGS: Mapping[str, bytes] = {"jsonl": f'{{"format":"{FORMAT}"'.encode(), "nccl-csv": FIRST_LINE.encode()}
 
 
 # Import and merge
@@ -83,25 +83,23 @@ def import_databases(sources: Sequence[str | Path], into: str | Path) -> Transfe
         DatabaseVersionError: a source or the database is of a later schema than this tunedcomm.
         DatabaseError: anything else that is wrong with a database. Nothing was added then.
     """
-    return _bring(sources, into, is_checked=True)
+    return _bring(sources, into, is_compared=False)
 
 
 def merge_databases(sources: Sequence[str | Path], into: str | Path) -> Transfer:
     """Add what the sources hold to a database, which is made if there is none, and say what it answers otherwise.
 
     Args:
-        sources: as of `import_databases`, but trusted as far as databases are: readers skip rows that make no sense. A
-            directory stands for its `*.db` files.
+        sources: as of `import_databases`; a directory stands for its `*.db` files.
         into: file or URL; left out where a directory holds it.
 
     Raises:
         DatabaseError: as of `import_databases`.
     """
-    target = parse_target(into)
-    return _bring(_without_directories(sources, target), into, is_checked=False)
+    return _bring(_without_directories(sources, parse_target(into)), into, is_compared=True)
 
 
-def _bring(sources: Sequence[str | Path], into: str | Path, *, is_checked: bool) -> Transfer:
+def _bring(sources: Sequence[str | Path], into: str | Path, *, is_compared: bool) -> Transfer:
     if not sources:
         raise ValueError("nothing to bring: give at least one source")
     target = parse_target(into)
@@ -111,33 +109,29 @@ def _bring(sources: Sequence[str | Path], into: str | Path, *, is_checked: bool)
     paths = {str(source): parse_target(source).path for source in sources}
     verified = tuple(name for name, path in paths.items() if path is not None and verify_manifest(path))
     with tempfile.TemporaryDirectory(prefix="tunedcomm-transfer.") as folder:
-        files = [as_sqlite(one, Path(folder) / f"source{i}.db", is_checked=is_checked) for i, one in enumerate(sources)]
         # All sources in one file, so that the target takes them in one transaction.
-        union = Source(str(target), Path(folder) / "union.db", "")
-        with connected(create_file(union.path)) as connection:
-            absorbed = tuple(absorb(connection, one, in_order=True) for one in files)
+        union = Path(folder) / "union.db"
+        with connected(create_file(union)) as connection:
+            absorbed = tuple(absorb(connection, source) for source in sources)
         if target.path is not None:
             prepare_file(target.path, create=True)
-        engine = make_engine(target, readonly=False)
-        try:
-            with translated(target):
-                ensure_schema(engine, target, create=True, readonly=False)
-            before = [] if is_checked else _answers(target, union.path)
-            with translated(target), engine.connect().execution_options(**{IMMEDIATE: True}) as connection:
-                added = absorb(connection, union, in_order=True)
-        finally:
-            engine.dispose()
-        compared = (
-            compare(asked, answers(target.name, asked.snapshot.environment, asked.snapshot.world_size))
-            for asked in before
-        )
-        comparisons = tuple(comparison for comparison in compared if comparison.problems)
+        with connected(target) as connection:
+            ensure_schema(connection.engine, target, create=True, readonly=False)
+            if not is_compared:
+                added, comparisons = absorb(connection, union), []
+            else:
+                before, new = StoredCatalog(target.name), StoredCatalog(union)
+                environments = dict.fromkeys((*before.environments, *new.environments))
+                world_sizes = sorted(before.world_sizes | new.world_sizes)
+                answered = {(e, size): before.answers(e, size) for e in environments for size in world_sizes}
+                added, after = absorb(connection, union), StoredCatalog(target.name)
+                comparisons = [compare((e, e), n, old, after.answers(e, n)) for (e, n), old in answered.items()]
     return Transfer(
         target=str(target),
         sources=absorbed,
         added=added.trials - added.known,
         verified=verified,
-        comparisons=comparisons,
+        comparisons=tuple(comparison for comparison in comparisons if comparison.problems),
     )
 
 
@@ -159,16 +153,6 @@ def _is_same(source: Target, target: Target) -> bool:
     if source.path is None or target.path is None:
         return source.path is target.path and source.url == target.url
     return source.path.exists() and target.path.exists() and source.path.samefile(target.path)
-
-
-def _answers(target: Target, union: Path) -> list[Answers]:
-    """Answers of a database before another one is added to it, wherever either of them has trials."""
-    held, added = measured(target.name), measured(union)
-    return [
-        answers(target.name, environment, world_size)
-        for environment in {**held, **added}
-        for world_size in sorted({*held.get(environment, ()), *added.get(environment, ())})
-    ]
 
 
 # Export
@@ -240,39 +224,34 @@ def export_database(
         _check_out(path, [parse_target(source) for source in sources], form, force=force)
     elif form == "sqlite":
         raise ValueError("a SQLite file cannot be written to a stream; give a path, or another format")
+    skipped = Skipped()
     place = {"prefix": "tunedcomm-export."} if path is None else {"prefix": f".{path.name}.", "dir": path.parent}
     try:
         with tempfile.TemporaryDirectory(**place) as scratch:
             folder = Path(scratch)
             if path is not None and form == "sqlite" and path.exists():
                 _check_replaced(path, sources, folder)
-            file, absorbed, held = _gather(sources, folder, form, everything=everything)
-            built, skipped = file, Skipped()
-            if form != "sqlite":
-                built = folder / "built.txt"
-                skipped = _write_text(file, form, built, hardware)
+            on_bad = None if form == "sqlite" else lambda name, id_, what: skipped.add(f"{name} {id_}: {what}")
+            file, absorbed, held = _gather(sources, folder, on_bad, everything=everything)
+            built = file if form == "sqlite" else _write_text(file, form, folder, hardware)
             with Database.open(file, readonly=True, immutable=form == "sqlite" or None) as database:
-                if form == "sqlite":
-                    _check_whole(database)
-                holds = holdings(database)
-            data = built.read_bytes()
-            manifest = Manifest(
-                file="" if path is None else path.name,
-                sha256=hashlib.sha256(data).hexdigest(),
-                num_bytes=len(data),
-                form=form,
-                everything=everything,
-                holds=holds,
-                left_out=held - holds["rows"]["trials"],
-                sources=absorbed,
-                command=_command(sources, out, form, everything=everything, hardware=hardware),
-            )
+                facts = make_manifest(
+                    built,
+                    database,
+                    file="" if path is None else path.name,
+                    file_format=form,
+                    everything=everything,
+                    left_out=held - database.stats()["trials"],
+                    sources=[asdict(source) for source in absorbed],
+                    command=_command(sources, out, form, everything=everything, hardware=hardware),
+                )
             if path is None:
                 assert not isinstance(out, (str, Path))
-                out.write(data.decode())
+                out.write(built.read_text(encoding="utf-8"))
             else:
                 beside = folder / "manifest.json"
-                beside.write_text(manifest.to_json(), encoding="utf-8")
+                text = json.dumps(facts, indent=2, sort_keys=True, ensure_ascii=False)
+                beside.write_text(f"{text}\n", encoding="utf-8")
                 built.replace(path)
                 beside.replace(manifest_path(path))
     except OSError as error:
@@ -285,11 +264,8 @@ def export_database(
     return Export(
         path=path,
         form=form,
-        sha256=manifest.sha256,
-        num_bytes=manifest.num_bytes,
-        rows=holds["rows"],
+        **{name: facts[name] for name in ("sha256", "num_bytes", "rows", "left_out")},
         sources=absorbed,
-        left_out=manifest.left_out,
         skipped=skipped,
         manifest=None if path is None else manifest_path(path),
     )
@@ -317,6 +293,7 @@ def path_setting(path: Path) -> str:
 
 
 def _check_out(path: Path, sources: Sequence[Target], form: Form, *, force: bool) -> None:
+    """Refuse to replace what an export must not replace."""
     if form == "sqlite" or not path.exists():
         prepare_file(path, create=True)
     if any(source.path is not None and _is_same(source, parse_target(path)) for source in sources):
@@ -327,26 +304,20 @@ def _check_out(path: Path, sources: Sequence[Target], form: Form, *, force: bool
                 f"{there} exists already; give another path, or --force (force=True) to replace it"
             )
     if form != "sqlite" and path.exists():
-        _check_text(path, _BEGINNINGS[form], form)
-    for suffix in ("-wal", "-journal"):
+        beginning = _BEGINNINGS[form]
+        if not path.is_file() or _first_bytes(path, len(beginning)) != beginning:
+            raise DatabaseAccessError(f"{path} is no file of the format {form} and is not replaced; give another path")
+    if left := leftovers(path):
         # SQLite would take it for the log of the new file and damage it.
-        if path.with_name(path.name + suffix).exists():
-            raise DatabaseBusyError(
-                f"{path.name}{suffix} lies beside {path}: a process has the database open, or one was killed; end it, "
-                "open and close the database once, or give another path to write to"
-            )
-
-
-def _check_text(path: Path, beginning: bytes, form: Form) -> None:
-    """Refuse to replace a file that this format did not write."""
-    if not path.is_file():
-        raise DatabaseAccessError(f"{path} is not a regular file; give the path of a file to write")
-    with path.open("rb") as file:
-        there = file.read(len(beginning))
-    if there != beginning:
-        raise DatabaseAccessError(
-            f"{path} is no file of the format {form} (it starts with {there!r}) and is not replaced; give another path"
+        raise DatabaseBusyError(
+            f"{left[0].name} lies beside {path}: a process has the database open, or one was killed; end it, open and "
+            "close the database once, or give another path to write to"
         )
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
 
 
 def _check_replaced(path: Path, sources: Sequence[str | Path], scratch: Path) -> None:
@@ -357,10 +328,10 @@ def _check_replaced(path: Path, sources: Sequence[str | Path], scratch: Path) ->
     # A reader would leave a log beside it, and no log may lie beside what is replaced.
     copy = shutil.copyfile(path, scratch / "replaced-copy.db")
     with connected(create_file(scratch / "replaced.db")) as connection:
-        for number, source in enumerate(sources):
-            absorb(connection, as_sqlite(source, scratch / f"replaced{number}.db"))
+        for source in sources:
+            absorb(connection, source)
         pins = _pins(connection)
-        old = absorb(connection, as_sqlite(copy, scratch / "replaced-old.db"))
+        old = absorb(connection, copy)
         lost = {"trials": old.trials - old.known, "pins": len(_pins(connection) - pins)}
     if any(lost.values()):
         what = " and ".join(f"{count} {name}" for name, count in lost.items() if count)
@@ -378,20 +349,15 @@ def _pins(connection: Connection) -> set[tuple[Any, ...]]:
 
 
 def _gather(
-    sources: Sequence[str | Path], folder: Path, form: Form, *, everything: bool
+    sources: Sequence[str | Path], folder: Path, on_bad: OnBad | None, *, everything: bool
 ) -> tuple[Path, tuple[Absorbed, ...], int]:
     """Merge what the sources hold and leave out what is not wanted; returns a file, and how many trials there were."""
-    files = [as_sqlite(source, folder / f"source{i}.db") for i, source in enumerate(sources)]
-    if everything and form != "sqlite" and len(files) == 1:
-        with Database.open(files[0].path, readonly=True) as database:
-            held = database.stats()["trials"]
-        return files[0].path, (Absorbed(source=files[0].name, trials=held, known=0),), held
     built = folder / "built.db"
     with connected(create_file(folder / "scratch.db")) as connection:
-        absorbed = tuple(absorb(connection, one, in_order=True) for one in files)
+        absorbed = tuple(absorb(connection, source, on_bad) for source in sources)
         with connection.begin():
             held = int(connection.execute(select(func.count(TrialRow.id))).scalar_one())
-            if len(files) > 1:
+            if len(sources) > 1:
                 _order_trials(connection)
             if not everything:
                 keep_needed(connection)
@@ -413,28 +379,16 @@ def _order_trials(connection: Connection) -> None:
     connection.execute(delete(TrialRow).where(TrialRow.id <= held))
 
 
-def _write_text(file: Path, form: Form, built: Path, hardware: str | None) -> Skipped:
-    """Write a format other than SQLite; returns which rows it could not say."""
-    skipped = Skipped()
+def _write_text(file: Path, form: Form, folder: Path, hardware: str | None) -> Path:
+    """Write a format other than SQLite; returns the file."""
+    built = folder / "built.txt"
     with built.open("w", encoding="utf-8", newline="\n") as out:
         if form == "nccl-csv":
             out.writelines(f"{text}\n" for text in nccl_csv(file, hardware=hardware))
-            return skipped
-        with Database.open(file, readonly=True) as database, database.reading() as connection:
-            for line in lines(connection, lambda name, id_, what: skipped.add(f"{name} {id_}: {what}")):
-                out.write(canonical_json(line) + "\n")
-    return skipped
-
-
-def _check_whole(database: Database) -> None:
-    with database.reading() as connection:
-        verdict = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
-        dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
-    if verdict != ["ok"] or dangling:
-        raise DatabaseCorruptError(
-            f"the export is damaged ({'; '.join(map(str, [*verdict, *dangling]))[:300]}) and was not kept; check "
-            "the sources with `PRAGMA integrity_check`, and the disk"
-        )
+        else:
+            with Database.open(file, readonly=True) as database, database.reading() as connection:
+                out.writelines(f"{canonical_json(line)}\n" for line in lines(connection, lambda *_: None))
+    return built
 
 
 def _command(sources: Sequence[str | Path], out: object, form: Form, *, everything: bool, hardware: str | None) -> str:
