@@ -162,8 +162,9 @@ def test_a_row_that_makes_no_sense_is_named(tmp_path: Path, statement: str, comp
     source = store(tmp_path / "source.db", [trial(), trial("lamport", 4.0, final=True, after=1)])
     with sqlite3.connect(source) as plain:
         plain.execute(statement)
-    text = refused(DatabaseCorruptError, source, store(tmp_path / "target.db", [trial("two_shot", 3.0)]))
-    assert f"{source}, {complaint}" in text
+    target = store(tmp_path / "target.db", [trial("two_shot", 3.0)])
+    for bring in (import_databases, merge_databases):
+        assert f"{source}, {complaint}" in refused(DatabaseCorruptError, source, target, bring)
 
 
 def test_exports_skip_what_makes_no_sense_and_say_so(tmp_path: Path) -> None:
@@ -174,6 +175,8 @@ def test_exports_skip_what_makes_no_sense_and_say_so(tmp_path: Path) -> None:
     assert export.skipped.count == 1
     assert export.skipped.first.startswith("trial 1: unknown status 'splendid'")
     assert import_databases([tmp_path / "out.jsonl"], tmp_path / "copy.db").added == 1
+    with pytest.raises(DatabaseCorruptError, match="trial 1: unknown status"):
+        export_database([source], tmp_path / "out.db")
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

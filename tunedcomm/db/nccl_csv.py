@@ -2,17 +2,9 @@
 
     collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff
 
-Such a row speaks of NCCL, and a tuning database of variants that NCCL does not have: NCCL was measured too, but only by
-its own choice. What can be handed on is where latency counts, where bandwidth, and how many blocks were worth it. So a
-row names what in NCCL works most like the variant that won:
-
-- one step in which everyone gets everything (`one_shot`, `lamport`): tree, ll
-- two steps of packets that announce themselves (`two_shot_lamport`): ring, ll128
-- two steps ordered by flags (`two_shot`, `two_shot_split`): ring, simple
-- sums made by the switch (`multimem_one_shot`, `multimem_two_shot`): nvls, simple
-
-Channels are the blocks of the winning config, at most as many as NCCL has. Where the library won there is no row: NCCL
-chooses best by itself. A row is a place to begin, not a measurement; the file says so.
+NCCL was measured by its own choice alone. So a row names what in NCCL works most like the variant that won (see
+`_NEAREST`), with as many channels as the winning config has blocks; it is a place to begin, not a measurement. Where
+the library won there is no row: NCCL chooses best by itself.
 
 The plugin knows neither dtypes nor call modes nor hardware: of the problems of one world size those are taken that were
 measured at most sizes, graphs before eager calls and bfloat16 before others, of one kind of machine. Between two
@@ -41,15 +33,13 @@ _ABOUT = (
 )
 _COLLECTIVES: Mapping[str, str] = {"all_reduce": "allreduce"}
 _NEAREST: Mapping[str, tuple[str, str]] = {
-    "one_shot": ("tree", "ll"),
-    "torch_one_shot": ("tree", "ll"),
-    "lamport": ("tree", "ll"),
+    # One step in which everyone gets everything.
+    **dict.fromkeys(("one_shot", "torch_one_shot", "lamport"), ("tree", "ll")),
+    # Two steps of packets that announce themselves, and two steps ordered by flags.
     "two_shot_lamport": ("ring", "ll128"),
-    "two_shot": ("ring", "simple"),
-    "two_shot_split": ("ring", "simple"),
-    "torch_two_shot": ("ring", "simple"),
-    "multimem_one_shot": ("nvls", "simple"),
-    "multimem_two_shot": ("nvls", "simple"),
+    **dict.fromkeys(("two_shot", "two_shot_split", "torch_two_shot"), ("ring", "simple")),
+    # Sums made by the switch.
+    **dict.fromkeys(("multimem_one_shot", "multimem_two_shot"), ("nvls", "simple")),
 }
 # NCCL's MAXCHANNELS; a communicator may have fewer, and takes what it has.
 _MAX_CHANNELS = 64
