@@ -95,12 +95,7 @@ def contenders_of(
 ) -> Contenders:
     """All contenders that can run `problem`, the library first; several of one name are its settings. Collective.
 
-    Args:
-        communicator: of the group that runs them.
-        problem: what they run.
-        inputs: this rank's inputs.
-        names: only these, besides the library.
-        adapters: other projects' kernels, besides PyTorch's operators.
+    Only those of `names`, besides the library, where names are given; `adapters` come besides PyTorch's operators.
     """
     spec = get_op(problem.op)
     turns = (inputs, *further_turns(inputs, cold=spec.cold and problem.input_kind == "plain"))

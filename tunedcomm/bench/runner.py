@@ -46,8 +46,7 @@ def run_module(
 ) -> int:
     """Run `python -m module arguments` on `world_size` ranks through torch's elastic launcher; output goes to stderr.
 
-    Returns:
-        The launcher's exit code: 0 if every rank ended with 0.
+    Returns its exit code, 0 if every rank ended with 0.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={world_size}", "--module", module, *arguments]

@@ -77,9 +77,7 @@ class Choice:
 def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
     """Resolve the problem as dispatch would, without a process group.
 
-    Args:
-        options: the problem, as typed, and where to answer for.
-        with_left_out: say of the other variants too why they do not run, which takes a look at all of their trials.
+    To say of the other variants too why they do not run, `with_left_out`, takes a look at all of their trials.
     """
     from tunedcomm import settings
     from tunedcomm.db.layers import load_snapshot

@@ -118,10 +118,7 @@ def listed(environments: Iterable[Environment]) -> str:
 def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Problem | None = None) -> Environment:
     """This machine's environment, or the one stored in a layer that `--hardware` means.
 
-    Args:
-        hardware: part of a GPU's name or of a digest; None for this machine.
-        layers: where to look, nearest first.
-        serving: prefer environments in which something has run that serves this problem.
+    Preferred are environments in which something has run that serves the problem `serving`.
     """
     if hardware is None:
         here = environment_here()
