@@ -225,8 +225,7 @@ def db_pin(
     variant: Annotated[str, typer.Option(help="Variant to run.")],
     reason: Annotated[str, typer.Option(help="Why, for whoever finds the pin later.")],
     config: Annotated[
-        list[str] | None,
-        typer.Option(help="As num_blocks=8,num_warps=4; by default the variant's for this problem."),
+        list[str] | None, typer.Option(help="As num_blocks=8,num_warps=4; by default the variant's for this problem.")
     ] = None,
     hardware: HardwareOption = None,
     db: WrittenOption = None,
@@ -458,7 +457,7 @@ def db_prune(
     *,
     stale: Annotated[bool, typer.Option("--stale", help="Trials of kernels that have changed since.")] = False,
     superseded: Annotated[
-        bool, typer.Option("--superseded", help="Trials that dispatch and explain never need.")
+        bool, typer.Option("--superseded", help="Trials that neither dispatch nor explain needs.")
     ] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Candidates that failed, to try them again.")] = False,
     invalid: Annotated[bool, typer.Option("--invalid", help="Trials that `db check` finds to make no sense.")] = False,
@@ -537,7 +536,7 @@ def _print_pruned(done: Pruned) -> None:
 def db_upgrade(
     *,
     db: WrittenOption = None,
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if it is of use.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if an upgrade is due.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Upgrade a database of an older tunedcomm, all or nothing; a file is copied to NAME.bak-REVISION before.
@@ -580,22 +579,24 @@ def db_export(
         ),
     ] = None,
     *,
-    db: Annotated[list[str] | None, typer.Option(help="Databases to read; by default the user database.")] = None,
+    db: Annotated[
+        list[str] | None, typer.Option(help="Databases to read, merged if several; by default the user's.")
+    ] = None,
     form: Annotated[
-        FileFormat,
-        typer.Option("--format", help="sqlite for dispatch, jsonl for other programs, nccl-csv for NCCL."),
+        FileFormat, typer.Option("--format", help="sqlite for dispatch, jsonl for other programs, nccl-csv for NCCL.")
     ] = "sqlite",
     everything: Annotated[
         bool, typer.Option("--all", help="All rows, not only what dispatch and explain need.")
     ] = False,
     cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Write NAME.db and print the setting that its users need."),
+        str | None, typer.Option(metavar="NAME", help="Write NAME.db and print the setting that its users need.")
     ] = None,
     hardware: Annotated[
         str | None, typer.Option(help="For nccl-csv: part of the GPU's name, or first digits of a digest.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is an export or empty.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace OUT if it was exported, or holds nothing else.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write what dispatch and explain need of one or several databases to one self-contained file.
@@ -830,7 +831,7 @@ def _difference_to_dict(found: Difference) -> dict[str, Any]:
         for index, side in enumerate(("before", "after"))
     }
     pins = [
-        attributes(one, "problem environment") | {"before": _pin_to_dict(one.before), "after": _pin_to_dict(one.after)}
+        attributes(one, "problem environment") | {"before": _pinned_in(one.before), "after": _pinned_in(one.after)}
         for one in found.pins
     ]
     comparisons = [
@@ -845,5 +846,5 @@ def _difference_to_dict(found: Difference) -> dict[str, Any]:
     return {"differ": not found.is_empty, **sides, "sources": sources, "pins": pins, "comparisons": comparisons}
 
 
-def _pin_to_dict(pin: Pin | None) -> dict[str, Any] | None:
+def _pinned_in(pin: Pin | None) -> dict[str, Any] | None:
     return None if pin is None else named_candidate(pin.candidate) | {"reason": pin.reason}

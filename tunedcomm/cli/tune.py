@@ -459,7 +459,7 @@ def db_verify(
     backend: BackendOption = None,
     gangs: GangsOption = "auto",
     db: Annotated[
-        str | None, typer.Option(help="Database to verify, which takes the timings; by default every layer is read.")
+        str | None, typer.Option(help="Database to verify and to write; by default every layer, and the user database.")
     ] = None,
     no_store: Annotated[bool, typer.Option("--no-store", help="Keep the new timings to yourself.")] = False,
     as_json: JsonOption = False,
