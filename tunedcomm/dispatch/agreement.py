@@ -6,7 +6,7 @@ Everything here is collective over the group and exchanges Python objects, off t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -119,27 +119,23 @@ def agree(group: dist.ProcessGroup, what: str, make: Callable[[], T], fields_of:
         return fields_of(made[0])
 
     theirs = on_every_rank(group, f"find out its {what}", make_fields)
-    for rank, other in enumerate(theirs):
-        for name in sorted({*other, *theirs[0]}):
-            if other.get(name) != theirs[0].get(name):
-                raise AgreementError(
-                    f"the ranks of the group differ in {what}: {_difference(name, theirs[0], other, rank)}"
-                )
+    if difference := first_difference(theirs):
+        raise AgreementError(
+            f"the ranks of the group differ in {what}: {difference}; set the same TUNEDCOMM_* variables and install "
+            "the same version and packages on every rank"
+        )
     return made[0]
 
 
-def _difference(name: str, first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
-    """In what a rank differs from rank 0, and what to do: a field that one of them lacks is of a variant."""
-    for lacking, has, here, there in ((first, other, 0, rank), (other, first, rank, 0)):
-        if name not in lacking:
-            return (
-                f"{name} is {has[name]!r} on rank {there}, and rank {here} has no such variant; install the same "
-                "packages on every rank"
-            )
-    return (
-        f"{name} is {first[name]!r} on rank 0 and {other[name]!r} on rank {rank}; set the same TUNEDCOMM_* variables "
-        "and install the same version on every rank"
-    )
+def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """The first value in which a rank differs from rank 0, in words; "" if none does."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        for name in sorted({*other, *first}):
+            if name not in first or name not in other or first[name] != other[name]:
+                here, there = (repr(values[name]) if name in values else "not there" for values in (first, other))
+                return f"{name} is {here} on rank 0 and {there} on rank {rank}"
+    return ""
 
 
 def make_memory_everywhere(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:

@@ -13,16 +13,21 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunedcomm import settings
 from tunedcomm.db import misses as miss_log
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.misses import HardKey, Miss
 from tunedcomm.db.records import utc_now
+from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import DatabaseAccessError
-from tunedcomm.hardware import Environment
-from tunedcomm.spec import Problem
+from tunedcomm.spec import Problem, why_no_kernel
+
+if TYPE_CHECKING:
+    from tunedcomm.dispatch.communicator import Communicator
 
 logger = logging.getLogger("tunedcomm")
 
@@ -33,18 +38,16 @@ _PERIOD_S = 30.0
 _PATIENCE_S = 2.0
 
 
+@dataclass(slots=True, eq=False)
 class Counter:
     """Calls of one problem, and how many of them the file knows. Threads may lose a count to each other, no more."""
 
-    __slots__ = ("count", "hard_key", "path", "problem", "source", "written")
-
-    def __init__(self, path: Path, hard_key: HardKey, problem: Problem, source: str) -> None:
-        self.path = path
-        self.hard_key = hard_key
-        self.problem = problem
-        self.source = source
-        self.count = 0
-        self.written = 0
+    path: Path
+    hard_key: HardKey
+    problem: Problem
+    source: str
+    count: int = 0
+    written: int = 0
 
 
 class _Counters:
@@ -102,13 +105,13 @@ class _Counters:
         now = utc_now()
         misses = [
             Miss(
-                problem=counter.problem,
-                hard_key=counter.hard_key,
-                count=count - counter.written,
-                source=counter.source,
+                problem=found.problem,
+                hard_key=found.hard_key,
+                count=count - found.written,
+                source=found.source,
                 last_seen=now,
             )
-            for counter, count in due
+            for found, count in due
         ]
         try:
             miss_log.append(path, misses)
@@ -137,22 +140,26 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def counter(problem: Problem, environment: Environment, source: str) -> Counter | None:
-    """The counter of an untuned problem's calls, or None where nothing is noted.
+def counter(communicator: Communicator, problem: Problem, source: str) -> Counter | None:
+    """The counter of a problem's calls if it was missed and is worth tuning, else None.
+
+    All ranks meet the same misses, the first of them counts. What no kernel can run is not worth tuning.
 
     Args:
+        communicator: of the group that calls it.
         problem: what is called.
-        environment: of the group.
         source: the rule that chose what is launched.
     """
-    if settings.miss_log() is False:
+    if source not in MISSES or communicator.rank != 0 or settings.miss_log() is False:
+        return None
+    if why_no_kernel(problem, communicator.limits, "any") is not None:
         return None
     try:
         path = miss_log.log_path()
     except DatabaseAccessError as error:
         warn_once(str(error))
         return None
-    return _counters.counter(path, environment.hard_key, problem, source)
+    return _counters.counter(path, communicator.environment.hard_key, problem, source)
 
 
 def flush() -> None:

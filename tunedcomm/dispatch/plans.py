@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from tunedcomm import kernels
 from tunedcomm.dispatch import dispatcher, misses
+from tunedcomm.dispatch.agreement import first_difference
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, live_communicators, on_release
 from tunedcomm.dispatch.dispatcher import (
-    MISSES,
     check_max_sms,
     check_policy,
     decide,
@@ -30,7 +30,7 @@ from tunedcomm.dispatch.dispatcher import (
 from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError
 from tunedcomm.selection.select import Decision
 from tunedcomm.space import Value
-from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits, get_op, get_variant, why_no_kernel
+from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits, get_op, get_variant
 
 logger = logging.getLogger("tunedcomm")
 on_release(misses.flush)
@@ -77,11 +77,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         candidate = decision.candidate
         launch = communicator.bind(problem, candidate)
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
-    counter = None
-    # All ranks meet the same misses, one of them writes them down. What no kernel can run is not worth tuning.
-    if source in MISSES and communicator.rank == 0 and why_no_kernel(problem, communicator.limits, "any") is None:
-        counter = misses.counter(problem, communicator.environment, source)
-    launch = communicator.guarded(problem, launch, counter=counter)
+    launch = communicator.guarded(problem, launch, counter=misses.counter(communicator, problem, source))
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
 
 
@@ -214,43 +210,17 @@ def check_agreement(group: dist.ProcessGroup | None = None, *, device: torch.dev
         GroupError: not a member of the group, or it has no backend for the device.
     """
     communicator = get_communicator(group, device)
-    mine = _standing(communicator)
-    everyone = communicator.exchange(mine)
-    _compare(everyone)
-    return Agreement(
-        world_size=communicator.world_size,
-        snapshot=communicator.snapshot.digest,
-        settings=communicator.settings.fields(),
-        forced=mine["tunedcomm.force"],
-        plans=mine["plan"],
-    )
-
-
-def _standing(communicator: Communicator) -> dict[str, dict[str, Any]]:
-    """The values that must be equal on every rank, by kind and name."""
+    settings, forced, snapshot = communicator.settings.fields(), forced_here(), communicator.snapshot.digest
     plans = {
         f"{plan.problem} numerics={plan.policy}": str(plan.decision.candidate) for plan in communicator.plans.values()
     }
-    return {
-        "snapshot": {"digest": communicator.snapshot.digest},
-        "setting": communicator.settings.fields(),
-        "tunedcomm.force": forced_here(),
-        "plan": plans,
-    }
-
-
-def _compare(everyone: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        for kind, theirs in other.items():
-            for name in sorted({*theirs, *first[kind]}):
-                if theirs.get(name) != first[kind].get(name):
-                    raise AgreementError(
-                        f"the ranks of the group do not agree: {kind} {name} is {_value(first[kind], name)} on rank 0 "
-                        f"and {_value(theirs, name)} on rank {rank}; make the same calls with the same options on "
-                        "every rank, and tunedcomm.release_communicators() on all of them to begin anew"
-                    )
-
-
-def _value(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "not there"
+    kinds: dict[str, Mapping[str, Any]] = {
+        "snapshot": {"digest": snapshot}, "setting": settings, "tunedcomm.force": forced, "plan": plans
+    }  # fmt: skip
+    mine = {f"{kind} {name}": value for kind, values in kinds.items() for name, value in values.items()}
+    if difference := first_difference(communicator.exchange(mine)):
+        raise AgreementError(
+            f"the ranks of the group do not agree: {difference}; make the same calls with the same options on every "
+            "rank, and tunedcomm.release_communicators() on all of them to begin anew"
+        )
+    return Agreement(communicator.world_size, snapshot, settings, forced, plans)

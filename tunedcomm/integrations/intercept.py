@@ -43,14 +43,12 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.integrations import check_torch
 from tunedcomm.ops.call import is_capturing, paths
 from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
-from tunedcomm.spec import why_no_kernel
 
 _lock = threading.RLock()
 _libraries: list[Any] = []
@@ -206,7 +204,7 @@ class RoutedGroup:
         by = "" if candidate.variant == "library" else str(candidate)
         entry = RoutedCall(group, route.call, str(plan.problem), by, plan.decision.why)
         routing = self.record.setdefault(entry, Routing(entry))
-        routing.miss = None if by else self._miss(plan)
+        routing.miss = None if by else misses.counter(self.communicator, plan.problem, plan.decision.source)
         return routing
 
     def _unfit(self, route: Route, x: torch.Tensor) -> str:
@@ -228,15 +226,6 @@ class RoutedGroup:
         if route.op == "all_to_all_v":
             return paths[route.op].planned((x,), (None, None, self.max_count), self.group)
         return paths[route.op].planned((x,), route.options, self.group, in_place=route.in_place)
-
-    def _miss(self, plan: Plan) -> misses.Counter | None:
-        """The counter of misses for a problem that is worth tuning, as in the dispatcher; else None."""
-        communicator, decision = self.communicator, plan.decision
-        if communicator.rank != 0 or decision.source not in MISSES:
-            return None
-        if why_no_kernel(plan.problem, communicator.limits, "any") is not None:
-            return None
-        return misses.counter(plan.problem, communicator.environment, decision.source)
 
     def counts(self) -> dict[RoutedCall, int]:
         """Calls of every kind so far."""
