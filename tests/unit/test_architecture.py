@@ -25,7 +25,7 @@ SOURCES = sorted(
     path
     for pattern in ("tunedcomm/**/*", "tests/**/*", "bench/**/*", "docs/**/*", "tuning_db/*", "*", ".ci/*")
     for path in ROOT.glob(pattern)
-    if path.suffix in {".py", ".md", ".toml", ".yaml", ".sh", ".ini", ".mako"} or path.name in {"Makefile", "run"}
+    if path.suffix in {".py", ".md", ".toml", ".yaml", ".sh", ".ini"} or path.name in {"Makefile", "run"}
 )
 
 

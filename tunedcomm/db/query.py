@@ -6,7 +6,7 @@ Typed columns are read as they lie (no result processors that would raise in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, Table, func, select, type_coerce
@@ -109,7 +109,7 @@ def trials(connection: Connection, reader: Reader, where: Iterable[Any], problem
     query = select(*_RAW_TRIAL).where(*where).order_by(TrialRow.id)
     if problem_where := list(problem_where):
         query = query.where(TrialRow.problem_id.in_(select(ProblemRow.id).where(*problem_where)))
-    rows = connection.execute(query).mappings().all()
+    rows: Sequence[Any] = connection.execute(query).mappings().all()
     # Of few trials, as a supervisor asks for again and again, only what they refer to is read.
     few = len(rows) <= _FEW
 
@@ -121,29 +121,24 @@ def trials(connection: Connection, reader: Reader, where: Iterable[Any], problem
     environments = load_environments(connection, reader, *referred(EnvironmentRow, "environment_id"))
     found = []
     for row in rows:
-        try:
-            problem, variant = problems[row["problem_id"]], variants[row["variant_id"]]
-            environment = environments[row["environment_id"]]
-        except KeyError:
+        problem, variant = problems.get(row["problem_id"]), variants.get(row["variant_id"])
+        environment = environments.get(row["environment_id"])
+        if problem is None or variant is None or environment is None:
             continue
         try:
-            found.append(_record(row, problem, environment, variant, reader))
+            own: dict[str, Any] = {
+                **parse.parse_row(TrialRow, row),
+                "config": dict(reader.config(row["config"])),
+                "variant": variant.name,
+                "numerics": variant.numerics,
+                "source_hash": variant.source_hash,
+                "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"]),
+                "id": parse.id_of(row["id"]),
+            }
+            found.append(Trial(problem=problem, environment=environment, **own))
         except ValueError as error:
             reader.skipped.add(f"trial {row['id']}: {error}")
     return found
-
-
-def _record(row: Any, problem: Problem, environment: Environment, variant: StoredVariant, reader: Reader) -> Trial:
-    return Trial(
-        problem=problem,
-        environment=environment,
-        variant=variant.name,
-        numerics=variant.numerics,
-        source_hash=variant.source_hash,
-        run_id=None if row["run_id"] is None else parse.id_of(row["run_id"]),
-        id=parse.id_of(row["id"]),
-        **{**parse.parse_row(TrialRow, row), "config": dict(reader.config(row["config"]))},
-    )
 
 
 def runs(connection: Connection, reader: Reader) -> list[Run]:
