@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tunedcomm.spec import OpSpec, Problem
-from tunedcomm.tuner.gang.group import Trouble, combine
+from tunedcomm.tuner.gang.group import Trouble, Vote, combine
+from tunedcomm.tuner.gang.protocol import TrialResult
 from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
 from tunedcomm.tuner.measure.correctness import Case, fill_sentinel, judge, make_case, odd_problems, plan_cases
-from tunedcomm.tuner.measure.trial import _bind_reason, _place
+from tunedcomm.tuner.measure.trial import TrialRunner, _bind_reason, _place
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -89,6 +91,28 @@ def test_untouched_output_is_wrong_under_every_rule() -> None:
     for kind in ("random", "integers"):
         for strict in (True, False):
             assert not judge(SPEC, problem, case_of(problem, kind), (out,), ordered=strict).right
+
+
+def test_output_of_nothing_but_zeros_must_be_written_too() -> None:
+    problem = problem_of()
+    zeros = torch.zeros(problem.numel)
+    case = Case("integers", (zeros,), (zeros.double(),), exact=True, bits=(zeros,))
+    out = torch.empty(problem.numel)
+    fill_sentinel([out])
+    for strict in (True, False):
+        assert judge(SPEC, problem, case, (zeros,), ordered=strict).right
+        assert not judge(SPEC, problem, case, (out,), ordered=strict).right
+
+
+def test_candidate_that_leaves_packets_in_an_arena_is_wrong() -> None:
+    runner: Any = TrialRunner.__new__(TrialRunner)
+    workspace = SimpleNamespace(rearm=lambda mode: 4)
+    runner._gang = SimpleNamespace(
+        communicator=SimpleNamespace(workspace=workspace), synchronize=bool, barrier=bool, vote=Vote
+    )
+    found = runner._left_clean(problem_of(), TrialResult(status="ok"))
+    assert found.status == "incorrect"
+    assert "4 words" in found.reason
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
