@@ -19,7 +19,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -180,10 +180,6 @@ class TrialResult:
     def latency_us(self) -> float | None:
         """The median, if it ran."""
         return self.latency.p50_us if self.latency is not None else None
-
-    def with_binding(self, bind_s: float, compiled: int) -> TrialResult:
-        """The same outcome with what binding took."""
-        return replace(self, bind_s=bind_s, compiled=compiled)
 
 
 def rounds_after_look(command: Command, look_us: float, settings: Settings) -> int:

@@ -7,7 +7,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -275,7 +275,7 @@ class TrialRunner:
             outcome = self._trial(bench, candidate, command)
             if outcome.status not in LOST:
                 outcome = self._left_clean(problem, outcome)
-        return outcome.with_binding(self._bind_s, self._num_compiled)
+        return replace(outcome, bind_s=self._bind_s, compiled=self._num_compiled)
 
     def _left_clean(self, problem: Problem, outcome: TrialResult) -> TrialResult:
         """The outcome, unless launches left packets in an arena: those would be the next candidate's wrong results."""

@@ -31,25 +31,6 @@ from tunedcomm.tuner.search.study import (
     stray_defaults,
 )
 
-
-class Budget:
-    """Counts from now.
-
-    Args:
-        clock: seconds.
-        seconds: how many there are; None is no bound.
-    """
-
-    def __init__(self, clock: Callable[[], float], seconds: float | None) -> None:
-        self._clock = clock
-        self._seconds = math.inf if seconds is None else seconds
-        self._end = clock() + self._seconds
-
-    def left(self, share: float = 1.0) -> float:
-        """Seconds left of a share of it."""
-        return self._end - self._seconds * (1 - share) - self._clock() if math.isfinite(self._end) else math.inf
-
-
 # Proposals taken from each neighbour.
 _PROPOSALS = 3
 
@@ -291,15 +272,6 @@ class Finals:
         self._left[problem].insert(0, candidate)
 
 
-def other_environment(gang: int, first: Environment, other: Environment) -> TuningError:
-    """What to raise where a gang runs in another environment than the first one."""
-    differences = first.differences(other).values() or first.drift(other)
-    return TuningError(
-        f"gang {gang} runs in another environment than the first one: {'; '.join(differences)}. A sweep "
-        "measures one environment: tune the GPUs of each kind by themselves, with CUDA_VISIBLE_DEVICES"
-    )
-
-
 # Share of a budget that searches may use; the rest is for the finals, without which nothing is known between shapes.
 _SEARCH_SHARE = 0.85
 # A gang that somebody else killed says little about its candidate, the second one in a row says enough.
@@ -364,7 +336,8 @@ class Coordinator:
         self._settings, self._source_hash = settings, source_hash
         self._stored = tuple(stored)
         self._clock, self.claims = clock, claims
-        self._budget = Budget(clock, seconds_left)
+        self._budget_s = math.inf if seconds_left is None else seconds_left
+        self._end_s = clock() + self._budget_s
         self._families = families(problems)
         self._searches: dict[Problem, ProblemSearch | None] = {p: None for family in self._families for p in family}
         self._finals: dict[Problem, Finals] = {}  # by the first problem of the family
@@ -394,7 +367,11 @@ class Coordinator:
                 stored=self._stored,
             )
         elif environment != self.environment:
-            raise other_environment(gang, self.environment, environment)
+            differences = self.environment.differences(environment).values() or self.environment.drift(environment)
+            raise TuningError(
+                f"gang {gang} runs in another environment than the first one: {'; '.join(differences)}. A sweep "
+                "measures one environment: tune the GPUs of each kind by themselves, with CUDA_VISIBLE_DEVICES"
+            )
 
     def next(self, gang: int) -> Command:
         """The next command for a gang that runs nothing."""
@@ -407,9 +384,9 @@ class Coordinator:
                     return command
                 if len(self.searched) != over:
                     break
-        if self._running or (self._budget.left() > 0 and self._is_elsewhere()):
+        if self._running or (self.has_time and self._is_elsewhere()):
             return Command(kind="wait")
-        return Command(kind="end", reason="budget" if self._budget.left() <= 0 else "done")
+        return Command(kind="end", reason="budget" if not self.has_time else "done")
 
     def learn(self, gang: int, result: TrialResult) -> Trial | None:
         """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
@@ -481,7 +458,11 @@ class Coordinator:
     @property
     def has_time(self) -> bool:
         """False once the budget is spent: a gang that is gone is not replaced any more."""
-        return self._budget.left() > 0
+        return self._seconds_left > 0
+
+    @property
+    def _seconds_left(self) -> float:
+        return self._end_s - self._clock()
 
     def activity(self, gang: int) -> Command | None:
         """The command that a gang runs; None if it has nothing to do."""
@@ -551,10 +532,13 @@ class Coordinator:
         """An even share of what is left, so that the last problem is searched as well as the first."""
         remaining = sum(other is None or not other.over for other in self._searches.values())
         share = min(self._settings.gangs, remaining) / max(remaining, 1)
-        search.until = max(search.until, self._clock() + self._budget.left(_SEARCH_SHARE) * share)
+        left_s = self._seconds_left
+        if math.isfinite(left_s):
+            left_s -= self._budget_s * (1 - _SEARCH_SHARE)
+        search.until = max(search.until, self._clock() + left_s * share)
 
     def _from_finals(self, gang: int, family: list[Problem]) -> Command | None:
-        if not self._settings.finals or self._budget.left() <= 0:
+        if not self._settings.finals or not self.has_time:
             return None
         finals = self._finals.get(family[0])
         if finals is None:
