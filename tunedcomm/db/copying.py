@@ -90,7 +90,7 @@ def absorb(connection: Connection, source: str | Path, on_bad: OnBad | None = No
 
 
 def as_database(source: str | Path, scratch: Path) -> str:
-    """What `Database.open` takes: the source itself or, of JSON lines, a new file with their rows."""
+    """The source as `Database.open` takes it: itself or, of JSON lines, a new file with their rows."""
     target = parse_target(source)
     if target.path is None or not is_jsonl(target.path):
         return target.name

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, select
 
@@ -50,16 +50,19 @@ OnBad: TypeAlias = Callable[[str, Any, str], None]
 # Rows to lines
 
 
-def lines(connection: Connection, on_bad: OnBad) -> Iterator[Line]:
-    """Every row that makes sense, between the first line and the last one.
+def lines(connection: Connection) -> Iterator[Line]:
+    """Every row of a database without senseless ones, between the first line and the last one, sorted.
 
-    Args:
-        connection: in a transaction that reads a database of this schema.
-        on_bad: told of every row that makes no sense; a trial whose problem makes none is one itself.
+    Raises:
+        DatabaseCorruptError: a row makes no sense.
     """
+
+    def refuse(name: str, id_: Any, what: str) -> NoReturn:
+        raise DatabaseCorruptError(f"{name} {id_} makes no sense: {what}")
+
     yield {"format": FORMAT, "version": _VERSION, "schema": HEAD}
     count = 1
-    for line in _ordered(SoundRows(connection, on_bad)):
+    for line in _ordered(SoundRows(connection, refuse)):
         yield line
         count += 1
     yield _end(count)
@@ -85,8 +88,7 @@ def _ordered(sound: SoundRows) -> Iterator[Line]:
     problems = sorted(sound.problems, key=place)
     for id_ in problems:
         yield from sorted((line for _, line in sound.trials(id_)), key=_trial_order)
-    yield from sorted((line for id_ in problems for _, line in sound.pins(id_)), key=canonical_json)
-    sound.report_orphans()
+    yield from sorted((line for _, line in sound.pins()), key=canonical_json)
 
 
 def _trial_order(line: Line) -> tuple[Any, ...]:
@@ -115,7 +117,7 @@ def key_of(model: type[Base], values: Mapping[str, Any]) -> str:
 
 
 class SoundRows:
-    """The rows of a database that make sense, as lines; every other row is reported.
+    """The rows of a database that make sense, as lines; every other row is reported, and so is what refers to one.
 
     Attributes:
         environments, runs, variants: lines by id, in the order of ids.
@@ -140,42 +142,28 @@ class SoundRows:
             yield from (line for _, line in found)
 
     def trials(self, problem_id: int | None = None) -> Iterator[tuple[Any, Line]]:
-        """Id and line of each trial, or of those of a sound problem."""
+        """Id and line of each trial, or of those that an index has under a problem."""
         return self._sound(TrialRow, self._trial, problem_id)
 
-    def pins(self, problem_id: int | None = None) -> Iterator[tuple[Any, Line]]:
-        """Id and line of each pin, or of those of a sound problem."""
-        return self._sound(PinRow, self._of_problem, problem_id)
-
-    def report_orphans(self) -> None:
-        """Report the trials and pins of problems that are not there or make no sense."""
-        for model in (TrialRow, PinRow):
-            columns = table(model).c
-            for id_, problem_id in self._connection.execute(select(raw(columns.id), raw(columns.problem_id))):
-                if problem_id not in self.problems:
-                    what = f"it refers to problem {problem_id!r:.20}, which is not there or makes no sense"
-                    self._on_bad(model.__tablename__, id_, what)
+    def pins(self) -> Iterator[tuple[Any, Line]]:
+        """Id and line of each pin."""
+        return self._sound(PinRow, self._of_problem)
 
     def _sound(
         self, model: type[Base], line_of: Callable[[type[Base], Any], Any], problem_id: int | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        for row in self._rows(model, problem_id):
-            try:
-                if problem_id is not None and row["problem_id"] != problem_id:
-                    raise ValueError(f"a damaged index has it under problem {problem_id}")
-                line = line_of(model, row)
-            except ValueError as error:
-                self._on_bad(model.__tablename__, row["id"], str(error))
-            else:
-                yield row["id"], line
-
-    def _rows(self, model: type[Base], problem_id: int | None) -> Iterator[Mapping[str, Any]]:
         columns = table(model).c
         # As they lie: a result processor would raise in the middle of a fetch.
         query = select(*map(raw, columns)).order_by(columns.id)
         if problem_id is not None:
             query = query.where(columns.problem_id == problem_id)
-        yield from self._connection.execute(query).mappings()  # type: ignore[misc]
+        for row in self._connection.execute(query).mappings():
+            try:
+                line = line_of(model, row)
+            except ValueError as error:
+                self._on_bad(model.__tablename__, row["id"], str(error))
+            else:
+                yield row["id"], line
 
     def _named(self, model: type[Base], row: Mapping[str, Any]) -> Line:
         values, kind = parse.parse_row(model, row), model.__tablename__

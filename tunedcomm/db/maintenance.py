@@ -224,22 +224,20 @@ def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
 
     with database.reading() as connection:
         sound = SoundRows(connection, add)
-        for problem_id, (problem, _) in sound.problems.items():
-            for id_, line in sound.trials(problem_id):
-                variant = StoredVariant(problem.op, line["variant"], line["numerics"], line["source_hash"])
-                by_variant[variant] += 1
-                reason = _contradiction(line, latest)
-                if reason is None and is_current(variant, source_hash):
-                    reason = objection(problem.op, variant.name, canonical_json(line["config"]))
-                if reason is not None:
-                    add("trial", id_, reason)
-            for id_, line in sound.pins(problem_id):
-                num_pins += 1
-                if line["variant"] not in variants(problem.op):
-                    unknown.add(f"pin {id_}: {problem.op} has no variant {line['variant']!r} here")
-                elif reason := objection(problem.op, line["variant"], canonical_json(line["config"])):
-                    add("pin", id_, reason)
-        sound.report_orphans()
+        for id_, line in sound.trials():
+            variant = StoredVariant(line["problem"]["op"], line["variant"], line["numerics"], line["source_hash"])
+            by_variant[variant] += 1
+            reason = _contradiction(line, latest)
+            if reason is None and is_current(variant, source_hash):
+                reason = objection(variant.op, variant.name, canonical_json(line["config"]))
+            if reason is not None:
+                add("trial", id_, reason)
+        for id_, line in sound.pins():
+            num_pins, op = num_pins + 1, line["problem"]["op"]
+            if line["variant"] not in variants(op):
+                unknown.add(f"pin {id_}: {op} has no variant {line['variant']!r} here")
+            elif reason := objection(op, line["variant"], canonical_json(line["config"])):
+                add("pin", id_, reason)
     sizes = {"environment": len(sound.environments), "problem": len(sound.problems), "variant": len(sound.variants)}
     sizes |= {"run": len(sound.runs), "trial": by_variant.total(), "pin": num_pins}
     found: list[Finding] = []

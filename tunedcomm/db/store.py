@@ -355,7 +355,7 @@ def login() -> str:
 
 
 def _stamp(path: Path) -> tuple[object, ...] | None:
-    """What changes when somebody writes to a file; None where it cannot be read."""
+    """The state of a file, which differs once somebody has written to it; None where it cannot be read."""
     try:
         # Opened rather than asked about: that is when a network file system looks whether its cache is still right.
         with path.open("rb") as file:

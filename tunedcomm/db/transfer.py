@@ -387,7 +387,7 @@ def _write_text(file: Path, form: Form, folder: Path, hardware: str | None) -> P
             out.writelines(f"{text}\n" for text in nccl_csv(file, hardware=hardware))
         else:
             with Database.open(file, readonly=True) as database, database.reading() as connection:
-                out.writelines(f"{canonical_json(line)}\n" for line in lines(connection, lambda *_: None))
+                out.writelines(f"{canonical_json(line)}\n" for line in lines(connection))
     return built
 
 
