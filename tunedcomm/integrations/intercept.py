@@ -32,7 +32,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,18 +45,17 @@ from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
-from tunedcomm.errors import NotInitializedError, UnsupportedInputError
+from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import check_torch
 from tunedcomm.ops.call import is_capturing, paths
 from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 
 _lock = threading.RLock()
-_libraries: list[Any] = []
-_device_keys: set[str] = set()
-_installed: list[tuple[RoutedGroup, ...]] = []
 # Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
 _by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
-_by_name: dict[str, RoutedGroup] = {}
+_device_keys: set[Any] = set()
+_libraries: list[Any] = []
+_installed: list[tuple[RoutedGroup, ...]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,39 +83,16 @@ class RoutedCall:
 
 @dataclass(slots=True)
 class Routing:
-    """The decision for calls that look alike.
+    """The decision for calls that look alike, and how many there were so far.
 
     Attributes:
-        entry: the group's record of them.
-        count: calls so far.
+        served: True if kernels serve these calls.
         miss: counts a call of an untuned problem that the library serves; None where that is not noted.
     """
 
-    entry: RoutedCall
+    served: bool
     count: int = 0
     miss: misses.Counter | None = None
-
-    @property
-    def served(self) -> bool:
-        """True if kernels serve these calls."""
-        return bool(self.entry.served_by)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """An operator's request to the dispatcher; made once and compared by identity.
-
-    Attributes:
-        call: the operator's name.
-        op: tunedcomm's op.
-        options: the op's options; unused for `all_to_all_v`.
-        in_place: the result overwrites the input.
-    """
-
-    call: str
-    op: str
-    options: tuple[Hashable, ...] = ()
-    in_place: bool = False
 
 
 @dataclass(eq=False)
@@ -155,15 +131,20 @@ class RoutedGroup:
             known = self._communicator = get_communicator(self.group, self.device)
         return known
 
-    def serves(self, route: Route | None, x: torch.Tensor) -> bool:
-        """Count a call; True if kernels serve it."""
-        if route is None:
-            return False
+    def serves(self, call: str, op: str, x: torch.Tensor, reduction: str = "") -> bool:
+        """Count a call; True if kernels serve it.
+
+        Args:
+            call: the operator's name.
+            op: tunedcomm's op for it.
+            x: the tensor that the choice goes by.
+            reduction: of an op that has one.
+        """
         capturing = is_capturing()
-        key = (route, x.shape, x.dtype, x.device, x.layout, capturing)
+        key = (call, op, reduction, x.shape, x.dtype, x.device, x.layout, capturing)
         routing = self._routings.get(key)
         if routing is None:
-            routing = self._decide(route, x)
+            routing = self._decide(call, op, x, reduction)
             # A problem first met in a capture goes to the library in this graph only.
             if not capturing or routing.served:
                 self._routings[key] = routing
@@ -187,27 +168,25 @@ class RoutedGroup:
         self._routings.clear()
         self._communicator = None
 
-    def _decide(self, route: Route, x: torch.Tensor) -> Routing:
-        group, plan = self.group.group_name, None
-        reason = self._unfit(route, x)
-        if not reason:
+    def _decide(self, call: str, op: str, x: torch.Tensor, reduction: str) -> Routing:
+        plan, by = None, ""
+        problem, why = f"{op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}", self._unfit(op, x)
+        if not why:
             try:
-                with torch.no_grad():
-                    plan = self._plan(route, x)
+                plan = self._plan(call, op, x, reduction)
             except UnsupportedInputError as error:
-                reason = str(error)
-        if plan is None:
-            problem = f"{route.op} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-            entry = RoutedCall(group, route.call, problem, "", reason)
-            return self.record.setdefault(entry, Routing(entry))
-        candidate = plan.decision.candidate
-        by = "" if candidate.variant == "library" else str(candidate)
-        entry = RoutedCall(group, route.call, str(plan.problem), by, plan.decision.why)
-        routing = self.record.setdefault(entry, Routing(entry))
-        routing.miss = None if by else misses.counter(self.communicator, plan.problem, plan.decision.source)
+                why = str(error)
+        if plan is not None:
+            candidate = plan.decision.candidate
+            by = "" if candidate.variant == "library" else str(candidate)
+            problem, why = str(plan.problem), plan.decision.why
+        entry = RoutedCall(self.group.group_name, call, problem, by, why)
+        routing = self.record.setdefault(entry, Routing(bool(by)))
+        if plan is not None:
+            routing.miss = None if by else misses.counter(self.communicator, plan.problem, plan.decision.source)
         return routing
 
-    def _unfit(self, route: Route, x: torch.Tensor) -> str:
+    def _unfit(self, op: str, x: torch.Tensor) -> str:
         """The reason why a call cannot go to the dispatcher, from facts that all ranks share; "" if it can."""
         communicator = self.communicator
         if x.device.type != communicator.device.type:
@@ -216,16 +195,19 @@ class RoutedGroup:
             return "a group of one rank"
         if x.layout is not torch.strided:
             return f"a tensor of layout {x.layout}"
-        if route.op == "all_to_all_v":
+        if op == "all_to_all_v":
             if self.max_count is None:
                 return "rows by split sizes, and ranks do not know each other's; a bound is intercept()'s max_count"
             return "" if self.max_count and math.prod(x.shape[1:]) else "nothing moves"
         return "" if x.numel() else "no elements"
 
-    def _plan(self, route: Route, x: torch.Tensor) -> Plan:
-        if route.op == "all_to_all_v":
-            return paths[route.op].planned((x,), (None, None, self.max_count), self.group)
-        return paths[route.op].planned((x,), route.options, self.group, in_place=route.in_place)
+    @torch.no_grad()
+    def _plan(self, call: str, op: str, x: torch.Tensor, reduction: str) -> Plan:
+        if op == "all_to_all_v":
+            return paths[op].planned((x,), (None, None, self.max_count), self.group)
+        reduced = (reduction,) if reduction else ()
+        options = (*reduced, 0) if op in ("all_gather", "reduce_scatter") else reduced
+        return paths[op].planned((x,), options, self.group, in_place=call in _IN_PLACE)
 
     def counts(self) -> dict[RoutedCall, int]:
         """Calls of every kind so far."""
@@ -329,47 +311,20 @@ def _to_all_rows(
 # Reductions that tunedcomm does not know are asked for all the same: its refusal is the reason in the record.
 _NAMES = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _REDUCTIONS = {int(getattr(dist.ReduceOp, name.upper())): name for name in _NAMES}
+_IN_PLACE = ("c10d::allreduce_", "_c10d_functional::all_reduce_")
 # Right above the kernels of devices, below autograd's, and where none of these operators has a kernel of torch's.
 _KEY = "BackendSelect"
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
-Routes = Mapping[str, Route]
-
-
-def _routes(call: str, op: str) -> Routes:
-    """The operator's routes by reduction; of an op without one, under ""."""
-    in_place = call in ("c10d::allreduce_", "_c10d_functional::all_reduce_")
-    if op == "all_reduce":
-        return {name: Route(call, op, (name,), in_place) for name in _NAMES}
-    if op == "reduce_scatter":
-        return {name: Route(call, op, (name, 0)) for name in _NAMES}
-    return {"": Route(call, op, (0,) if op == "all_gather" else ())}
-
-
-def _of_object(group: Any) -> RoutedGroup | None:
-    """The intercepted group behind an operator's argument; None while a served call runs."""
-    return _by_group.get(dist.ProcessGroup.unbox(group)) if may_intercept() else None
-
-
-def _of_name(group: Any) -> RoutedGroup | None:
-    """The same for functional operators, which are given a name or, by newer torch, the group."""
-    if not isinstance(group, str):
-        return _of_object(group)
-    of = _by_name.get(group) if may_intercept() else None
-    return of if of is not None and _is_live(of.group) else None
-
-
-def _is_live(group: dist.ProcessGroup) -> bool:
-    """True unless the group was destroyed: one that is made later may have its name."""
-    return group in distributed_c10d._world.pg_names
-
-
-def _drop(routed: RoutedGroup) -> None:
-    """Stop intercepting a group; another one of its name stays."""
-    _by_group.pop(routed.group, None)
-    for name in [name for name, held in _by_name.items() if held is routed]:
-        del _by_name[name]
+def _routed(group: Any) -> RoutedGroup | None:
+    """The intercepted group that an operator is given, as an object or by its name; None while a served call runs."""
+    if not may_intercept():
+        return None
+    c10d: Any = torch._C._distributed_c10d
+    return _by_group.get(
+        c10d._resolve_process_group(group) if isinstance(group, str) else c10d.ProcessGroup.unbox(group)
+    )
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -389,26 +344,20 @@ def _fits(x: torch.Tensor, out: torch.Tensor, times: int, over: int) -> bool:
     return out.numel() * over == x.numel() * times and out.dtype == x.dtype and out.device == x.device
 
 
-def _splits(splits: Sequence[int], x: torch.Tensor, of: RoutedGroup) -> list[int]:
-    """Split sizes, equal ones where the caller gave none for this side."""
-    size = of.group.size()
-    return list(splits) or [x.shape[0] // size] * size
-
-
 def _inside(call: Callable[[], Any]) -> Any:
     """The result of a served call; what it asks of torch.distributed itself is the library's."""
     with no_intercept():
         return call()
 
 
-# A reader takes the operator's routes and its arguments, with the schema's names and defaults, for torch leaves out
+# A reader takes the operator's name and its arguments, with the schema's names and defaults, for torch leaves out
 # trailing arguments equal to them. It returns the call to make, or None where the library serves it.
 Kernel = Callable[..., Any]
 Serve = Callable[[], Any] | None
 
 
 def _c10d_all_reduce(
-    routes: Routes,
+    call: str,
     tensors: list[torch.Tensor],
     group: Any,
     op: Any,
@@ -416,37 +365,30 @@ def _c10d_all_reduce(
     async_op: bool = True,
     timeout: int = -1,
 ) -> Serve:
-    of = _of_object(group)
-    if of is None or len(tensors) != 1 or sparse is not None:
+    of, reduction = _routed(group), _REDUCTIONS.get(op.op())
+    if of is None or reduction is None or len(tensors) != 1 or sparse is not None:
         return None
-    x, reduction = tensors[0], _REDUCTIONS.get(op.op(), "")
-    if not of.serves(routes.get(reduction), x):
+    x = tensors[0]
+    if not of.serves(call, "all_reduce", x, reduction):
         return None
     return lambda: (tensors, _start(of, lambda: _reduce(of, x, reduction, x), tensors, (x,), async_op))
 
 
 def _c10d_all_gather(
-    routes: Routes, out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
+    call: str, out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = True, timeout: int = -1
 ) -> Serve:
-    of = _of_object(group)
-    if of is None or not _fits(x, out, of.group.size(), 1) or not of.serves(routes[""], _flat(x)):
-        return None
-    return lambda: (out, _start(of, lambda: _run(of, all_gather, x, out), [out], (x, out), async_op))
+    return _resized(call, "all_gather", x, group, out=out, async_op=async_op)
 
 
 def _c10d_reduce_scatter(
-    routes: Routes, out: torch.Tensor, x: torch.Tensor, group: Any, op: Any, async_op: bool = True, timeout: int = -1
+    call: str, out: torch.Tensor, x: torch.Tensor, group: Any, op: Any, async_op: bool = True, timeout: int = -1
 ) -> Serve:
-    of, reduction = _of_object(group), _REDUCTIONS.get(op.op(), "")
-    if of is None or not _fits(x, out, 1, of.group.size()) or not of.serves(routes.get(reduction), _flat(x)):
-        return None
-    scatter = partial(reduce_scatter, op=reduction)
-    return lambda: (out, _start(of, lambda: _run(of, scatter, x, out), [out], (x, out), async_op))
+    reduction = _REDUCTIONS.get(op.op(), "unknown")
+    return _resized(call, "reduce_scatter", x, group, reduction=reduction, out=out, async_op=async_op)
 
 
 def _c10d_all_to_all(
-    routes: Routes,
-    rows: Routes,
+    call: str,
     out: torch.Tensor,
     x: torch.Tensor,
     group: Any,
@@ -455,96 +397,107 @@ def _c10d_all_to_all(
     async_op: bool = True,
     timeout: int = -1,
 ) -> Serve:
-    of = _of_object(group)
+    of = _routed(group)
     if of is None or x.dim() == 0 or out.dtype != x.dtype or out.device != x.device:
         return None
+    size = of.group.size()
     if receive or send:
         # Split sizes that are equal here need not be so on other ranks: only their presence is common to all.
-        if not of.serves(rows[""], _row(x)):
+        if not of.serves(call, "all_to_all_v", _row(x)):
             return None
-        sizes = _splits(send, x, of), _splits(receive, out, of)
+        sizes = [list(given) or [rows.shape[0] // size] * size for given, rows in ((send, x), (receive, out))]
         return lambda: _start(of, lambda: _to_all_rows(of, x, out, *sizes), [out], (x, out), async_op)
-    if not _fits(x, out, 1, 1) or x.shape[0] % of.group.size() or not of.serves(routes[""], _flat(x)):
+    if not _fits(x, out, 1, 1) or x.shape[0] % size or not of.serves(call, "all_to_all", _flat(x)):
         return None
     return lambda: _start(of, lambda: _run(of, all_to_all, x, out), [out], (x, out), async_op)
 
 
-def _functional_all_reduce(routes: Routes, x: torch.Tensor, reduction: str, group: Any) -> Serve:
-    of, route = _of_name(group), routes.get(reduction.lower())
-    if of is None or route is None or not of.serves(route, x):
+def _functional_all_reduce(call: str, x: torch.Tensor, reduction: str, group: Any) -> Serve:
+    of, reduction, out = _routed(group), reduction.lower(), x if call in _IN_PLACE else None
+    if of is None or reduction not in _NAMES or not of.serves(call, "all_reduce", x, reduction):
         return None
-    if route.in_place:
-        return lambda: (_inside(lambda: _reduce(of, x, reduction.lower(), x)), x)[1]
-    return lambda: _inside(lambda: _reduce(of, x, reduction.lower(), None))
+    if out is not None:
+        return lambda: (_inside(lambda: _reduce(of, x, reduction, x)), x)[1]
+    return lambda: _inside(lambda: _reduce(of, x, reduction, None))
 
 
 def _functional_all_gather(
-    routes: Routes, x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None
+    call: str, x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None
 ) -> Serve:
-    of = _of_name(group)
-    if of is None:
-        return None
-    fits = size == of.group.size() and x.dim() > 0 if out is None else _fits(x, out, of.group.size(), 1)
-    if not fits or not of.serves(routes[""], x if out is None else _flat(x)):
-        return None
-    return lambda: _inside(lambda: _run(of, all_gather, x, out))
+    return _resized(call, "all_gather", x, group, size=size, out=out)
 
 
 def _functional_reduce_scatter(
-    routes: Routes, x: torch.Tensor, reduction: str, size: int, group: Any, *, out: torch.Tensor | None = None
+    call: str, x: torch.Tensor, reduction: str, size: int, group: Any, *, out: torch.Tensor | None = None
 ) -> Serve:
-    of = _of_name(group)
-    if of is None:
-        return None
-    fits = size == of.group.size() if out is None else _fits(x, out, 1, of.group.size())
-    if not fits or not of.serves(routes.get(reduction.lower()), x if out is None else _flat(x)):
-        return None
-    return lambda: _inside(lambda: _run(of, partial(reduce_scatter, op=reduction.lower()), x, out))
+    return _resized(call, "reduce_scatter", x, group, reduction=reduction.lower(), size=size, out=out)
 
 
 def _functional_all_to_all(
-    routes: Routes, x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Any
+    call: str, x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Any
 ) -> Serve:
-    of = _of_name(group)
-    if of is None or x.dim() == 0 or not of.serves(routes[""], _row(x)):
+    of = _routed(group)
+    if of is None or x.dim() == 0 or not of.serves(call, "all_to_all_v", _row(x)):
         return None
     return lambda: _inside(lambda: _to_all_rows(of, x, None, list(send), list(receive)))
 
 
-_READERS: Mapping[str, tuple[Callable[..., Serve], tuple[str, ...]]] = {
-    "c10d::allreduce_": (_c10d_all_reduce, ("all_reduce",)),
-    "c10d::_allgather_base_": (_c10d_all_gather, ("all_gather",)),
-    "c10d::_reduce_scatter_base_": (_c10d_reduce_scatter, ("reduce_scatter",)),
-    "c10d::alltoall_base_": (_c10d_all_to_all, ("all_to_all", "all_to_all_v")),
-    "_c10d_functional::all_reduce": (_functional_all_reduce, ("all_reduce",)),
-    "_c10d_functional::all_reduce_": (_functional_all_reduce, ("all_reduce",)),
-    "_c10d_functional::all_gather_into_tensor": (_functional_all_gather, ("all_gather",)),
-    "_c10d_functional::all_gather_into_tensor_out": (_functional_all_gather, ("all_gather",)),
-    "_c10d_functional::reduce_scatter_tensor": (_functional_reduce_scatter, ("reduce_scatter",)),
-    "_c10d_functional::reduce_scatter_tensor_out": (_functional_reduce_scatter, ("reduce_scatter",)),
-    "_c10d_functional::all_to_all_single": (_functional_all_to_all, ("all_to_all_v",)),
+def _resized(
+    call: str,
+    op: str,
+    x: torch.Tensor,
+    group: Any,
+    *,
+    reduction: str = "",
+    size: int | None = None,
+    out: torch.Tensor | None = None,
+    async_op: bool | None = None,
+) -> Serve:
+    """Read an all-gather or a reduce-scatter; `async_op` is given for those of c10d, `size` for functional ones."""
+    of = _routed(group)
+    if of is None or reduction not in (*_NAMES, ""):
+        return None
+    ranks = of.group.size()
+    times, over = (ranks, 1) if op == "all_gather" else (1, ranks)
+    fits = size == ranks and x.dim() > 0 if out is None else _fits(x, out, times, over)
+    if not fits or not of.serves(call, op, x if out is None else _flat(x), reduction):
+        return None
+    collective = partial(reduce_scatter, op=reduction) if reduction else all_gather
+    if out is None or async_op is None:
+        return lambda: _inside(lambda: _run(of, collective, x, out))
+    return lambda: (out, _start(of, lambda: _run(of, collective, x, out), [out], (x, out), async_op))
+
+
+_READERS: Mapping[str, Callable[..., Serve]] = {
+    "c10d::allreduce_": _c10d_all_reduce,
+    "c10d::_allgather_base_": _c10d_all_gather,
+    "c10d::_reduce_scatter_base_": _c10d_reduce_scatter,
+    "c10d::alltoall_base_": _c10d_all_to_all,
+    "_c10d_functional::all_reduce": _functional_all_reduce,
+    "_c10d_functional::all_reduce_": _functional_all_reduce,
+    "_c10d_functional::all_gather_into_tensor": _functional_all_gather,
+    "_c10d_functional::all_gather_into_tensor_out": _functional_all_gather,
+    "_c10d_functional::reduce_scatter_tensor": _functional_reduce_scatter,
+    "_c10d_functional::reduce_scatter_tensor_out": _functional_reduce_scatter,
+    "_c10d_functional::all_to_all_single": _functional_all_to_all,
 }
 
 
-def _passed_on(namespace: str, name: str) -> Kernel:
-    """The kernel below ours. It runs without the interpreter's lock, as it does for any other caller.
+def _kernel(call: str, read: Callable[..., Serve]) -> Kernel:
+    """A kernel that serves tensors of intercepted devices and passes others on, and the meta ones that compilers try.
 
-    A kernel that is called by `torch.library.get_kernel` keeps that lock. Then a group waits for its worker's lock,
-    while the worker waits for the interpreter's to let go of a tensor: both for ever.
+    It redispatches to the kernel below without the interpreter's lock. One that is called by `torch.library.get_kernel`
+    keeps that lock: a group waits for its worker's lock, while the worker waits for the interpreter's to let go of a
+    tensor, both for ever.
     """
-    redispatch, below = getattr(getattr(torch.ops, namespace), name).default.redispatch, _BELOW
-    return lambda keys, *arguments, **named: redispatch(keys & below, *arguments, **named)
-
-
-def _kernel(read: Callable[..., Serve], original: Kernel, device_keys: frozenset[str]) -> Kernel:
-    """Serve tensors of some devices; not the shapes that compilers try, which are meta as well."""
-    wanted, meta = [getattr(torch._C.DispatchKey, key) for key in sorted(device_keys)], torch._C.DispatchKey.Meta
+    namespace, name = call.split("::")
+    redispatch, meta = getattr(getattr(torch.ops, namespace), name).default.redispatch, torch._C.DispatchKey.Meta
 
     def run(keys: Any, *given: Any, **named: Any) -> Any:
         serve = None
-        if not keys.has(meta) and any(map(keys.has, wanted)):
-            serve = read(*given, **named)
-        return original(keys, *given, **named) if serve is None else serve()
+        if not keys.has(meta) and any(map(keys.has, _device_keys)):
+            serve = read(call, *given, **named)
+        return redispatch(keys & _BELOW, *given, **named) if serve is None else serve()
 
     return run
 
@@ -554,20 +507,18 @@ class Interception:
 
     def __init__(self, groups: tuple[RoutedGroup, ...]) -> None:
         self._groups = groups
-        self._before = {id(group): group.counts() for group in groups}
+        self._before = self._counts()
         self._after: dict[RoutedCall, int] | None = None
+
+    def _counts(self) -> dict[RoutedCall, int]:
+        return {told: count for group in self._groups for told, count in group.counts().items()}
 
     def calls(self) -> dict[RoutedCall, int]:
         """Kinds of calls, in the order in which they were first met, to how often they were made."""
         if self._after is not None:
             return dict(self._after)
-        found: dict[RoutedCall, int] = {}
-        for group in self._groups:
-            before = self._before[id(group)]
-            for told, count in group.counts().items():
-                if count > before.get(told, 0):
-                    found[told] = count - before.get(told, 0)
-        return found
+        new = {told: count - self._before.get(told, 0) for told, count in self._counts().items()}
+        return {told: count for told, count in new.items() if count}
 
     @property
     def num_served(self) -> int:
@@ -579,36 +530,26 @@ class Interception:
         """Calls that went to the library."""
         return sum(count for told, count in self.calls().items() if not told.served_by)
 
-    def _freeze(self) -> None:
-        self._after = self.calls()
-
     def __str__(self) -> str:
         return "\n".join(f"{count} x {told}" for told, count in self.calls().items()) or "no calls"
 
 
 def _register() -> None:
-    """Put the kernels in place for the kinds of devices that intercepted groups work on."""
-    wanted = {group.device.type.upper() for group in _by_group.values()}
-    if wanted == _device_keys:
-        return
-    _unregister()
-    make: Any = torch.library.Library  # untyped
-    libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
-    for call, (reader, ops) in _READERS.items():
-        namespace, name = call.split("::")
-        read = partial(reader, *(_routes(call, op) for op in ops))
-        kernel = _kernel(read, _passed_on(namespace, name), frozenset(wanted))
-        libraries[namespace].impl(name, kernel, _KEY, with_keyset=True)
-    _libraries.extend(libraries.values())
-    intercepted.append(True)
+    """Put the kernels in place while any group is intercepted; a library that is dropped takes its kernels out."""
+    wanted = {getattr(torch._C.DispatchKey, group.device.type.upper()) for group in _by_group.values()}
+    _device_keys.intersection_update(wanted)
+    if not wanted:
+        _libraries.clear()
+        intercepted.clear()
+    elif not _libraries:
+        make: Any = torch.library.Library  # untyped
+        libraries = {namespace: make(namespace, "IMPL") for namespace in ("c10d", "_c10d_functional")}
+        for call, read in _READERS.items():
+            namespace, name = call.split("::")
+            libraries[namespace].impl(name, _kernel(call, read), _KEY, with_keyset=True)
+        _libraries.extend(libraries.values())
+        intercepted.append(True)
     _device_keys.update(wanted)
-
-
-def _unregister() -> None:
-    """A library that is dropped takes its kernels out again."""
-    _libraries.clear()
-    intercepted.clear()
-    _device_keys.clear()
 
 
 def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) -> tuple[RoutedGroup, ...]:
@@ -616,28 +557,20 @@ def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) 
     check_torch("tunedcomm.intercept()", "call tunedcomm.all_reduce and its like directly")
     if max_count is not None and (not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0):
         raise UnsupportedInputError(f"max_count={max_count!r} is no number of rows; pass an integer from 0 on, or None")
-    if not dist.is_available() or not dist.is_initialized():
-        raise NotInitializedError(
-            "torch.distributed has no default process group; call torch.distributed.init_process_group() first"
-        )
-    resolved = [dist.group.WORLD if group is None else group for group in groups or (None,)]
-    # Collective; raises for a group that this rank is not in.
-    devices = [get_communicator(group).device for group in resolved]
+    # Collective; raises for a group that this rank is not in, or where there is no default group.
+    communicators = [get_communicator(group) for group in groups or (None,)]
     with _lock:
-        for gone in [each for each in _by_group.values() if not _is_live(each.group)]:
-            _drop(gone)
-        held: list[RoutedGroup] = []
-        for group, device in zip(resolved, devices, strict=True):
-            assert group is not None
-            routed = _by_group.get(group) or RoutedGroup(group, device, max_count)
+        for gone in [group for group in _by_group if group not in distributed_c10d._world.pg_names]:
+            del _by_group[gone]
+        held = [_by_group.get(each.group) or RoutedGroup(each.group, each.device, max_count) for each in communicators]
+        for routed in held:
             if routed.max_count != max_count:
                 raise UnsupportedInputError(
                     f"the group is intercepted with max_count={routed.max_count} already; pass the same"
                 )
-            held.append(routed)
         for routed in held:
             routed.depth += 1
-            _by_group[routed.group] = _by_name[routed.group.group_name] = routed
+            _by_group[routed.group] = routed
         try:
             _register()
         except BaseException:
@@ -652,10 +585,9 @@ def _leave(groups: tuple[RoutedGroup, ...]) -> None:
         for routed in groups:
             routed.depth -= 1
             if routed.depth == 0:
-                _drop(routed)
+                _by_group.pop(routed.group, None)
                 routed.forget()
-        if not _by_group:
-            _unregister()
+        _register()
 
 
 @contextlib.contextmanager
@@ -686,13 +618,11 @@ def intercept(*groups: dist.ProcessGroup | None, max_count: int | None = None) -
     Results equal the library's within the tolerance of the variants: `ordered` ones sum in fp32 in rank order.
     """
     held = _enter(groups, max_count)
+    interception = Interception(held)
     try:
-        interception = Interception(held)
-        try:
-            yield interception
-        finally:
-            interception._freeze()
+        yield interception
     finally:
+        interception._after = interception.calls()
         _leave(held)
 
 

@@ -26,10 +26,8 @@ import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.errors import UnsupportedInputError
-from tunedcomm.integrations.intercept import Route, RoutedCall, RoutedGroup
+from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
 from tunedcomm.ops.collectives import all_reduce
-
-_OUT_OF_PLACE = Route("ServingAllReduce.all_reduce", "all_reduce", ("sum",))
 
 
 class ServingAllReduce:
@@ -80,7 +78,7 @@ class ServingAllReduce:
         """
         if self.disabled or (self.max_bytes is not None and x.nbytes > self.max_bytes):
             return False
-        return self._routed.serves(_OUT_OF_PLACE, x)
+        return self._routed.serves("ServingAllReduce.all_reduce", "all_reduce", x, "sum")
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The sum over all ranks, in `out` or in a new tensor; `x` is left as it is unless `out` is `x`.
