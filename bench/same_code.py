@@ -233,7 +233,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
 
             return launch
 
-        return bound_kernel(fix)
+        return bound_kernel(fix, *(32, 0)[: len(dataclasses.fields(bound_kernel)) - 1])  # older trees count registers
 
     def allocate(group: Any, device: Any, nbytes: int) -> Any:
         return made_buffer(recorder, f"buffer{len(addresses.names)}[{nbytes}]", nbytes)
@@ -246,6 +246,26 @@ def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
             beside = addresses.make("beside")
             found = Noting(recorder, f"copies.{mode}", streams=streams, beside=beside)
             found.__dict__["current"] = lambda stream: Noting(recorder, f"on {addresses.told(stream)}")
+            recorded: dict[int, int] = {}  # event to the number of its last record: events' own numbers do not matter
+
+            def record(event: int, stream: int) -> None:
+                recorded[event] = sum(name == "record" for name, *_ in recorder.events)
+                recorder.note("record", stream)
+
+            def wait(stream: int, event: int) -> None:
+                recorder.note("wait", stream, recorded[event])
+
+            def fork(stream: int, sides: Sequence[int], event: int) -> None:
+                record(event, stream)
+                for side in sides:
+                    wait(side, event)
+
+            def join(sides: Sequence[int], stream: int, first_event: int) -> None:
+                for event, side in enumerate(sides, first_event):
+                    record(event, side)
+                    wait(stream, event)
+
+            found.__dict__.update(record=record, wait=wait, fork=fork, join=join)
             made[id(workspace), mode] = found
         return made[id(workspace), mode]
 
