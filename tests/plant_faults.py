@@ -123,7 +123,12 @@ FAULTS = [
         ("if found:\n                raise NanInputError", "if found < 0:\n                raise NanInputError"),
         ("if found:\n            raise NanInputError", "if found < 0:\n            raise NanInputError"),
     ),
-    fault("dispatch", "misses_by_every_rank", ("in MISSES and communicator.rank == 0 and", "in MISSES and")),
+    fault(
+        "dispatch",
+        "misses_by_every_rank",
+        ("in MISSES and communicator.rank == 0 and", "in MISSES and"),
+        ("if source not in MISSES or communicator.rank != 0 or", "if source not in MISSES or"),
+    ),
     fault("dispatch", "misses_counted_twice", ("counter.count += 1", "counter.count += 2")),
     fault(
         "dispatch",
@@ -137,6 +142,7 @@ FAULTS = [
         "dispatch",
         "settings_not_compared",
         ("if other.get(name) != theirs[0].get(name):", "if other.get(name) != other.get(name):"),
+        ("not in other or first[name] != other[name]:", "not in other:"),
     ),
     fault(
         "dispatch",
@@ -184,8 +190,14 @@ FAULTS = [
             'if (said["num_bytes"], said["sha256"]) != (num_bytes, sha256.hexdigest()):',
             'if said["num_bytes"] != num_bytes:',
         ),
+        ("if content != {name: said[name] for name in content}:", 'if content["num_bytes"] != said["num_bytes"]:'),
     ),
-    fault("db", "status_unchecked", ("if value not in STATUSES:", "if value in ():")),
+    fault(
+        "db",
+        "status_unchecked",
+        ("if value not in STATUSES:", "if value in ():"),
+        ('check_one_of(status, STATUSES, "status")\n    if status == "ok"', 'if status == "ok"'),
+    ),
     fault(
         "db",
         "absurd_latency_taken",
@@ -203,6 +215,7 @@ FAULTS = [
         "db",
         "config_not_flat",
         ("isinstance(v, (bool, int, str)) for v in config.values()", "v is not None for v in config.values()"),
+        ("isinstance(axis, str) and isinstance(value, (bool, int, str)) for", "value is not None for"),
     ),
     fault(
         "db",
@@ -257,12 +270,14 @@ FAULTS = [
             "if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):",
             "if False:",
         ),
+        ("        stride == 0 and size > 1 for size, stride in zip(out.shape", "        False for _ in zip(out.shape"),
     ),
     fault("ops", "negative_dim_shifted", ("return dim % count", "return abs(dim) % count")),
     fault(
         "ops",
         "gradients_lost",
         ("if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):", "if False:"),
+        ("(recording and tensor.requires_grad) or type(tensor)", "type(tensor)"),
     ),
     fault(
         "ops",
