@@ -83,7 +83,7 @@ def test_a_partial_mesh_is_no_full_one() -> None:
 def test_this_very_hardware_is_not_borrowed() -> None:
     assert loans(H200, ["NVIDIA"], [H200, OLDER, H100, H100]) == loans(H200, ["H100", "NV*"], [H100])
     assert len(loans(H200, ["NVIDIA"], [H100, A100])) == 2
-    assert loans(H200, [], [H100]) == []
+    assert loans(H200, [], [H100]) == {}
 
 
 # What is loaded

@@ -209,12 +209,12 @@ def check_borrowing(names: Sequence[str]) -> Iterator[Line]:
         if not any(matches(name, environment) for environment in stored):
             known = ", ".join(sorted({environment.gpu for environment in stored})) or "none"
             yield Line("borrowing", "warn", f"no database holds hardware {name!r}", f"stored are: {known}")
-    for loan in loans(environment_here(), names, stored):
-        other = f"{loan.environment} ({loan.environment.digest[:8]})"
-        if loan.refusal is None:
+    for there, refusal in loans(environment_here(), names, stored).items():
+        other = f"{there} ({there.digest[:8]})"
+        if refusal is None:
             yield Line("borrowing", "ok", f"{other} may stand in where this machine is not tuned")
         else:
-            yield Line("borrowing", "warn", f"{other} cannot: {loan.refusal}", _NONE_HERE)
+            yield Line("borrowing", "warn", f"{other} cannot: {refusal}", _NONE_HERE)
 
 
 def check_packages() -> Iterator[Line]:

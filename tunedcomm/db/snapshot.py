@@ -22,7 +22,7 @@ from tunedcomm.db.records import FAILED, Pin, Reader
 from tunedcomm.db.schema import PinRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.hardware import SOFT_FIELDS, Environment
 from tunedcomm.selection.interpolate import problems_to_load
-from tunedcomm.selection.snapshot import Failure, Loan, Numbers, Pinned, Row, Snapshot, is_drift, loans, matches
+from tunedcomm.selection.snapshot import Failure, Numbers, Pinned, Row, Snapshot, is_drift, loans, matches
 from tunedcomm.spec import Candidate, Problem
 
 # Problem and candidate as numbers, and the source hash.
@@ -255,7 +255,7 @@ class Fetched(NamedTuple):
     failures: Sequence[_Failed]
     lent_failures: Sequence[_Failed]
     pins: Sequence[Pin]
-    loans: Sequence[Loan]
+    loans: Mapping[Environment, str | None]
 
 
 class SnapshotBuilder:
@@ -270,7 +270,7 @@ class SnapshotBuilder:
         self._environment, self._world_size, self._borrow = environment, world_size, borrow
         self._own, self._lent = _Rows(), _Rows()
         self._pins: dict[Problem, tuple[tuple[Any, ...], Pinned]] = {}
-        self._loans: dict[str, Loan] = {}
+        self._loans: dict[Environment, str | None] = {}
         # Thousands of rows refer to the same few hundred problems and candidates, which are slow to compare.
         self._problems: Numbers[Problem] = Numbers()
         self._candidates: Numbers[Candidate] = Numbers()
@@ -282,8 +282,7 @@ class SnapshotBuilder:
         own = query.environments_like(connection, self._environment, reader)
         stored = query.load_environments(connection, reader) if self._borrow else {}
         found = loans(self._environment, self._borrow, stored.values())
-        serving = {loan.environment.digest for loan in found if loan.refusal is None}
-        lent = {key: there for key, there in stored.items() if there.digest in serving}
+        lent = {key: there for key, there in stored.items() if there in found and found[there] is None}
         rows: list[Row] = []
         failures: list[list[_Failed]] = []
         for environments in (own, lent):
@@ -317,8 +316,7 @@ class SnapshotBuilder:
                 candidate, reason = pin.candidate, pin.reason
                 pinned = Pinned(problem=pin.problem, candidate=candidate, reason=reason, layer=fetched.layer)
                 self._pins[pin.problem] = (age, pinned)
-        for loan in fetched.loans:
-            self._loans.setdefault(str(loan.environment), loan)
+        self._loans.update(fetched.loans)
 
     def _key(self, trial: Row | _Failed) -> _Key:
         return (self._problems.of(trial.problem), self._candidates.of(trial.candidate), trial.source_hash)
@@ -350,13 +348,11 @@ class SnapshotBuilder:
 
     def _loan_notes(self) -> list[str]:
         """Remarks on named hardware that does not serve."""
-        refused = sorted(
-            f"nothing is borrowed from {loan.environment}: {loan.refusal}"
-            for loan in self._loans.values()
-            if loan.refusal is not None
-        )
-        unknown = [n for n in self._borrow if not any(matches(n, loan.environment) for loan in self._loans.values())]
-        return refused + [f"nothing is borrowed from {n!r}: no database holds such hardware" for n in unknown]
+        refused = {f"nothing is borrowed from {there}: {why}" for there, why in self._loans.items() if why is not None}
+        unknown = [name for name in self._borrow if not any(matches(name, there) for there in self._loans)]
+        return sorted(refused) + [
+            f"nothing is borrowed from {name!r}: no database holds such hardware" for name in unknown
+        ]
 
 
 def _replaces(row: Row, known: Row) -> bool:

@@ -94,12 +94,7 @@ class Catalog(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Registered(Catalog):
-    """The registered variants on a machine.
-
-    Attributes:
-        limits: of the machine and the group.
-        hash_of: op and variant to the current source hash, None for an unknown variant.
-    """
+    """The registered variants, within `limits`; `hash_of(op, variant)` is the current source hash, if there is one."""
 
     limits: Limits
     hash_of: Callable[[str, str], str | None]
@@ -132,16 +127,10 @@ class Decision:
     """The candidate to run, and why.
 
     Attributes:
-        candidate: what to run.
         source: the rule that chose it. `exact`, `interpolated` and `borrowed` may well choose the library.
-        latency_us: expected latency, None where it is not known.
-        library_us: the library's expected latency, None where it is not known.
+        latency_us, library_us: expected latencies of the candidate and of the library, None where not known.
         runner_up: the fastest other challenger, None if there was none.
-        runner_up_us: its expected latency.
-        trial_id: the trial that decided, within its layer.
-        layer: name of that trial's layer.
-        environment: where that trial was measured.
-        why: one sentence.
+        trial_id, layer, environment: the trial that decided, and where it was measured.
         passed_over: every other candidate that was looked at, with the reason.
     """
 
@@ -169,6 +158,10 @@ class Decision:
             "passed_over": [list(entry) for entry in self.passed_over],
         }
 
+    def resting_on(self, row: Row, **changes: Any) -> Decision:
+        """The same decision, with the measurement that it rests on and other changes."""
+        return replace(self, trial_id=row.trial_id, layer=row.layer, environment=row.environment, **changes)
+
     def without_times(self) -> Decision:
         """The same decision without latencies, where only the ranking is known."""
         return replace(self, latency_us=None, library_us=None, runner_up_us=None)
@@ -190,7 +183,7 @@ def choose(
         problem: what is asked.
         catalog: what can run here.
         policy: numerics classes that the caller accepts.
-        forced: a candidate asked for by name. It overrides everything but feasibility, `policy` and `max_sms` included.
+        forced: a candidate asked for by name; it overrides everything but feasibility, also `policy` and `max_sms`.
         max_sms: SMs that the caller leaves to the call.
 
     Raises:
@@ -350,9 +343,11 @@ def _pinned(lookup: _Lookup) -> Decision | None:
     for pin in lookup.snapshot.pins:
         if pin.problem != lookup.problem:
             continue
-        is_admitted_library = pin.candidate == lookup.library and lookup.library_admitted
-        reason = None if is_admitted_library else lookup.why_excluded(pin.candidate)
-        reason = reason or _why_failed(lookup, pin.candidate)
+        is_library = pin.candidate == lookup.library
+        reason = None if is_library and lookup.library_admitted else lookup.why_excluded(pin.candidate)
+        # A failure elsewhere in the family does not count where the candidate was good at this very problem.
+        if not is_library and pin.candidate not in {row.candidate for row in lookup.fresh(lookup.rows_of_problem())}:
+            reason = reason or lookup.failed({lookup.problem.family}).get(pin.candidate)
         if reason is None:
             text = f"{pin.candidate} is pinned in the {pin.layer} layer: {pin.reason or 'no reason given'}"
             return replace(_unmeasured(lookup, pin.candidate, "pin", text), layer=pin.layer)
@@ -360,28 +355,13 @@ def _pinned(lookup: _Lookup) -> Decision | None:
     return None
 
 
-def _why_failed(lookup: _Lookup, candidate: Candidate) -> str | None:
-    """The failure of a candidate in the problem's family, unless it is the library or was good at this very problem."""
-    if candidate == lookup.library or candidate in {row.candidate for row in lookup.fresh(lookup.rows_of_problem())}:
-        return None
-    return lookup.failed({lookup.problem.family}).get(candidate)
-
-
 def _unmeasured(lookup: _Lookup, candidate: Candidate, source: Source, why: str) -> Decision:
     """A decision that does not rest on measurements, with the numbers if there are some."""
+    decision = Decision(candidate=candidate, source=source, why=why)
     for row in lookup.fresh(lookup.rows_of_problem()):
         if row.candidate == candidate:
-            return Decision(
-                candidate=candidate,
-                source=source,
-                why=why,
-                latency_us=row.latency_p50_us,
-                library_us=row.baseline_p50_us,
-                trial_id=row.trial_id,
-                layer=row.layer,
-                environment=row.environment,
-            )
-    return Decision(candidate=candidate, source=source, why=why)
+            return decision.resting_on(row, latency_us=row.latency_p50_us, library_us=row.baseline_p50_us)
+    return decision
 
 
 def _exact(lookup: _Lookup) -> Decision | None:
@@ -537,7 +517,7 @@ def _settle(
         found: the pool.
         rows: the rows behind it, the library's among them.
         source: the rule that found it.
-        text: how the numbers were found: the beginning of the explanation.
+        text: the beginning of the explanation.
         near: gives the pools of the neighbouring sizes, called only to break a tie; None lets the least score win.
     """
     for row, reason in found.outranked:
@@ -545,9 +525,8 @@ def _settle(
     beating = [scored for scored in found.scored if _beats_library(lookup, found, scored)]
     if not beating:
         return _library_wins(lookup, found, rows, source, text)
-    best = beating[0]
+    winner = best = beating[0]
     tied = [s for s in beating if near and s.score <= best.score * (1 + max(best.noise, s.noise))]
-    winner = best
     if near and len(tied) > 1:
         pools = near()
         winner = min(tied, key=lambda scored: _preference(scored, pools))
@@ -565,10 +544,7 @@ def _settle(
         library_us=found.library_us,
         runner_up=runner_up.candidate if runner_up else None,
         runner_up_us=runner_up.score if runner_up else None,
-        trial_id=winner.row.trial_id,
-        layer=winner.row.layer,
-        environment=winner.row.environment,
-    )
+    ).resting_on(winner.row)
 
 
 def _beats_library(lookup: _Lookup, found: Pool, scored: Scored) -> bool:
@@ -594,17 +570,14 @@ def _library_wins(lookup: _Lookup, found: Pool, rows: Sequence[Row], source: Sou
     if found.library_us is not None:
         known = f"at {found.library_us:.2f} µs no challenger beats it by more than the noise"
     return Decision(
-        candidate=lookup.library if own is None else own.candidate,
+        candidate=lookup.library,
         source=source,
         why=f"{text}the library: {known}; the nearest is {nearest.candidate} at {nearest.score:.2f} µs",
         latency_us=found.library_us,
         library_us=found.library_us,
         runner_up=nearest.candidate,
         runner_up_us=nearest.score,
-        trial_id=(own or nearest.row).trial_id,
-        layer=(own or nearest.row).layer,
-        environment=(own or nearest.row).environment,
-    )
+    ).resting_on(own or nearest.row)
 
 
 def _preference(scored: Scored, pools: Sequence[Pool]) -> tuple[int, int, str]:
@@ -627,18 +600,15 @@ def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None,
         parts.append(f"{library_us / winner.score:.2f}x as fast as the library ({library_us:.2f} µs)")
     if runner_up is not None:
         named = f"the runner-up {runner_up.candidate} ({runner_up.score:.2f} µs)"
+        slower = f"{winner.score / runner_up.score - 1:.1%} slower than {named}"
         if runner_up.score >= winner.score:
             parts.append(f"{runner_up.score / winner.score - 1:+.1%} to {named}")
         elif runner_up in tied:
             level = max(winner.noise, runner_up.noise)
-            parts.append(
-                f"{winner.score / runner_up.score - 1:.1%} slower than {named}, a tie within the noise of {level:.1%} "
-                "that the neighbouring sizes and the name decide"
-            )
+            why = f"a tie within the noise of {level:.1%} that the neighbouring sizes and the name decide"
+            parts.append(f"{slower}, {why}")
         else:
-            parts.append(
-                f"{winner.score / runner_up.score - 1:.1%} slower than {named}, which does not beat the library by "
-                f"more than its noise of {runner_up.noise:.1%}"
-            )
+            why = f"which does not beat the library by more than its noise of {runner_up.noise:.1%}"
+            parts.append(f"{slower}, {why}")
     trial = "" if winner.row.trial_id is None else f"trial {winner.row.trial_id} of "
     return f"{', '.join(parts)}; {trial}the {winner.row.layer} layer"

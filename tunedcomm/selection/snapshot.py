@@ -33,20 +33,15 @@ class Row:
     """One `ok` trial, as far as selection needs it.
 
     Attributes:
-        problem: what was measured.
-        candidate: what ran.
         source_hash: the variant's source hash when it ran.
         environment: where it ran; equal to the snapshot's in every hard field unless `borrowed`.
-        latency_p50_us: median of the slowest rank.
-        latency_p10_us, latency_p90_us: its spread, None where unknown.
+        latency_p50_us: median of the slowest rank; its spread is None where unknown.
         samples: iterations behind the percentiles; 0 where unknown.
         baseline_p50_us: the library in the same interleaved run, None where unknown.
-        final: measured in the finals.
         drift: the software differs from the snapshot's environment.
         borrowed: measured on other hardware that the user allows where nothing was measured on this.
-        layer: name of the layer it came from.
         layer_rank: 0 for the nearest layer.
-        created_at: when, ISO 8601 in UTC.
+        created_at: ISO 8601 in UTC.
         trial_id: row id within its layer; not part of the digest, and no decision depends on it.
     """
 
@@ -109,10 +104,8 @@ class Snapshot:
 
     Attributes:
         environment: the environment they were loaded for.
-        world_size: ranks of the group.
         rows: at most one for each (problem, candidate, source hash).
         pins: at most one a problem.
-        failures: see `Failure`.
         notes: warnings for a person, e.g. that the rows were measured under older software.
         digest: SHA-256 over the canonical JSON without trial ids.
     """
@@ -307,27 +300,12 @@ def gc_paused() -> Iterator[None]:
 
 # Rows of other hardware that the user may borrow.
 
-_PATTERN = frozenset("*?[")
-
-
-@dataclass(frozen=True, slots=True)
-class Loan:
-    """A stored environment of other hardware that the user named.
-
-    Attributes:
-        environment: where its rows were measured.
-        refusal: why they cannot serve here, None if they can.
-    """
-
-    environment: Environment
-    refusal: str | None
-
 
 def matches(name: str, environment: Environment) -> bool:
     """True if `name` is part of the GPU's name, a pattern that it fits, or the beginning of the digest."""
     wanted = name.strip().lower()
     gpu = environment.gpu.lower()
-    if _PATTERN & set(wanted):
+    if set("*?[") & set(wanted):
         return fnmatchcase(gpu, wanted)
     return wanted in gpu or environment.digest.startswith(wanted)
 
@@ -349,10 +327,7 @@ def why_not_borrowed(here: Environment, there: Environment) -> str | None:
     return "; ".join(different) or None
 
 
-def loans(here: Environment, names: Sequence[str], stored: Iterable[Environment]) -> list[Loan]:
-    """Stored environments of other hardware that any of the names means, each once, in the order of `stored`."""
-    found: dict[str, Loan] = {}
-    for environment in stored:
-        if environment.hard_key != here.hard_key and any(matches(name, environment) for name in names):
-            found.setdefault(environment.digest, Loan(environment, why_not_borrowed(here, environment)))
-    return list(found.values())
+def loans(here: Environment, names: Sequence[str], stored: Iterable[Environment]) -> dict[Environment, str | None]:
+    """Stored environments of other hardware that the names mean, each with why it cannot serve here, or None."""
+    others = [environment for environment in stored if environment.hard_key != here.hard_key]
+    return {there: why_not_borrowed(here, there) for there in others if any(matches(name, there) for name in names)}

@@ -41,7 +41,7 @@ from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy, forced_he
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.fusion.match import LeftError, Node, find_norms
-from tunedcomm.integrations.fusion.policy import WHEN, Policy, Shards, When
+from tunedcomm.integrations.fusion.policy import WHEN, Payoff, Policy, Shards, When
 from tunedcomm.integrations.fusion.rewrite import Pattern, gathered_by, norm_of_sum, reduced_by
 from tunedcomm.spec import Mode, NumericsPolicy
 from tunedcomm.version import VERSION
@@ -182,32 +182,33 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         }
 
     def _shards(self, group: dist.ProcessGroup) -> Shards | None:
-        """The known sizes of shards in the model being compiled; None where the caller passed even_shards=True."""
         return None if self._even_shards else Shards.of(group.group_name)
 
     def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Sequence[Any]) -> bool:
         """Fuse the best of the patterns that a collective is part of; True if there was one."""
         name, group = node.name, _group_name(node)
-        policy = policies.get(group)
-        if policy is None:
+        if (policy := policies.get(group)) is None:
             self._record(FusionRecord(name, "", "", False, f"group {group!r} is not among the pass's"))
             return False
-        found: list[Pattern] = []
+        found: list[tuple[Payoff, Pattern]] = []
+        left: list[FusionRecord] = []
         for each in find:
+            op = ""
             try:
-                found.append(each(node))
-            except LeftError as left:
-                self._record(FusionRecord(name, "", "", False, str(left)))
-        judged = [(pattern.judge(policy), pattern) for pattern in found]
-        done = ""
-        for payoff, pattern in sorted(judged, key=lambda pair: (not pair[0].fuse, -pair[0].saved_us)):
-            fuse = payoff.fuse and not done
-            why = f"{done} is more" if payoff.fuse and done else payoff.why
-            self._record(FusionRecord(name, pattern.op, payoff.problem, fuse, why))
-            if fuse:
-                pattern.rewrite(graph, policy)
-                done = pattern.op
-        return bool(done)
+                pattern: Pattern = each(node)
+                op = pattern.op
+                found.append((pattern.judge(policy), pattern))
+            except LeftError as error:
+                left.append(FusionRecord(name, op, error.problem, False, str(error)))
+        found.sort(key=lambda pair: -pair[0].saved_us)
+        for place, (payoff, pattern) in enumerate(found):
+            why = f"{found[0][1].op} is more" if place else payoff.why
+            self._record(FusionRecord(name, pattern.op, payoff.problem, not place, why))
+        for record in left:
+            self._record(record)
+        if found:
+            found[0][1].rewrite(graph, policy)
+        return bool(found)
 
     def _record(self, record: FusionRecord) -> None:
         self.records.append(record)

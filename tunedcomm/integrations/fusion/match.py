@@ -32,7 +32,15 @@ _MAX_HOISTED = 8
 
 
 class LeftError(Exception):
-    """A pattern stays as it is, for the reason in the text."""
+    """A pattern stays as it is, for the reason in the text.
+
+    Attributes:
+        problem: what was asked of the database, in words; "" where it was not asked.
+    """
+
+    def __init__(self, why: str, problem: str = "") -> None:
+        super().__init__(why)
+        self.problem = problem
 
 
 def is_call(node: Any, *targets: Any) -> bool:
@@ -55,10 +63,6 @@ def val(node: Node) -> torch.Tensor:
 def static(*sizes: Any) -> bool:
     """True if all sizes are numbers."""
     return all(isinstance(size, int) for size in sizes)
-
-
-def _ones(sizes: Sequence[Any]) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in sizes)
 
 
 def _dim(node: Node, index: int, rank: int) -> int:
@@ -89,8 +93,8 @@ def _joined(split: Node) -> Node | None:
     if not is_call(cat, _aten.cat.default) or cat.args[0] != parts:
         return None
     source, piece = val(split.args[0]), pieces[0]
-    before = source.shape[: _dim(split, 2, source.dim())], piece.shape[: _dim(cat, 1, piece.dim())]
-    return cat if all(map(_ones, before)) else None
+    before = *source.shape[: _dim(split, 2, source.dim())], *piece.shape[: _dim(cat, 1, piece.dim())]
+    return cat if static(*before) and set(before) <= {1} else None
 
 
 def _flat_input(node: Node) -> tuple[Node | None, list[Node]]:
@@ -116,7 +120,7 @@ def flat_source(node: Node) -> tuple[Node, list[Node]]:
 
 
 def flat_users(node: Node) -> list[Node]:
-    """The node and all others that have its elements in order, and the nodes between them, in the graph's order."""
+    """The node and all others that have its elements in order, and the nodes between them."""
     found, waiting = [node], [node]
     while waiting:
         for user in list(waiting.pop().users):
@@ -130,13 +134,8 @@ def flat_users(node: Node) -> list[Node]:
     return found
 
 
-def behind(node: Node, anchor: Node, places: dict[Node, int]) -> list[Node]:
-    """The nodes to move before `anchor` so that `node` is computed by then, in order; none if it is already.
-
-    Args:
-        node: e.g. a transposed weight.
-        anchor: where it is needed.
-        places: nodes to their place in the graph.
+def behind(node: Node, anchor: Node) -> list[Node]:
+    """The nodes to move before `anchor` so that `node`, e.g. a transposed weight, is computed by then; in order.
 
     Raises:
         LeftError: it depends on what comes later and cannot be moved.
@@ -144,7 +143,7 @@ def behind(node: Node, anchor: Node, places: dict[Node, int]) -> list[Node]:
     moved: list[Node] = []
 
     def collect(each: Node) -> None:
-        if each in moved or places.get(each, -1) < places[anchor]:
+        if each in moved or each < anchor:
             return
         target = each.target
         movable = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
@@ -160,8 +159,7 @@ def behind(node: Node, anchor: Node, places: dict[Node, int]) -> list[Node]:
 
 def hoist(node: Node, anchor: Node) -> None:
     """Move what `behind` finds."""
-    places = {each: place for place, each in enumerate(node.graph.nodes)}
-    for each in behind(node, anchor, places):
+    for each in behind(node, anchor):
         anchor.prepend(each)
 
 

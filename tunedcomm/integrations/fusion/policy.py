@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -63,14 +63,17 @@ class Shards:
     def _among(cls, tensors: list[torch.Tensor], group: str) -> Shards:
         even: set[int] = set()
         uneven: set[int] = set()
-        for spec in _specs(tensors):
-            names = _group_names(spec.mesh)
+        parameters = [each for each in tensors if isinstance(each, DTensor) and isinstance(each, torch.nn.Parameter)]
+        for spec in (parameter._spec for parameter in parameters):
+            mesh: Any = spec.mesh
+            is_member = mesh.get_coordinate() is not None
+            names = [mesh.get_group(dim).group_name for dim in range(mesh.ndim)] if is_member else []
             if group not in names:
                 continue
             own = names.index(group)
             for dim, size in enumerate(spec.shape):
                 splits = [i for i, placement in enumerate(spec.placements) if _dim_of(placement) == dim]
-                ways = [spec.mesh.size(i) for i in (splits if own in splits else [*splits, own])]
+                ways = [mesh.size(i) for i in (splits if own in splits else [*splits, own])]
                 sizes = _parts(size, ways)
                 if size % math.prod(ways):
                     uneven |= sizes
@@ -78,37 +81,19 @@ class Shards:
                     even |= sizes
         return cls(frozenset(even), frozenset(uneven))
 
-    def check(self, what: str, size: Any) -> None:
-        """Raise LeftError for a size that ranks may differ in.
-
-        Args:
-            what: it is the size of, in words.
-            size: of this rank's tensor.
-        """
+    def check(self, what: str, size: Any, problem: str) -> None:
+        """Raise LeftError for a size of this rank's tensor, of what in words, that ranks may differ in."""
         if isinstance(size, int) and size in self.even and size not in self.uneven:
             return
         raise LeftError(
             f"ranks may differ in {what}, {size}: it is not known from parameters that are DTensors split evenly; "
-            "fusion_pass(even_shards=True) says that they do not"
+            "fusion_pass(even_shards=True) says that they do not",
+            problem,
         )
 
 
 # Tracing context to what was known of groups while the forward graph was compiled.
 _kept: weakref.WeakKeyDictionary[Any, dict[str, Shards]] = weakref.WeakKeyDictionary()
-
-
-def _specs(tensors: list[torch.Tensor]) -> Iterator[Any]:
-    """The specs of the DTensors among the parameters."""
-    for tensor in tensors:
-        if isinstance(tensor, DTensor) and isinstance(tensor, torch.nn.Parameter):
-            yield tensor._spec
-
-
-def _group_names(mesh: Any) -> list[str]:
-    """Names of the groups of a mesh's dimensions; none where this rank is not in it."""
-    if mesh.get_coordinate() is None:
-        return []
-    return [mesh.get_group(dim).group_name for dim in range(mesh.ndim)]
 
 
 def _dim_of(placement: Any) -> int | None:
@@ -125,20 +110,17 @@ def _parts(size: int, ways: list[int]) -> set[int]:
     return sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Payoff:
-    """The judgement of one pattern.
+class Payoff(NamedTuple):
+    """The judgement of a pattern that is fused.
 
     Attributes:
-        fuse: True to rewrite it.
         why: one sentence.
-        problem: in words; "" where none could be formed.
+        problem: in words; "" where its sizes are symbolic.
         saved_us: predicted time of the parts less that of the fused op; 0 where it is not known.
     """
 
-    fuse: bool
     why: str
-    problem: str = ""
+    problem: str
     saved_us: float = 0.0
 
 
@@ -164,77 +146,72 @@ class Policy:
         return communicator.world_size, communicator.group.group_name, self.numerics, self.max_sms
 
     def judge(self, operator: str, inputs: Sequence[Any], option: Any, own: Mapping[str, Any] = _NONE) -> Payoff:
-        """Decide whether the operator replaces its parts; the same on every rank.
+        """Judge whether the operator replaces its parts; the same on every rank.
 
         Args:
             operator: its name.
             inputs: its tensors as nodes or fake tensors, None for those that are not there.
             option: as its path takes it.
             own: sizes that ranks may differ in, by what they are of.
-        """
-        payoff = self._judge(operator, inputs, option)
-        if not payoff.fuse or self.shards is None:
-            return payoff
-        try:
-            for what, size in own.items():
-                self.shards.check(what, size)
-        except LeftError as left:
-            return replace(payoff, fuse=False, why=str(left))
-        return payoff
-
-    def _judge(self, operator: str, inputs: Sequence[Any], option: Any) -> Payoff:
-        """`judge` by this rank's sizes alone."""
-        fakes = tuple(each.meta["val"] if isinstance(each, fx.Node) else each for each in inputs)
-        try:
-            problem = self._problem(operator, fakes, option)
-        except (UnsupportedInputError, LeftError) as refusal:
-            return Payoff(False, str(refusal))
-        if problem is None:
-            why = "its sizes are symbolic: whether it pays depends on them"
-            return Payoff(self.when == "always", f"when={self.when!r}" if self.when == "always" else why)
-        asked = str(problem)
-        if self.when != "pays":
-            return Payoff(self.when == "always", f"when={self.when!r}", asked)
-        try:
-            decision = explain(self.communicator, problem, policy=self.numerics, max_sms=self.max_sms)
-        except InfeasibleError as error:
-            return Payoff(False, str(error), asked)
-        if decision.candidate.variant == "library":
-            return Payoff(False, f"it does not pay: {decision.why}", asked)
-        known = decision.latency_us is not None and decision.library_us is not None
-        saved = decision.library_us - decision.latency_us if known else 0.0  # type: ignore[operator]
-        return Payoff(True, decision.why, asked, saved)
-
-    def with_bias(self, payoff: Payoff, bias: Node, reduction: str) -> Payoff:
-        """The payoff where a bias that may differ between ranks is summed by a call of its own."""
-        if not payoff.fuse or self.when != "pays":
-            return payoff
-        summed = paths["all_reduce"].form.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)
-        decision = explain(
-            self.communicator, replace(summed, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
-        )
-        if decision.latency_us is not None and decision.latency_us < payoff.saved_us:
-            return replace(payoff, saved_us=payoff.saved_us - decision.latency_us)
-        takes = "an unknown time" if decision.latency_us is None else f"{decision.latency_us:.2f} µs"
-        why = f"its bias would have to be summed, too, which takes {takes} where {payoff.saved_us:.2f} µs are saved"
-        return replace(payoff, fuse=False, why=why)
-
-    def _problem(self, operator: str, fakes: tuple[Any, ...], option: Any) -> Problem | None:
-        """The problem for the dispatcher; None where it depends on symbolic sizes.
 
         Raises:
-            UnsupportedInputError: the op refuses such operands.
-            LeftError: they are on another device than the group's kernels.
+            LeftError: it does not pay, cannot run, or ranks may judge differently.
         """
         form, communicator = paths[operator].form, self.communicator
+        fakes = tuple(each.meta["val"] if isinstance(each, fx.Node) else each for each in inputs)
         there = [fake for fake in fakes if fake is not None]
         for fake in there:
             if fake.device.type != communicator.device.type:
                 raise LeftError(
                     f"tensors on {fake.device.type}; this group's kernels work on {communicator.device.type}"
                 )
-        form.check(fakes, option, communicator.world_size)
-        if not all(static(*fake.shape, *fake.stride()) for fake in there):
-            return None
-        problem: Problem = form.problem(fakes, option, communicator.world_size)
-        return replace(problem, mode=self.mode)
+        try:
+            form.check(fakes, option, communicator.world_size)
+        except UnsupportedInputError as refusal:
+            raise LeftError(str(refusal)) from None
+        payoff = Payoff(f"when={self.when!r}", "")
+        if all(static(*fake.shape, *fake.stride()) for fake in there):
+            problem = form.problem(fakes, option, communicator.world_size)
+            payoff = self._payoff(replace(problem, mode=self.mode))
+        elif self.when != "always":
+            raise LeftError("its sizes are symbolic: whether it pays depends on them")
+        if self.shards is not None:
+            for what, size in own.items():
+                self.shards.check(what, size, payoff.problem)
+        return payoff
+
+    def _payoff(self, problem: Problem) -> Payoff:
+        asked = str(problem)
+        if self.when == "never":
+            raise LeftError("when='never'", asked)
+        if self.when == "always":
+            return Payoff("when='always'", asked)
+        try:
+            decision = explain(self.communicator, problem, policy=self.numerics, max_sms=self.max_sms)
+        except InfeasibleError as error:
+            raise LeftError(str(error), asked) from None
+        if decision.candidate.variant == "library":
+            raise LeftError(f"it does not pay: {decision.why}", asked)
+        known = decision.latency_us is not None and decision.library_us is not None
+        saved = decision.library_us - decision.latency_us if known else 0.0  # type: ignore[operator]
+        return Payoff(decision.why, asked, saved)
+
+    def with_bias(self, payoff: Payoff, bias: Node, reduction: str) -> Payoff:
+        """The payoff where a bias that may differ between ranks is summed by a call of its own.
+
+        Raises:
+            LeftError: the sum takes as long as is saved, or an unknown time.
+        """
+        if self.when != "pays":
+            return payoff
+        summed = paths["all_reduce"].form.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)
+        decision = explain(
+            self.communicator, replace(summed, mode=self.mode), policy=self.numerics, max_sms=self.max_sms
+        )
+        if decision.latency_us is not None and decision.latency_us < payoff.saved_us:
+            return payoff._replace(saved_us=payoff.saved_us - decision.latency_us)
+        takes = "an unknown time" if decision.latency_us is None else f"{decision.latency_us:.2f} µs"
+        raise LeftError(
+            f"its bias would have to be summed, too, which takes {takes} where {payoff.saved_us:.2f} µs are saved",
+            payoff.problem,
+        )

@@ -46,10 +46,6 @@ def _waited(collective: Node) -> Node:
     return users[0]
 
 
-def _places(graph: fx.Graph) -> dict[Node, int]:
-    return {node: place for place, node in enumerate(graph.nodes)}
-
-
 @dataclass(frozen=True, slots=True)
 class Gather:
     """all_gather → wait → products: `ag_gemm`, of a list where there are several.
@@ -65,10 +61,7 @@ class Gather:
     products: tuple[tuple[Node, Node, Node | None], ...]
     flat: tuple[Node, ...]
     kept: bool
-
-    @property
-    def op(self) -> str:
-        return "ag_gemm"
+    op = "ag_gemm"
 
     def judge(self, policy: Policy) -> Payoff:
         """By the widest b, which is the one that is fused."""
@@ -124,8 +117,7 @@ def gathered_by(collective: Node) -> Gather:
     if val(shard).dim() < 2:
         raise LeftError("what is gathered has no rows")
     check_sizes(val(wait).shape)
-    order = _places(wait.graph)
-    flat = sorted(flat_users(wait), key=order.__getitem__)
+    flat = sorted(flat_users(wait))
     width = val(shard).shape[-1]
     products, seen, reason = [], set(flat), ""
     for node in flat:
@@ -136,7 +128,7 @@ def gathered_by(collective: Node) -> Gather:
                 a, b, bias = product_operands(user)
                 if a is not node or b in seen or val(a).shape[-1] != width:
                     continue
-                behind(b, wait, order)
+                behind(b, wait)
             except LeftError as left:
                 reason = str(left)
                 continue
@@ -146,21 +138,14 @@ def gathered_by(collective: Node) -> Gather:
         if not reason and any(is_call(user, *_REORDERING) for user in users):
             reason = "its rows are put in another order before any product, as those of several sequences are"
         raise LeftError(reason or "no product of the gathered rows follows")
-    products.sort(key=lambda found: order[found[0]])
+    products.sort()
     if len({val(b).dtype for _, b, _ in products}) > 1:
         raise LeftError("the matrices behind it have several dtypes")
-    done = {node for node, _, _ in products}
-    kept = _is_kept(flat, done)
-    return Gather(collective, wait, tuple(products), tuple(flat), kept)
-
-
-def _is_kept(flat: list[Node], products: set[Node]) -> bool:
-    """True if others than these products use what was gathered."""
-    gone = set(products)
+    gone = {node for node, _, _ in products}
     for node in reversed(flat):
         if all(user in gone for user in node.users):
             gone.add(node)
-    return flat[0] not in gone
+    return Gather(collective, wait, tuple(products), tuple(flat), kept=wait not in gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +221,7 @@ class NormOfSum:
 
     collective: Node
     norm: Norm
-
-    @property
-    def op(self) -> str:
-        return "all_reduce_rms_norm"
+    op = "all_reduce_rms_norm"
 
     def judge(self, policy: Policy) -> Payoff:
         norm, x = self.norm, val(self.collective.args[0])  # type: ignore[arg-type]
@@ -264,8 +246,7 @@ class NormOfSum:
         norm.y.replace_all_uses_with(y)
         if norm.added:
             norm.h.replace_all_uses_with(h)
-        chain = [node for node in graph.nodes if node in {*norm.added, *flat_users(norm.wait)}]
-        erase_unused(graph, [self.collective, *chain])
+        erase_unused(graph, [self.collective, *sorted({*norm.added, *flat_users(norm.wait)})])
 
 
 Pattern: TypeAlias = Gather | Reduce | NormOfSum
@@ -286,7 +267,7 @@ def norm_of_sum(collective: Node, roots: dict[Node, Node]) -> NormOfSum:
     check_sizes(val(norm.h).shape)
     for needed in (norm.weight, norm.bias, norm.residual):
         if needed is not None:
-            behind(needed, norm.added[-1] if norm.added else wait, _places(wait.graph))
+            behind(needed, norm.added[-1] if norm.added else wait)
     between = [node for node in (*flat_users(wait), *norm.added[:-1]) if node is not norm.h]
     if norm.added and any(len(node.users) != 1 for node in between):
         raise LeftError("the sum without what is added to it is used elsewhere, too")
