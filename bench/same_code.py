@@ -37,10 +37,11 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from sqlalchemy import delete, select, update
@@ -180,7 +181,7 @@ def import_everything() -> None:
 
 
 @functools.cache
-def places(function: str) -> list[tuple[dict[str, Any], str, Any]]:
+def places(function: str) -> list[tuple[ModuleType, str, Any]]:
     """Every place of tunedcomm where a function that is defined in it under that name is known."""
     found = []
     for name, module in list(sys.modules.items()):
@@ -188,29 +189,12 @@ def places(function: str) -> list[tuple[dict[str, Any], str, Any]]:
             for key, value in list(vars(module).items()):
                 ours = str(getattr(value, "__module__", "")).startswith("tunedcomm.")
                 if ours and getattr(value, "__name__", None) == function:
-                    found.append((vars(module), key, value))
+                    found.append((module, key, value))
     return found
 
 
-@contextlib.contextmanager
-def replaced(namespaces: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Put values under names for a while."""
-    missing = object()
-    old = [(namespace, key, namespace.get(key, missing)) for namespace, key, _ in namespaces]
-    try:
-        for namespace, key, value in namespaces:
-            namespace[key] = value
-        yield
-    finally:
-        for namespace, key, value in old:
-            if value is missing:
-                del namespace[key]
-            else:
-                namespace[key] = value
-
-
-def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
-    """Replacements while a variant is bound and launched: (namespace, name, value)."""
+def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """Replacements while a variant is bound and launched: (module, name, value)."""
     addresses = recorder.addresses
     (_, _, original), *_ = places("bind_kernel")
     bound_kernel = original.__globals__["BoundKernel"]
@@ -271,29 +255,34 @@ def stand_ins(recorder: Recorder) -> list[tuple[dict[str, Any], str, Any]]:
 
     generator = torch.Generator()  # nothing is drawn from it
     ours = {"bind_kernel": bind_kernel, "allocate": allocate, "copies_of": copies_of}
-    found = [(space, key, ours[name]) for name in ours for space, key, _ in places(name)]
-    cuda, distributed = vars(torch.cuda), vars(torch.distributed)
+    found: list[tuple[Any, str, Any]] = [(module, key, ours[name]) for name in ours for module, key, _ in places(name)]
+
+    def stream_of(handle: Any, *_: Any) -> Noting:
+        return Noting(recorder, f"stream {addresses.told(handle)}")
+
+    cuda: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "get_device_properties": lambda *_: _PROPERTIES,
+        "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "device": lambda *_: contextlib.nullcontext(),
+        "stream": lambda stream: Noting(recorder, f"on {getattr(stream, '_name', stream)}"),
+        "current_stream": lambda *_: Noting(recorder, "stream", cuda_stream=_STREAM),
+        "synchronize": recorder.noting("synchronize"),
+        "get_stream_from_external": stream_of,
+        "ExternalStream": stream_of,
+    }
+    found += [(torch.cuda, name, value) for name, value in cuda.items()]
     found += [
-        (cuda, "is_available", lambda: True),
-        (cuda, "get_device_properties", lambda *_: _PROPERTIES),
-        (cuda, "current_device", lambda: 0),
-        (cuda, "is_current_stream_capturing", lambda: False),
-        (cuda, "device", lambda *_: contextlib.nullcontext()),
-        (cuda, "stream", lambda stream: Noting(recorder, f"on {getattr(stream, '_name', stream)}")),
-        (cuda, "current_stream", lambda *_: Noting(recorder, "stream", cuda_stream=_STREAM)),
-        (cuda, "synchronize", recorder.noting("synchronize")),
-        (vars(torch), "Generator", lambda *_, **__: generator),
-        (distributed, "get_rank", lambda *_: _RANK),
-        (distributed, "get_world_size", lambda *_: recorder.world_size),
+        (torch, "Generator", lambda *_, **__: generator),
+        (torch.distributed, "get_rank", lambda *_: _RANK),
+        (torch.distributed, "get_world_size", lambda *_: recorder.world_size),
+        (importlib.import_module("torch.distributed._symmetric_memory"), "rendezvous", recorder.noting("rendezvous")),
     ]
-    for name in ("get_stream_from_external", "ExternalStream"):
-        found.append((cuda, name, lambda handle, *_: Noting(recorder, f"stream {addresses.told(handle)}")))
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"):
-        found.append((distributed, name, recorder.noting(f"dist.{name}")))
-    symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-    found.append((vars(symmetric), "rendezvous", recorder.noting("rendezvous")))
+        found.append((torch.distributed, name, recorder.noting(f"dist.{name}")))
     for name in ("one_shot_all_reduce_out", "one_shot_all_reduce_copy_out", "two_shot_all_reduce_"):
-        found.append((vars(torch.ops.symm_mem), name, recorder.noting(f"symm_mem.{name}")))
+        found.append((torch.ops.symm_mem, name, recorder.noting(f"symm_mem.{name}")))
     return found
 
 
@@ -352,27 +341,12 @@ def made_workspace(recorder: Recorder, problem: Any, layout: Any) -> Any:
     return made
 
 
-def limits_of(asked: Mapping[str, Any], layout: Any) -> Any:
-    """Limits of the machine that a row was measured on."""
-    from tunedcomm.spec import Limits
-    from tunedcomm.symm.layout import MAX_BLOCKS
-
-    return Limits(
-        backend="cuda",
-        num_sms=asked["num_sms"],
-        multicast=asked["multicast"],
-        max_blocks=MAX_BLOCKS,
-        staging_bytes=layout.staging_bytes,
-        one_shot_bytes=layout.one_shot_bytes,
-        stage_bytes=layout.stage_bytes,
-        panel_bytes=layout.panel_bytes,
-    )
-
-
 def launch_record(variant: Any, spec: Any, problem: Any, config: Any, layout: Any) -> tuple[list[Any], list[Any]]:
     """Events of a bind and two launches, and the requests of the kernels that were bound."""
     recorder = Recorder(problem.world_size)
-    with recorder, replaced(stand_ins(recorder)):
+    with recorder, contextlib.ExitStack() as stack:
+        for module, name, value in stand_ins(recorder):
+            stack.enter_context(mock.patch.object(module, name, value, create=True))
         workspace = made_workspace(recorder, problem, layout)
         inputs = spec.make_inputs(problem, _RANK, 0, "random", torch.device("cuda", 0))
         outputs = (inputs[0],) if problem.in_place else spec.make_outputs(problem, torch.device("cuda", 0))
@@ -405,10 +379,7 @@ def common_hash(root: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    if hasattr(module, "ignore"):
-        for name in ("tunedcomm.kernels.common.sync", "tunedcomm.kernels._sync"):
-            if name in sys.modules:
-                module.ignore(sys.modules[name].INTERPRET)
+    module.ignore(importlib.import_module("tunedcomm.kernels.common.sync").INTERPRET)
     return module.source_hash
 
 
@@ -417,9 +388,8 @@ def normalised(ptx: str) -> str:
     text = re.sub(r"\.section\s+\.debug\w*\s*\{.*?\n\s*\}", "", ptx, flags=re.S)
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"^\s*\.(loc|file|version|reg)\b[^\n]*$", "", text, flags=re.M)
-    text = re.sub(
-        r"^\s*\$L__(tmp|func_begin|func_end)\d+:\s*$", "", text, flags=re.M
-    )  # debug information alone uses them
+    # Debug information alone uses these labels.
+    text = re.sub(r"^\s*\$L__(tmp|func_begin|func_end)\d+:\s*$", "", text, flags=re.M)
     for name in re.findall(r"\.entry\s+([\w$]+)", text):
         text = re.sub(rf"\b{re.escape(name)}(?=\b|_param_)", "KERNEL", text)
     seen: dict[str, str] = {}
@@ -448,15 +418,16 @@ def code_of(request: Any, capability: int) -> str:
 def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
     """One tree's answer about one row."""
     from tunedcomm import kernels, settings
+    from tunedcomm.hardware import Environment
     from tunedcomm.spec import Problem, get_op, variants
-    from tunedcomm.symm.layout import LaneLayout
+    from tunedcomm.symm.layout import LaneLayout, limits_for
 
     if asked["variant"] not in variants(asked["op"]):
         return {"failed": "there is no such variant"}
     variant = variants(asked["op"])[asked["variant"]]
     problem = Problem.from_dict(asked["problem"])
     layout = LaneLayout.for_messages(settings.workspace_bytes())
-    limits = limits_of(asked, layout)
+    limits = limits_for(Environment(**asked["environment"]), problem.world_size, layout=layout)
     found: dict[str, Any] = {"source": kernels.source_hash(variant)}
     try:
         config = variant.space.validate(asked["config"])
@@ -476,10 +447,10 @@ def described(asked: Mapping[str, Any], hash_of: Any) -> dict[str, Any]:
         found["events"], requests = launch_record(variant, get_op(asked["op"]), problem, config, layout)
     except Exception as error:  # noqa: BLE001 - such a variant is named in the report
         found["unbound"] = f"{type(error).__name__}: {str(error)[:200]}"
-    found["kernels"] = [kernel_hash(hash_of, variant, request) for request in requests]
+    found["kernels"] = [kernel_hash(hash_of, variant, request.resolve()) for request in requests]
     if asked.get("ptx"):
         try:
-            found["ptx"] = [code_of(request, asked["capability"]) for request in requests]
+            found["ptx"] = [code_of(request, asked["environment"]["compute_capability"]) for request in requests]
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is why a row is refused
             found["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
     return found
@@ -498,14 +469,10 @@ def told_default(variant: Any, problem: Any, limits: Any) -> Any:
         return type(error).__name__
 
 
-_hashes: dict[tuple[str, str], str] = {}
-
-
-def kernel_hash(hash_of: Any, variant: Any, request: Any) -> str:
-    key = request.module, request.function
-    if key not in _hashes:
-        _hashes[key] = hash_of(dataclasses.replace(variant, kernels=(request.resolve(),), version=1))
-    return _hashes[key]
+@functools.cache
+def kernel_hash(hash_of: Any, variant: Any, kernel: Any) -> str:
+    """The source hash of one kernel, in place of all of its variant's."""
+    return str(hash_of(dataclasses.replace(variant, kernels=(kernel,), version=1)))
 
 
 def answer(root: str) -> None:
@@ -572,14 +539,14 @@ def compared(before: Path, rows: Sequence[dict[str, Any]], *, full: bool) -> lis
 
 def asked_of(trial: Any) -> dict[str, Any]:
     """The question about a row to a tree."""
+    from tunedcomm.hardware import HARD_FIELDS
+
     return {
         "op": trial.problem.op,
         "variant": trial.variant,
         "problem": trial.problem.to_dict(),
         "config": dict(trial.config),
-        "capability": trial.environment.compute_capability,
-        "num_sms": trial.environment.num_sms,
-        "multicast": trial.environment.multicast,
+        "environment": {name: getattr(trial.environment, name) for name in HARD_FIELDS},
     }
 
 

@@ -122,7 +122,7 @@ def edited(tool: ModuleType) -> dict[str, dict[str, Any]]:
     """What the tool says of all_reduce.one_shot, and of the same with an edit each of its host code."""
     record = trial()
     config = kernels_default(record.problem)
-    asked = {**tool.asked_of(dataclasses.replace(record, config=config)), "capability": 90, "num_sms": 132}
+    asked = tool.asked_of(dataclasses.replace(record, config=config))
     paths = [str(TOOL.parent), str(TOOL.parents[1]), *(path for path in sys.path if path)]
     unseen = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", EDITED, str(TOOL.parents[1]), json.dumps(asked)]
