@@ -8,8 +8,7 @@ holds every token on every rank and sums behind attention and MLP.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -24,15 +23,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["LLAMA_70B", "TINY", "Plan", "Sizes", "Stack", "build", "seeded"]
-
 Plan = Literal["sequence", "plain"]
 Rope = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a layer's matrices are made of."""
+class Sizes(NamedTuple):
+    """Sizes of a layer's matrices."""
 
     hidden: int
     num_heads: int
@@ -187,16 +183,9 @@ def build(
     context: int = 0,
     batch: int = 1,
 ) -> Stack:
-    """A stack with its weights, split over `mesh`; the whole of it if that is None.
+    """A stack with its weights, split over a `mesh` of one dimension; the whole of it if that is None.
 
-    Args:
-        sizes, num_layers: of the model.
-        plan: which of PyTorch's plans.
-        mesh: of one dimension.
-        device, dtype: of weights and inputs.
-        tokens: of a sequence that it is called with.
-        context: tokens that the caches hold, the new one included; 0: no caches.
-        batch: sequences that the caches are for.
+    It is called with `batch` sequences of `tokens`. Its caches hold `context` tokens, the new one included; 0: none.
     """
     world_size = 1 if mesh is None else mesh.size()
     with torch.device("meta"):

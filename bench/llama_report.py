@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
@@ -36,9 +35,8 @@ BARS = {"prefill": 1.10, "decode_1": 1.2, "decode_8": 1.2, "decode_64": 1.2, "tr
 NOISE = 0.01  # by how much medians of the same thing differ
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One bar."""
+class Verdict(NamedTuple):
+    """A bar, and if it is cleared."""
 
     passed: bool
     text: str
@@ -65,19 +63,12 @@ def last_runs(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["run_id"] == last[row["workload"]]]
 
 
-def _times(rows: Iterable[Row], workload: str) -> dict[str, float]:
-    return {
-        row["configuration"]: float(row["latency_p50_us"])
-        for row in rows
-        if row["workload"] == workload and row["status"] == "ok"
-    }
-
-
 def verdicts(rows: Sequence[Row], wanted: Collection[str] = tuple(BARS)) -> list[Verdict]:
     """Every bar of the workloads that are wanted; one without figures is missed."""
     found = []
     for workload in wanted:
-        times = _times(rows, workload)
+        here = [row for row in rows if row["workload"] == workload]
+        times = {row["configuration"]: float(row["latency_p50_us"]) for row in here if row["status"] == "ok"}
         theirs = {name: times[name] for name in PYTORCH if name in times}
         ours = {name: times[name] for name in RIVALS if name in times}
         if theirs and ours:
@@ -95,8 +86,8 @@ def verdicts(rows: Sequence[Row], wanted: Collection[str] = tuple(BARS)) -> list
                 found.append(Verdict(ratio >= 1 - NOISE, text))
         found += [
             Verdict(passed=False, text=f"{workload}: {row['configuration']} {row['status']}: {row['reason']}")
-            for row in rows
-            if row["workload"] == workload and row["status"] in ("wrong", "failed", "stalled")
+            for row in here
+            if row["status"] in ("wrong", "failed", "stalled")
         ]
     return found
 

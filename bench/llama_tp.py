@@ -26,9 +26,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 def set_environment(*, tiny: bool) -> None:
@@ -66,16 +66,8 @@ _NAMESPACES = ("_c10d_functional", "symm_mem", "tunedcomm")
 _FORCED_WHEN_TINY = {"all_reduce": "lamport", "all_gather": "lamport", "reduce_scatter": "lamport"}
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """A way to run the model.
-
-    Attributes:
-        name: in the rows.
-        compiled: by `torch.compile`, the whole stack at once.
-        intercepted: inside of `tunedcomm.intercept`.
-        extra: what is switched on in the compiler.
-    """
+class Configuration(NamedTuple):
+    """A way to run the model: compiled as a whole, inside of `tunedcomm.intercept`, with what else in the compiler."""
 
     name: str
     compiled: bool = False
@@ -96,18 +88,8 @@ CONFIGURATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a step is.
-
-    Attributes:
-        name: in the rows.
-        plan: which tensor parallelism.
-        batch, tokens: of the input.
-        steps, rounds: steps in a turn, turns of each configuration.
-        context: tokens that the caches hold, the new one included; 0: no caches.
-        train: forward and backward, else forward alone.
-    """
+class Workload(NamedTuple):
+    """The input of a step, the plan of its model, and how often it is measured: `rounds` turns of `steps` steps."""
 
     name: str
     plan: Plan
@@ -115,23 +97,22 @@ class Workload:
     tokens: int
     steps: int
     rounds: int
-    context: int = 0
-    train: bool = False
+    context: int = 0  # tokens that the caches hold, the new one included; 0: no caches
+    train: bool = False  # forward and backward, else forward alone
 
 
 def workloads(asked: argparse.Namespace) -> list[Workload]:
     """Those asked for, in the order in which they run."""
     tiny = asked.tiny
     tokens, context = (16, 12) if tiny else (asked.tokens, asked.context)
-    rounds = asked.rounds or 20
-
-    def turns(steps: int, rounds: int) -> dict[str, int]:
-        return {"steps": 1, "rounds": 2} if tiny else {"steps": steps, "rounds": rounds}
-
-    found = [Workload("prefill", "sequence", 1, tokens, **turns(3, rounds))]
-    for batch in (1, 8) if tiny else (1, 8, 64):
-        found.append(Workload(f"decode_{batch}", "plain", batch, 1, context=context, **turns(20, asked.rounds or 30)))
-    found.append(Workload("train", "sequence", 1, tokens, train=True, **turns(2, max(3, rounds // 2))))
+    rounds, batches = asked.rounds or 20, (1, 8) if tiny else (1, 8, 64)
+    found = [
+        Workload("prefill", "sequence", 1, tokens, 3, rounds),
+        *(Workload(f"decode_{n}", "plain", n, 1, 20, asked.rounds or 30, context) for n in batches),
+        Workload("train", "sequence", 1, tokens, 2, max(3, rounds // 2), train=True),
+    ]
+    if tiny:
+        found = [each._replace(steps=1, rounds=2) for each in found]
     wanted = asked.workload
     return [each for each in found if not wanted or each.name in wanted or each.name.partition("_")[0] in wanted]
 
@@ -178,11 +159,7 @@ def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) 
 
 
 class Counting(CustomGraphPass):
-    """A pass over a graph that Inductor is about to lower: counts what moves data between ranks in it.
-
-    Attributes:
-        inner: a pass that comes before.
-    """
+    """A pass over a graph that Inductor lowers: counts what moves data between ranks, after an inner pass."""
 
     def __init__(self, inner: Callable[[torch.fx.Graph], None] | None) -> None:
         self.inner = inner
@@ -209,39 +186,31 @@ class Counting(CustomGraphPass):
 
 @dataclass(slots=True)
 class Prepared:
-    """A configuration of a workload that is ready, and what was seen on the way."""
+    """A configuration of a workload that is ready, and columns of what was seen on the way."""
 
     configuration: Configuration
     step: Step
     graph: torch.cuda.CUDAGraph | None = None
     error: float = math.inf
     bit_equal: bool = False
-    num_served: int = 0
-    num_passed_on: int = 0
-    served_by: str = ""
+    served: dict[str, Any] = field(default_factory=dict)
 
     def count(self, calls: dict[Any, int], before: dict[Any, int]) -> None:
         """Note which calls of one step were served, and by what."""
         served: Counter[str] = Counter()
-        self.num_served = self.num_passed_on = 0
+        passed_on = 0
         for call, count in calls.items():
             new = count - before.get(call, 0)
             if call.served_by:
-                self.num_served += new
                 served[f"{call.call.partition('::')[2]} by {call.served_by.partition('(')[0]}"] += new
             else:
-                self.num_passed_on += new
-        self.served_by = ", ".join(f"{count} {what}" for what, count in served.items() if count)
+                passed_on += new
+        by = ", ".join(f"{count} {what}" for what, count in served.items() if count)
+        self.served = {"num_served": served.total(), "num_passed_on": passed_on, "served_by": by}
 
 
 class Runner:
-    """A whole run on one rank.
-
-    Args:
-        asked: the command line's arguments.
-        mesh: of one dimension, all ranks; its group is the one that is intercepted.
-        device: of this rank.
-    """
+    """A whole run on one rank; the group of the mesh of all ranks is the one that is intercepted."""
 
     def __init__(self, asked: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.asked, self.mesh, self.device = asked, mesh, device
@@ -474,9 +443,7 @@ class Runner:
             "tokens_per_s": round(workload.batch * workload.tokens * 1e6 / middle, 1),
             "error": error,
             "bit_equal": not unequal,
-            "num_served": made.num_served,
-            "num_passed_on": made.num_passed_on,
-            "served_by": made.served_by,
+            **made.served,
             "collectives": "" if counting is None else str(counting),
         }
 
