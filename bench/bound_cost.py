@@ -9,13 +9,12 @@ this script alone.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-from pathlib import Path
 
 import torch
 import triton
 from ranks import bf16_sum, finish, latencies, row_of
+from rows import arguments
 
 from tunedcomm import spec
 from tunedcomm.bench.runner import start_group
@@ -50,11 +49,7 @@ def bind(communicator: Communicator, problem: spec.Problem, candidate: spec.Cand
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, nargs="+", default=[4096, 65536])
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--csv", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__, bytes=[4096, 65536], rounds=200, csv=None)
     start_group()
     communicator, stream, rows = get_communicator(), torch.cuda.Stream(), []
     op = spec.get_op("all_reduce")

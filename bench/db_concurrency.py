@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from made_up import environments
-from rows import RESULTS, append, of_host
+from rows import RESULTS, arguments, finish, of_host
 from sqlalchemy import text
 
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -202,19 +202,10 @@ def measure(args: argparse.Namespace, url: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--writers", type=int, default=8)
-    parser.add_argument("--readers", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--db", help="URL of a server's empty database; by default a new SQLite file")
-    parser.add_argument("--out", type=Path, default=RESULTS / "db" / "db_concurrency.csv", help="file to append to")
-    args = parser.parse_args()
+    args = arguments(__doc__, writers=8, readers=8, seconds=60.0, db="", out=RESULTS / "db" / "db_concurrency.csv")
     with tempfile.TemporaryDirectory() as folder:
         row = measure(args, args.db or str(Path(folder) / "tuned.db"))
-    append(args.out, [row])
-    sys.stdout.write("".join(f"{name:18} {value}\n" for name, value in row.items()))
-    if any(row[name] for name in ("errors", "lost", "doubled", "torn", "shrunk")):
-        sys.exit("something failed, was lost, doubled, or seen in part")
+    finish(args.out, row, "errors", "lost", "doubled", "torn", "shrunk")
 
 
 if __name__ == "__main__":

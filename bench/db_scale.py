@@ -4,10 +4,10 @@ python bench/db_scale.py                                   # 1,000,000 trials, t
 python bench/db_scale.py --world-sizes 8                   # all trials of a kind in one snapshot: the worst case
 python bench/db_scale.py --hardware 5 --software 2         # a snapshot reads the trials of two software versions
 
-bench/made_up.py makes the trials. Times are medians over --repeats processes of each kind: `uncached` after the file
-left the page cache, `cold` in a new process, `warm` again in the same one, `start_up` the imports alone. One line
-a run is appended to bench/results/db/db_scale.csv. Run it on an idle machine; the file goes into the folder for
-temporary files.
+bench/made_up.py makes the trials: of --hardware kinds of machines with --software versions each, at --world-sizes, the
+last of which is asked for. Times are medians over --repeats processes of each kind: `uncached` after the file left the
+page cache, `cold` in a new process, `warm` again in the same one, `start_up` the imports alone. One line a run is
+appended to bench/results/db/db_scale.csv. Run it on an idle machine; the file goes into the folder for temporary files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from made_up import environments, make_database
-from rows import RESULTS, ROOT, append, of_host
+from rows import RESULTS, ROOT, arguments, finish, of_host
 
 from tunedcomm.hardware import HARD_FIELDS, Environment
 
@@ -63,14 +63,8 @@ LOOKUP = ("--op", "all_reduce", "--shape", "98304", "--dtype", "bfloat16")
 
 def run(code: Sequence[str], **variables: str) -> tuple[float, str]:
     """Wall seconds and output of a new Python process."""
-    begin = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    begin, environment = time.perf_counter(), {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run([sys.executable, *code], env=environment, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - begin
     if done.returncode:
         sys.exit(f"{shlex.join(code)[:200]} failed: {done.stderr}")
@@ -160,19 +154,10 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=1_000_000)
-    parser.add_argument("--hardware", type=int, default=10, help="kinds of machines")
-    parser.add_argument("--software", type=int, default=1, help="versions of the software on each kind")
-    parser.add_argument("--world-sizes", default="2,4,8", help="of the problems; the last one is asked for")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=9, help="processes of each kind")
-    parser.add_argument("--out", type=Path, default=RESULTS / "db" / "db_scale.csv", help="file to append to")
-    args = parser.parse_args()
+    options = {"world_sizes": "2,4,8", "seed": 0, "repeats": 9, "out": RESULTS / "db" / "db_scale.csv"}
+    args = arguments(__doc__, trials=1_000_000, hardware=10, software=1, **options)
     with tempfile.TemporaryDirectory() as folder:
-        row = measure(args, Path(folder) / "tuned.db")
-    append(args.out, [row])
-    sys.stdout.write("".join(f"{name:20} {value}\n" for name, value in row.items()))
+        finish(args.out, measure(args, Path(folder) / "tuned.db"))
 
 
 if __name__ == "__main__":

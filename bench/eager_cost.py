@@ -9,14 +9,13 @@ here is host time.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from ranks import bf16_sum, block_us, finish, row_of
+from rows import arguments
 
 import tunedcomm
 from tunedcomm.bench.runner import start_group
@@ -27,12 +26,7 @@ WARM_UP = 5  # blocks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, default=4096)
-    parser.add_argument("--blocks", type=int, default=60)
-    parser.add_argument("--calls", type=int, default=300, help="in a block")
-    parser.add_argument("--csv", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__, bytes=4096, blocks=60, calls=300, csv=None)
     device = start_group()
     numel = args.bytes // 2
     x = torch.randn(numel, device=device).to(torch.bfloat16)

@@ -20,30 +20,23 @@ faster than the library beside them and score faster by more than the noise.
 
 from __future__ import annotations
 
-import argparse
 import math
 import operator
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from regret import row_of, show
-from rows import ROOT, of_host
+from regret import row_of
+from rows import ROOT, arguments, of_host, read_trials, show
 from rows import Row as CsvRow
 
 from tunedcomm import kernels
 from tunedcomm.db.records import Trial
-from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import comparable, noise
 from tunedcomm.selection.snapshot import Row
 from tunedcomm.spec import Candidate, Problem, format_shape, get_op
-
-sys.path.insert(0, str(ROOT / "tests"))
-from replay import read_recording
 
 SHIPPED = {ranks: ROOT / "tuning_db" / f"h200-nvswitch18-x{ranks}.db" for ranks in (4, 2)}
 TWICE = tuple(ROOT / "tests" / "data" / f"verify_h200_x2_{name}.jsonl.gz" for name in ("then", "now"))
@@ -173,18 +166,15 @@ def measured_with(where: Environment) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path)
-    args = parser.parse_args()
+    args = arguments(__doc__, csv=None)
     kernels.discover()
     table: list[CsvRow] = []
     for world_size, path in SHIPPED.items():
-        with Database.open(path, readonly=True, immutable=True) as database:
-            records = database.trials()
+        records = read_trials(path)
         here = windows(records)
         ran = measured_with(records[0].environment)
         table += lines(pairs_of(here, here, is_again=False), "graph", world_size, ran)
-    then, now = (read_recording(path) for path in TWICE)
+    then, now = (read_trials(path) for path in TWICE)
     pairs = pairs_of(windows(then), windows(now), is_again=True)
     table += lines(pairs, "again", 2, measured_with(now[0].environment))
     show(table, args.csv)

@@ -11,13 +11,11 @@ collectives' times are gloo's; what is added is Python's either way.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 # Nothing may make multicast objects; torch reads these when it is imported.
@@ -27,7 +25,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import torch
 import torch.distributed as dist
 from ranks import block_us
-from rows import Row, append, of_run
+from rows import Row, append, arguments, of_run
 
 import tunedcomm
 from tunedcomm.bench.runner import start_group
@@ -79,29 +77,24 @@ def is_cheap(rows: Iterable[Row]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, help="rows are appended to it")
-    parser.add_argument("--calls", type=int, default=200, help="in a block")
-    parser.add_argument("--blocks", type=int, default=31)
-    parser.add_argument("--check", action="store_true", help=f"exit with 1 if step costs over {MOST_PERCENT:g} %% more")
-    arguments = parser.parse_args()
+    args = arguments(__doc__, csv=None, calls=200, blocks=31, check=False)
     device = start_group()
     rows: list[dict[str, Any]] = []
     for name, call in calls_of(device).items():
-        outside, inside, added = compare(call, arguments.calls, arguments.blocks, device)
+        outside, inside, added = compare(call, args.calls, args.blocks, device)
         figures = (name, *(round(each, 3) for each in (outside, inside, added, 100 * added / outside)))
-        sizes = (arguments.blocks, arguments.calls, dist.get_world_size())
+        sizes = (args.blocks, args.calls, dist.get_world_size())
         rows.append(dict(zip(COLUMNS, (*figures, *sizes), strict=True)))
     if dist.get_rank() == 0:
         for row in rows:
             times = f"{row['outside_us']:>11} -> {row['inside_us']:>11} us"
             print(f"{row['call']:28} {times}, {row['added_us']:>9} us added, {row['added_percent']:>8} %")
-        if arguments.csv:
+        if args.csv:
             run = of_run(tunedcomm.get_communicator().environment)
-            append(arguments.csv, [{**row, **run} for row in rows])
+            append(args.csv, [{**row, **run} for row in rows])
     tunedcomm.release_communicators()
     dist.destroy_process_group()
-    return int(arguments.check and not is_cheap(rows))
+    return int(args.check and not is_cheap(rows))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from rows import RESULTS, ROOT, write
+from rows import RESULTS, ROOT, read_trials, show
 from rows import Row as CsvRow
 
 from tunedcomm import kernels
@@ -52,7 +53,7 @@ from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.search.coordinator import BEST_OF_SHAPE
 
 sys.path.insert(0, str(ROOT / "tests"))
-from replay import read_recording, write_recording
+from replay import write_recording
 
 RECORDS = tuple(ROOT / "tests" / "data" / f"regret_h200_x{ranks}.jsonl.gz" for ranks in (4, 2))
 MEASURED = RESULTS / "regret_h200.csv"
@@ -111,7 +112,7 @@ class Known:
 
         Where the recorded sweep's finals did not hold the latter, they are taken from its search.
         """
-        records = read_recording(recording)
+        records = read_trials(recording)
         latest: dict[tuple[Problem, Candidate], Trial] = {}
         for record in records:
             if record.status == "ok" and not record.problem.numel & (record.problem.numel - 1):
@@ -254,31 +255,26 @@ def trials_of(database: str) -> list[Trial]:
     return [t for t in found if t.environment == found[-1].environment]
 
 
-class Unmeasured(SystemExit):
-    """A choice whose time is known neither at its size nor at a larger one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Regret:
+class Regret(NamedTuple):
     """A rule's choice at one size against the fastest that was timed there, and against the library."""
 
-    numel: int
     regret: float
     speedup: float
     is_interleaved: bool
 
 
-def regret(known: Known, rule: Rule, numel: int) -> Regret:
+def regret(known: Known, rule: Rule, numel: int) -> Regret | None:
+    """None where the choice's time is known neither at its size nor at a larger one."""
     problem, times = replace(known.measured_sizes()[0], shape=(numel,)), known.timed[numel]
     choice, library_us = rule(known, problem), times["library()"]
     latency = times.get(str(choice)) or recorded(known.records, problem, choice, library_us)
     if latency is None:
         # More work takes longer: a bound from above.
-        larger = [size for size in known.timed if size > numel and str(choice) in known.timed[size]]
-        if not larger:
-            raise Unmeasured(f"{choice} was measured neither at {numel} elements nor above; tune that size longer")
-        latency = known.timed[larger[0]][str(choice)]
-    return Regret(numel, max(1.0, latency / min(times.values())), library_us / latency, str(choice) in times)
+        larger = (found[str(choice)] for size, found in known.timed.items() if size > numel and str(choice) in found)
+        latency = next(larger, None)
+    if latency is None:
+        return None
+    return Regret(max(1.0, latency / min(times.values())), library_us / latency, str(choice) in times)
 
 
 def recorded(records: Iterable[Trial], problem: Problem, choice: Candidate, library_us: float) -> float | None:
@@ -294,18 +290,21 @@ def report(args: argparse.Namespace) -> Sequence[CsvRow]:
     for path in args.records:
         known = Known.read(path, args.measured)
         for name, rule in RULES.items():
-            found = [regret(known, rule, numel) for numel in known.timed]
-            worst = max(found, key=lambda f: f.regret)
+            found = {numel: regret(known, rule, numel) for numel in known.timed}
+            known_regrets = {numel: one for numel, one in found.items() if one is not None}
+            if len(known_regrets) < len(found):
+                sys.exit(f"{name}: a choice was measured neither at its size nor above; tune that size longer")
+            worst = max(known_regrets, key=lambda numel: known_regrets[numel].regret)
             table.append(
                 {
                     "world_size": known.snapshot.world_size,
                     "rule": name,
                     "sizes": len(found),
-                    "regret_mean": round(statistics.mean(f.regret for f in found), 4),
-                    "regret_worst": round(worst.regret, 4),
-                    "worst_at_elements": worst.numel,
-                    "library_over_choice_least": round(min(f.speedup for f in found), 4),
-                    "not_interleaved": sum(not f.is_interleaved for f in found),
+                    "regret_mean": round(statistics.mean(one.regret for one in known_regrets.values()), 4),
+                    "regret_worst": round(known_regrets[worst].regret, 4),
+                    "worst_at_elements": worst,
+                    "library_over_choice_least": round(min(one.speedup for one in known_regrets.values()), 4),
+                    "not_interleaved": sum(not one.is_interleaved for one in known_regrets.values()),
                 }
             )
     return table
@@ -338,14 +337,12 @@ def thin(args: argparse.Namespace) -> Sequence[CsvRow]:
 def changed_by_rounds(few: Known) -> list[tuple[float, float] | None]:
     """Regrets with and without rounds where that makes two choices; None where one of them was not measured."""
     found: list[tuple[float, float] | None] = []
+    ours, theirs = RULES["dispatch"], RULES["rounds unknown"]
     for numel in few.timed:
         problem = replace(few.measured_sizes()[0], shape=(numel,))
-        rules = RULES["dispatch"], RULES["rounds unknown"]
-        if rules[0](few, problem) != rules[1](few, problem):
-            try:
-                found.append((regret(few, rules[0], numel).regret, regret(few, rules[1], numel).regret))
-            except Unmeasured:
-                found.append(None)
+        if ours(few, problem) != theirs(few, problem):
+            one, other = regret(few, ours, numel), regret(few, theirs, numel)
+            found.append((one.regret, other.regret) if one and other else None)
     return found
 
 
@@ -359,13 +356,6 @@ def thinned(known: Known, kept: float, seed: int) -> Known:
         rows += [row for row in here if row.is_library]
         rows += [row for row in challengers if generator.random() < kept] or challengers[:1]
     return replace(known, snapshot=replace(known.snapshot, rows=tuple(rows)))
-
-
-def show(table: Sequence[CsvRow], path: Path | None) -> None:
-    for entry in table:
-        print("  ".join(f"{key} {value}" for key, value in entry.items()))
-    if path is not None:
-        write(path, table)
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ of 0 means that the best may stand for as long as there are trials.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -32,18 +31,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from rows import RESULTS, ROOT, Row, write
+from rows import RESULTS, ROOT, Row, arguments, read_trials, write
 
 from tunedcomm import kernels
-from tunedcomm.db.records import Trial
-from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem, format_shape, get_op
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.protocol import Settings
 from tunedcomm.tuner.search.study import families, search_space
 
 sys.path.insert(0, str(ROOT / "tests"))
-from replay import Replay, read_recording, run_search
+from replay import Replay, run_search
 
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 COUNTS = (8, 16, 24, 32, 48, 64, 96)
@@ -58,14 +55,8 @@ class Limit(NamedTuple):
     patience: int
 
 
-class Task(NamedTuple):
-    """One search: of one problem, or of a family for the strategy `tuner`."""
-
-    problems: tuple[Problem, ...]
-    limit: Limit
-    seed: int
-
-
+# One search, with a seed: of one problem, or of a family for the strategy `tuner`.
+Task = tuple[tuple[Problem, ...], Limit, int]
 # One search on one problem: with which limits, the trials used, and the regret.
 Point = tuple[Problem, Limit, int, float]
 
@@ -75,7 +66,7 @@ class Recording:
 
     def __init__(self, path: Path) -> None:
         kernels.discover()
-        self.replay = Replay(load(path))
+        self.replay = Replay(read_trials(path))
         world_sizes = {problem.world_size for problem in self.replay.problems()}
         self.limits = {size: limits_for(self.replay.environment, size) for size in world_sizes}
         self.candidates: dict[Problem, list[Candidate]] = {}
@@ -95,30 +86,28 @@ class Recording:
         best = min(latencies[candidate] for candidate in self.candidates[problem] if candidate in latencies)
         return min((latencies[candidate] for candidate in tried if candidate in latencies), default=math.inf) / best
 
-    def run(self, task: Task) -> list[Point]:
+    def run(self, problems: tuple[Problem, ...], limit: Limit, seed: int) -> list[Point]:
         """Search, and tell where the search stood after so many trials."""
-        if task.limit.strategy == "random":
-            tried = list(self.candidates[task.problems[0]])
-            random.Random(task.seed).shuffle(tried)
-            orders = {task.problems[0]: tried}
+        if limit.strategy == "random":
+            tried = list(self.candidates[problems[0]])
+            random.Random(seed).shuffle(tried)
+            orders = {problems[0]: tried}
         else:
-            orders = self.search(task)
-        points = []
-        for problem, order in orders.items():
-            for count in (task.limit.trials,) if task.limit.strategy == "tuner" else COUNTS:
-                tried = order[:count]
-                limit = task.limit._replace(trials=count)
-                points.append((problem, limit, len(tried), self.regret(problem, tried)))
-        return points
+            orders = self.search(problems, limit, seed)
+        return [
+            (problem, limit._replace(trials=count), len(order[:count]), self.regret(problem, order[:count]))
+            for problem, order in orders.items()
+            for count in ((limit.trials,) if limit.strategy == "tuner" else COUNTS)
+        ]
 
-    def search(self, task: Task) -> dict[Problem, list[Candidate]]:
+    def search(self, problems: tuple[Problem, ...], limit: Limit, seed: int) -> dict[Problem, list[Candidate]]:
         """The candidates that the tuner tried on each problem, in order."""
-        world_size, (_, trials, patience) = task.problems[0].world_size, task.limit
+        world_size, (_, trials, patience) = problems[0].world_size, limit
         settings = Settings(
-            backend="cuda", world_size=world_size, trials=trials, patience=patience, seed=task.seed, finals=False
+            backend="cuda", world_size=world_size, trials=trials, patience=patience, seed=seed, finals=False
         )
-        done = run_search(task.problems, settings, self.replay, limits=self.limits[world_size])
-        orders: dict[Problem, list[Candidate]] = {problem: [] for problem in task.problems}
+        done = run_search(problems, settings, self.replay, limits=self.limits[world_size])
+        orders: dict[Problem, list[Candidate]] = {problem: [] for problem in problems}
         for step in done.steps:
             assert step.command.problem is not None
             assert step.command.candidate is not None
@@ -127,28 +116,19 @@ class Recording:
 
     def tasks(self, seeds: int) -> list[Task]:
         """Longest first."""
-        found = [
-            Task(tuple(family), Limit("tuner", *limits), seed)
+        found: list[Task] = [
+            (tuple(family), Limit("tuner", *limits), seed)
             for family in families(tuple(self.candidates))
             for limits in TUNER
             for seed in range(seeds)
         ]
         for problem, candidates in self.candidates.items():
-            size = len(candidates)
-            found.append(Task((problem,), Limit("exhaustive", 10**6, 0), 0))
-            found += [Task((problem,), Limit("random", size, 0), seed) for seed in range(20 * seeds)]
+            found.append(((problem,), Limit("exhaustive", 10**6, 0), 0))
+            found += [((problem,), Limit("random", len(candidates), 0), seed) for seed in range(20 * seeds)]
             # One trial less than there are candidates, failing ones counted, and the search samples.
-            fewer = min(size - 1, max(COUNTS))
-            found += [Task((problem,), Limit("tpe", fewer, 0), seed) for seed in range(seeds)]
+            fewer = min(len(candidates) - 1, max(COUNTS))
+            found += [((problem,), Limit("tpe", fewer, 0), seed) for seed in range(seeds)]
         return found
-
-
-def load(path: Path) -> list[Trial]:
-    """Trials of a database or a recording."""
-    if path.suffix != ".db":
-        return read_recording(path)
-    with Database.open(path, readonly=True) as database:
-        return database.trials()
 
 
 # A worker process keeps it between tasks.
@@ -156,7 +136,7 @@ recording_at = cache(Recording)
 
 
 def run(path: Path, task: Task) -> list[Point]:
-    return recording_at(path).run(task)
+    return recording_at(path).run(*task)
 
 
 def rows_of(path: Path, points: Iterable[Point]) -> list[Row]:
@@ -187,12 +167,7 @@ def rows_of(path: Path, points: Iterable[Point]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, default=RECORDS, help="database or recording")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS / "replay" / "replay_search.csv")
-    args = parser.parse_args()
+    args = arguments(__doc__, records=RECORDS, seeds=5, jobs=2, out=RESULTS / "replay" / "replay_search.csv")
     points: list[Point] = []
     tasks = recording_at(args.records).tasks(args.seeds)
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import platform
@@ -13,11 +14,35 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tunedcomm.db.records import Trial
+from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 Row = Mapping[str, Any]
+
+
+def arguments(doc: str | None, **options: Any) -> argparse.Namespace:
+    """Parse a script's command line.
+
+    Args:
+        doc: the script's docstring, shown by `--help`.
+        options: option to its default, whose type it has; a switch for False, several values for a list, a path for
+            None.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        told = {"default": default, "help": f"default: {default}"}
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, list):
+            kind, action = (type(default[0]), "store") if default else (str, "extend")
+            parser.add_argument(flag, nargs="+", action=action, type=kind, **told)
+        else:
+            parser.add_argument(flag, type=Path if default is None else type(default), **told)
+    return parser.parse_args()
 
 
 def command() -> str:
@@ -45,6 +70,18 @@ def of_host(*packages: str, **servers: str) -> dict[str, Any]:
     }
 
 
+def read_trials(path: Path) -> list[Trial]:
+    """Trials of a database that nobody writes, or of a recording in tests/data."""
+    if path.suffix == ".db":
+        with Database.open(path, readonly=True, immutable=True) as database:
+            return database.trials()
+    sys.path.append(str(ROOT / "tests"))
+    from replay import read_recording
+
+    found: list[Trial] = read_recording(path)
+    return found
+
+
 def append(path: Path, rows: Sequence[Row], columns: Iterable[str] = ()) -> None:
     """Append rows to a CSV; a new one gets `columns`, by default the first row's."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,3 +98,20 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     """Make a CSV of these rows alone."""
     path.unlink(missing_ok=True)
     append(path, rows)
+
+
+def show(rows: Sequence[Row], path: Path | None) -> None:
+    """Print rows and, if a path is given, make a CSV of them."""
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    if path is not None:
+        write(path, rows)
+
+
+def finish(path: Path, row: Row, *faults: str) -> None:
+    """Append the only row of a run and print it; exit with 1 if one of the columns of faults is not 0."""
+    append(path, [row])
+    print("".join(f"{name:20} {value}\n" for name, value in row.items()))
+    found = [name for name in faults if row[name]]
+    if found:
+        sys.exit(f"not 0: {', '.join(found)}")

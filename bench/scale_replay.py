@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rows import RESULTS, ROOT, append, of_host
+from rows import RESULTS, ROOT, arguments, finish, of_host, read_trials
 
 from tunedcomm import kernels
 from tunedcomm.db.records import Trial, utc_now
@@ -37,7 +37,7 @@ from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.search.claims import Claims, owner_id
 
 sys.path.insert(0, str(ROOT / "tests"))
-from replay import Replay, read_recording
+from replay import Replay
 
 RECORDS = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 
@@ -46,7 +46,7 @@ STEPS = ("claim", "look", "record")
 
 def plan_records(trials: int) -> list[Trial]:
     """So many distinct trials: the recorded ones, and copies of them at sizes that nobody recorded."""
-    replay = Replay(read_recording(RECORDS))
+    replay = Replay(read_trials(RECORDS))
     recorded = {(r.problem, r.candidate): r for p in replay.problems() for r in replay.records(p) if not r.final}
 
     def copy_of(record: Trial, number: int) -> Trial:
@@ -103,15 +103,15 @@ class Worker:
         result = {"times": self.times, "refused": self.refused, "cpu": time.process_time()}
         (folder / f"{self.index}.json").write_text(json.dumps(result))
 
+    def read_news(self, problem: Problem, claims: Claims) -> None:
+        self.known[problem] |= {record.candidate for record in claims.news(problem)}
+
     def look(self, problem: Problem, claims: Claims) -> frozenset[Candidate]:
         """Candidates that others run now; what they have stored is known then."""
         with self.timed("look"):
             busy = claims.in_flight(problem, final=False)
             self.read_news(problem, claims)
         return busy
-
-    def read_news(self, problem: Problem, claims: Claims) -> None:
-        self.known[problem] |= {record.candidate for record in claims.news(problem)}
 
     def search(self, problem: Problem, claims: Claims, run_id: int) -> bool:
         """Run what nobody else runs; True when every candidate has its row."""
@@ -152,17 +152,13 @@ def run_workers(workers: Sequence[Worker], folder: Path, kill: int, count: Calla
     for process in processes:
         process.start()
     victims, trials = processes[:kill], workers[0].args.trials
-    most = last = 0
+    most = 0
     while any(process.is_alive() for process in processes):
         time.sleep(1.0)
         sessions, stored = count()
         most = max(most, sessions)
         if victims and stored > trials * (kill - len(victims) + 1) // (kill + 2):
             os.kill(victims.pop().pid or 0, signal.SIGKILL)
-        if stored >= last + 500:
-            sys.stderr.write(f"\r{stored} of {trials}")
-            last = stored
-    sys.stderr.write("\n")
     failed = [process.exitcode for process in processes[kill:] if process.exitcode]
     if failed:
         sys.exit(f"{len(failed)} workers failed: {failed}")
@@ -211,11 +207,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         results = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
         span = "SELECT extract(epoch FROM max(created_at) - min(created_at))::float + %s FROM trial"
         ((seconds,),) = server.execute(span % args.replay_trial_s, database=name)
-        sizes = (
-            "SELECT sum(pg_total_relation_size(c.oid))::float / 1048576 FROM pg_class c JOIN pg_namespace n "
-            "ON n.oid = c.relnamespace WHERE c.relkind = 'r' AND n.nspname = 'public'"
-        )
-        ((mib,),) = server.execute(sizes, database=name)
+        tables = "FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace"
+        ((mib,),) = server.execute(f"SELECT sum(pg_total_relation_size(oid))::float / 1048576 {tables}", database=name)
         ((server_version,),) = server.execute("SHOW server_version")
         with Database.open(url, readonly=True) as database:
             stored = Counter((row.problem, row.candidate) for row in database.trials())
@@ -229,9 +222,8 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "killed": args.kill,
         "seconds": f"{seconds:.1f}",
         "trials_per_s": f"{args.trials / seconds:.1f}",
-        "ideal_per_s": f"{args.workers / args.replay_trial_s:.0f}"
-        if args.replay_trial_s
-        else "",  # if sharing cost nothing
+        # If sharing cost nothing.
+        "ideal_per_s": f"{args.workers / args.replay_trial_s:.0f}" if args.replay_trial_s else "",
         "claim_ms_p50": quantile(times["claim"], 0.5),
         "claim_ms_p90": quantile(times["claim"], 0.9),
         "look_ms_p50": quantile(times["look"], 0.5),  # for rows that others have stored
@@ -251,20 +243,10 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--trials", type=int, default=20_000)
-    parser.add_argument("--replay-trial-s", type=float, default=0.15, help="how long a trial pretends to take")
-    parser.add_argument("--kill", type=int, default=0, help="kill so many workers on the way")
-    parser.add_argument("--heartbeat-s", type=int, default=20)
-    parser.add_argument("--grace-s", type=int, default=90)
-    parser.add_argument("--out", type=Path, default=RESULTS / "replay" / "scale_replay.csv", help="file to append to")
-    args = parser.parse_args()
-    row = measure(args)
-    append(args.out, [row])
-    sys.stdout.write("".join(f"{name:16} {value}\n" for name, value in row.items()))
-    if row["lost"] or row["doubled"]:
-        sys.exit("candidates were lost or doubled")
+    times = {"replay_trial_s": 0.15, "heartbeat_s": 20, "grace_s": 90}
+    out = RESULTS / "replay" / "scale_replay.csv"
+    args = arguments(__doc__, workers=64, trials=20_000, kill=0, out=out, **times)
+    finish(args.out, measure(args), "lost", "doubled")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ that packets must not hold. Variants take turns in random order, so every op run
 --graph the launches are captured, one of every variant a graph and nothing between them, and the graphs are replayed in
 random order: kernels that are launched before the last one has ended meet each other only there.
 
+Ops are all but the fused GEMMs unless --op names some; --variant leaves out all others. Every variant is launched
+--launches times, or until --seconds are over.
+
 A row of the CSV is a variant: its launches, how many of them were wrong, and the versions. A variant that cannot run
 here has a row with the reason and no launches. Ends with code 1 after a wrong result; a hang ends in PeerTimeoutError,
 or, of variants that wait without a bound, in a dump of every thread after --hang-s seconds. Without a GPU the ranks are
@@ -17,7 +20,6 @@ processes that interpret the kernels (TRITON_INTERPRET=1), on few elements and w
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import math
 import os
@@ -27,14 +29,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 os.environ.setdefault("TUNEDCOMM_PEER_TIMEOUT_S", "20")
 
 import torch
 import torch.distributed as dist
-from rows import append, of_run
+from rows import append, arguments, of_run
 
 from tunedcomm import kernels
 from tunedcomm.bench.runner import start_group
@@ -227,8 +228,9 @@ def wait_for_a_while(noise: random.Random) -> None:
         time.sleep(noise.random() * 0.002)
 
 
-def current_stream() -> int:
-    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+def launch(trial: Trial, outputs: Tensors) -> None:
+    stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+    trial.launch(trial.inputs, outputs, stream)
 
 
 def launch_once(trial: Trial, noise: random.Random) -> None:
@@ -236,7 +238,7 @@ def launch_once(trial: Trial, noise: random.Random) -> None:
     outputs = trial.outputs[trial.count % 2]
     poison(outputs)
     wait_for_a_while(noise)
-    trial.launch(trial.inputs, outputs, current_stream())
+    launch(trial, outputs)
     trial.wrong += ~trial.is_right(outputs)
     trial.count += 1
 
@@ -254,7 +256,7 @@ class Graph:
         for trial in self.trials:
             poison(trial.outputs[self.which])
         for trial in self.trials:
-            trial.launch(trial.inputs, trial.outputs[self.which], current_stream())
+            launch(trial, trial.outputs[self.which])
         for trial in self.trials:
             trial.wrong += ~trial.is_right(trial.outputs[self.which])
 
@@ -337,24 +339,14 @@ def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float
     return rows
 
 
-def say(text: str) -> None:
-    """Report progress, so that a run that ends early tells where it stood."""
-    if dist.get_rank() == 0:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-
-
 def stress(
     names: Sequence[str], launches: int, seconds: float, only: Collection[str] = (), *, graph: bool = False
 ) -> list[dict[str, Any]]:
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
-    entries, begin = plan(communicator, names, random.Random(7), only), time.monotonic()
-    say(f"compiling {sum(len(entry.planned) for entry in entries)} candidates")
+    entries = plan(communicator, names, random.Random(7), only)
     compile_all(entries)
-    say(f"binding them, {time.monotonic() - begin:.0f} s after the beginning")
     bind_all(communicator, entries)
-    say(f"launching, {time.monotonic() - begin:.0f} s after the beginning")
     took = run(communicator, entries, launches, seconds, graph=graph)
     for entry in entries:
         for trial in entry.trials:
@@ -367,20 +359,13 @@ def stress(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", action="append", help="an op; again for more (default: all but the fused GEMMs)")
-    parser.add_argument("--variant", action="append", help="a variant; again for more (default: all)")
-    parser.add_argument("--graph", action="store_true", help="replay graphs of launches, instead of launching eagerly")
-    parser.add_argument("--launches", type=int, default=300, help="of every variant")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many, whatever was launched by then")
-    parser.add_argument("--hang-s", type=float, default=280.0, help="dump all threads and end after so many seconds")
-    parser.add_argument("--csv", type=Path)
-    args = parser.parse_args()
+    options = {"graph": False, "launches": 300, "seconds": 1e9, "hang_s": 280.0, "csv": None}
+    args = arguments(__doc__, op=[], variant=[], **options)
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
     start_group()
     kernels.discover()
     names = args.op or [name for name in ops() if get_op(name).rank_of_shape < 3]
-    rows = stress(names, args.launches, args.seconds, args.variant or (), graph=args.graph)
+    rows = stress(names, args.launches, args.seconds, args.variant, graph=args.graph)
     if dist.get_rank() == 0:
         for row in rows:
             sys.stdout.write("{op:20} {variant:18} {launches:>7} launches, {wrong} wrong {not_run}\n".format(**row))

@@ -7,15 +7,13 @@ Needs no GPU: tests/data holds what was measured then and now, on 2 H200 GPUs wh
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rows import ROOT, write
+from rows import ROOT, arguments, read_trials, show
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -24,9 +22,6 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.verify import Winner, judge, stored_winners
-
-sys.path.insert(0, str(ROOT / "tests"))
-from replay import read_recording
 
 TOLERANCE = 0.1
 # How much slower all kernels but the library's are made, to see whether that is noticed.
@@ -38,7 +33,7 @@ TIMES = ("latency_p10_us", "latency_p50_us", "latency_p90_us")
 
 def recorded(name: str) -> list[Trial]:
     """Measured once; as if it had been with the kernels of today."""
-    found = read_recording(ROOT / "tests" / "data" / f"verify_h200_x2_{name}.jsonl.gz")
+    found = read_trials(ROOT / "tests" / "data" / f"verify_h200_x2_{name}.jsonl.gz")
     return [replace(r, final=True, source_hash=source_hash_of("all_reduce", r.variant) or "") for r in found]
 
 
@@ -55,10 +50,7 @@ def winners_of(records: Sequence[Trial]) -> list[Winner]:
 
 
 def slower(record: Trial, factor: float) -> Trial:
-    if record.variant == "library":
-        return record
-    changes: dict[str, Any] = {name: (getattr(record, name) or 0.0) * factor for name in TIMES}
-    return replace(record, **changes)
+    return replace(record, **{name: (getattr(record, name) or 0.0) * factor for name in TIMES})
 
 
 def row_of(mode: str, then: Sequence[Trial], now: Sequence[Trial]) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def row_of(mode: str, then: Sequence[Trial], now: Sequence[Trial]) -> dict[str, 
     ratios = [[a / b for b, a in pairs if a and b] for pairs in (own, library)]
     judged = [judge(winner, now, tolerance=TOLERANCE) for winner in winners]
     lost = [found.ratio / found.winner.ratio for found in judged if found.ratio and found.winner.ratio]
-    slow = [slower(record, SLOWER[mode]) for record in now]
+    slow = [record if record.variant == "library" else slower(record, SLOWER[mode]) for record in now]
     return {
         "world_size": 2,
         "mode": mode,
@@ -90,12 +82,10 @@ def row_of(mode: str, then: Sequence[Trial], now: Sequence[Trial]) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", type=Path, required=True)
-    args = parser.parse_args()
+    args = arguments(__doc__, csv=None)
     kernels.discover()
     then, now = recorded("then"), recorded("now")
-    write(args.csv, [row_of(mode, then, now) for mode in SLOWER])
+    show([row_of(mode, then, now) for mode in SLOWER], args.csv)
 
 
 if __name__ == "__main__":
