@@ -39,7 +39,7 @@ def _sum_rows(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del ctx, inputs, output
+    """Nothing is kept: the gradient depends on no tensor of the call."""
 
 
 def _all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -111,7 +111,6 @@ def _of_b(x: torch.Tensor, grad: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
     ctx.save_for_backward(*inputs[:2])
 
 

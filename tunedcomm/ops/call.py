@@ -146,12 +146,10 @@ class Form(ABC):
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every output; by default those of the first input."""
-        del options, world_size
         return [(tuple(inputs[0].shape), inputs[0].dtype)]
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
         """The call in words, where it has no gradient; "" where it has one."""
-        del inputs, options
         return ""
 
     def key(self, tensors: Tensors) -> Hashable:
@@ -160,12 +158,10 @@ class Form(ABC):
 
     def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """True if the results, filled in now, ask nothing of the peers; every rank must come to the same answer."""
-        del results, options
         return bool(inputs[0].numel() == 0)
 
     def is_bounded(self, options: Any) -> bool:
         """False for calls that the library serves because ranks have nothing in common to choose a kernel by."""
-        del options
         return True
 
     def served(self, inputs: Tensors) -> Tensors:
@@ -174,27 +170,22 @@ class Form(ABC):
 
     def alone(self, inputs: Tensors, options: Any) -> Tensors:
         """The results in a group of one."""
-        del options
         return inputs[:1]
 
     def is_direct(self, inputs: Tensors, options: Any) -> bool:
         """True if kernels write the elements of results in the order in which the caller wants them."""
-        del inputs, options
         return True
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
         """The inputs in the shapes and orders that launches take: views, or copies where there is no such view."""
-        del options
         return inputs
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
         """Arguments that launches of tensors take after the inputs."""
-        del inputs, options
         return ()
 
     def scalar_args(self, options: Any) -> tuple[int, ...]:
         """Arguments that launches by address take after the outputs."""
-        del options
         return ()
 
     def written(self, output: torch.Tensor) -> torch.Tensor:
@@ -206,7 +197,6 @@ class Form(ABC):
 
         Dimensions of the result may be split: (2, 3) may be left where the shape has 6.
         """
-        del inputs, options, world_size
         return written
 
 

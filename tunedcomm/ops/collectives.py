@@ -54,12 +54,10 @@ class _Reduction(Form):
     tells_memory = True
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        del world_size
         check_dtype(self.op, inputs[0], _REDUCED, ", whose sum and avg are the same")
         check_reduction(options[0], inputs[0], _REDUCTIONS)
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
-        del inputs
         return "" if options[0] in _LINEAR else f"{self.op} with op={options[0]!r}"
 
 
@@ -145,7 +143,6 @@ class _AllGather(Form):
     tells_memory = True
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        del world_size
         normal_dim(self.op, inputs[0], options[0])
         if inputs[0].is_quantized:
             raise UnsupportedInputError(
@@ -153,7 +150,6 @@ class _AllGather(Form):
             )
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        del options
         x = inputs[0]
         size = x.element_size()
         dtype = _GATHERED.get(x.dtype) or _BY_SIZE[min(size, _WIDEST)]
@@ -161,7 +157,6 @@ class _AllGather(Form):
         return problem_of(self.op, (numel,), dtype, world_size, reduction="", mode="eager")
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
-        del options
         x = inputs[0]
         # The gradient is a reduce_scatter: of the parts where numbers are complex, and of none in 8 bits.
         return "" if x.is_complex() or x.dtype in FLOATS else f"{self.op} of {x.dtype}"
@@ -320,7 +315,6 @@ class _AllToAll(Form):
     tells_memory = True
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        del options
         x = inputs[0]
         check_dtype(self.op, x, MOVED)
         if x.dim() == 0 or x.shape[0] % world_size:
@@ -331,7 +325,6 @@ class _AllToAll(Form):
             )
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        del options
         x = inputs[0]
         return problem_of(self.op, (x.numel() // world_size,), MOVED[x.dtype], world_size, reduction="", mode="eager")
 
@@ -385,7 +378,6 @@ class _AllToAllV(Form):
     repeats = False
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        del world_size
         x, send = inputs[0], options[0]
         check_dtype(self.op, x, MOVED)
         if send is not None and (x.dim() == 0 or x.shape[0] != sum(send)):  # None: planned for any counts
@@ -401,12 +393,10 @@ class _AllToAllV(Form):
         return options[2] is not None
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        del world_size
         return [((sum(options[1]), *inputs[0].shape[1:]), inputs[0].dtype)]
 
     def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """Nothing moves on any rank; a rank that sends and gets nothing comes along where others may."""
-        del results
         return options[2] == 0 or 0 in inputs[0].shape[1:]
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:
@@ -506,7 +496,6 @@ class _AllReduceBias(Form):
     aliases = {"out": "x"}  # noqa: RUF012 - never changed
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        del options, world_size
         x, bias = inputs
         check_dtype(self.op, x, FLOATS)
         if x.dim() == 0 or bias is None:
@@ -515,12 +504,10 @@ class _AllReduceBias(Form):
         check_extra(self.op, x, bias, "bias", (x.shape[-1],))
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
-        del options
         x, columns = inputs[0], inputs[0].shape[-1]
         return problem_of(self.op, (x.numel() // columns, columns), FLOATS[x.dtype], world_size, mode="eager")
 
     def alone(self, inputs: Tensors, options: Any) -> Tensors:
-        del options
         return (inputs[0] + inputs[1],)
 
 
@@ -577,7 +564,6 @@ class _AllReduceRmsNorm(Form):
     options = ("float eps", "ScalarType? out_dtype")
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        del world_size
         x, weight, bias, residual, scale = inputs
         eps, out_dtype = options
         check_dtype(self.op, x, FLOATS)
@@ -612,12 +598,10 @@ class _AllReduceRmsNorm(Form):
         return problem_of(self.op, shape, FLOATS[x.dtype], world_size, layout=layout, scaling=scaling, mode="eager")
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        del world_size
         x, shape = inputs[0], tuple(inputs[0].shape)
         return [(shape, options[1] or x.dtype), (shape, x.dtype)]
 
     def refusal(self, inputs: Tensors, options: Any) -> str:
-        del inputs
         return f"{self.op} with out_dtype={options[1]}" if options[1] is not None else ""
 
     def scalars(self, inputs: Tensors, options: Any) -> Tensors:

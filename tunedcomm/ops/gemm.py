@@ -73,7 +73,6 @@ class GemmForm(Form):
         return tuple(a.shape[:-1])
 
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
-        del world_size
         given = dict(zip(self.inputs, inputs, strict=True))
         a, b = given["a"], given["b"]
         self._check_shapes(a, b)
@@ -159,7 +158,6 @@ class GemmForm(Form):
 
     def problem_rows(self, a: torch.Tensor, world_size: int) -> tuple[int, ...]:
         """Dimensions whose product is M."""
-        del world_size
         return tuple(a.shape[:-1])
 
     def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -174,7 +172,6 @@ class GemmForm(Form):
 
     def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
         """There are no results where M or N is 0; a K of 0 is this rank's own matter where products are summed."""
-        del inputs, options
         return all(result.numel() == 0 for result in results)
 
     def served(self, inputs: Tensors) -> Tensors:
