@@ -127,7 +127,7 @@ FAULTS = [
         "dispatch",
         "misses_by_every_rank",
         ("in MISSES and communicator.rank == 0 and", "in MISSES and"),
-        ("if source not in MISSES or communicator.rank != 0 or", "if source not in MISSES or"),
+        ("if communicator.rank != 0 or settings", "if settings"),
     ),
     fault("dispatch", "misses_counted_twice", ("counter.count += 1", "counter.count += 2")),
     fault(

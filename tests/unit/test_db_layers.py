@@ -8,6 +8,8 @@ import pwd
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from db_samples import H200, problem, trial
@@ -30,6 +32,7 @@ from tunedcomm.db.layers import (
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import misses
 from tunedcomm.errors import DatabaseAccessError
+from tunedcomm.symm.layout import limits_for
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,11 @@ def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def _first_rank() -> Any:
+    """The part of a communicator that counters of missed problems ask."""
+    return SimpleNamespace(rank=0, environment=H200, limits=limits_for(H200, 4))
+
+
 def _site(path: Path) -> str:
     with Database.open(path, create=True) as database:
         database.record([trial("one_shot")])
@@ -65,7 +73,7 @@ def test_without_a_home_the_other_layers_serve(
         assert [layer.name for layer in layers()] == ["site"]
         assert len(load_snapshot(H200, 4).rows) == 1
         assert [layer.name for layer in read_layers(None)] == ["site"]
-        assert misses.counter(trial().problem, H200, "library") is None, "nothing to note it in"
+        assert misses.counter(_first_rank(), trial().problem, "library") is None, "nothing to note it in"
     assert len(caplog.records) == 1
     assert "no home directory (HOME is not set" in caplog.text
     assert "Set HOME, or TUNEDCOMM_DB to a file" in caplog.text
@@ -151,7 +159,7 @@ def test_a_home_that_may_not_be_written(
     for _ in range(2):
         load_snapshot(H200, 4)
         for message_bytes in (2, 4):
-            counter = misses.counter(problem(message_bytes), H200, "library")
+            counter = misses.counter(_first_rank(), problem(message_bytes), "library")
             assert counter is not None
             counter.count += 1
         misses.flush()

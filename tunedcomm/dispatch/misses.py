@@ -22,7 +22,6 @@ from tunedcomm.db import misses as miss_log
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.misses import HardKey, Miss
 from tunedcomm.db.records import utc_now
-from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.errors import DatabaseAccessError
 from tunedcomm.spec import Problem, why_no_kernel
 
@@ -141,7 +140,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def counter(communicator: Communicator, problem: Problem, source: str) -> Counter | None:
-    """The counter of a problem's calls if it was missed and is worth tuning, else None.
+    """The counter of a missed problem's calls if it is worth tuning, else None.
 
     All ranks meet the same misses, the first of them counts. What no kernel can run is not worth tuning.
 
@@ -150,7 +149,7 @@ def counter(communicator: Communicator, problem: Problem, source: str) -> Counte
         problem: what is called.
         source: the rule that chose what is launched.
     """
-    if source not in MISSES or communicator.rank != 0 or settings.miss_log() is False:
+    if communicator.rank != 0 or settings.miss_log() is False:
         return None
     if why_no_kernel(problem, communicator.limits, "any") is not None:
         return None

@@ -43,8 +43,8 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
+from tunedcomm.dispatch.dispatcher import MISSES, Plan
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
-from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import check_torch
 from tunedcomm.ops.call import is_capturing, paths
@@ -183,7 +183,8 @@ class RoutedGroup:
         entry = RoutedCall(self.group.group_name, call, problem, by, why)
         routing = self.record.setdefault(entry, Routing(bool(by)))
         if plan is not None:
-            routing.miss = None if by else misses.counter(self.communicator, plan.problem, plan.decision.source)
+            missed = not by and plan.decision.source in MISSES
+            routing.miss = misses.counter(self.communicator, plan.problem, plan.decision.source) if missed else None
         return routing
 
     def _unfit(self, op: str, x: torch.Tensor) -> str:
