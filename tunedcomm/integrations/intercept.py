@@ -13,10 +13,9 @@ group is another one. (`torch.library.get_kernel` would keep the interpreter's l
 worker for ever; dispatch modes see every operator and neither autograd's threads nor compiled code; functions of
 `torch.distributed` may have been imported before they could be replaced.)
 
-**Consequences.** Other operators are not touched: a call of one costs the same as before. Registration is for
-the process: autograd's threads are served, and so are other threads that call on the same group inside of the block.
-No kernel of torch's is replaced, and autograd's formulas lie above ours. Compiled code calls the operators and is
-served if it runs inside of the block, whenever it was compiled.
+**Consequences.** Other operators cost the same as before. Registration is for the process: autograd's threads are
+served, and others that call on the group inside of the block. Autograd's formulas lie above our kernels. Compiled code
+is served if it runs inside of the block, whenever it was compiled.
 
 **Streams.** A served call runs on the current stream. With `async_op=True` it runs on a stream of the group's own, and
 the work's `wait()` makes the current stream wait for it, as the library's does. A functional collective is always
@@ -104,7 +103,6 @@ class RoutedGroup:
     tensor lies in memory may differ between ranks; copies take care of it.
 
     Attributes:
-        group: the process group.
         device: where it works, known also while there is no communicator.
         max_count: bound for `all_to_all_v`, the same on every rank; None: such calls are the library's.
         depth: number of blocks and installs that hold it.
@@ -132,14 +130,7 @@ class RoutedGroup:
         return known
 
     def serves(self, call: str, op: str, x: torch.Tensor, reduction: str = "") -> bool:
-        """Count a call; True if kernels serve it.
-
-        Args:
-            call: the operator's name.
-            op: tunedcomm's op for it.
-            x: the tensor that the choice goes by.
-            reduction: of an op that has one.
-        """
+        """Count a call of the operator `call`, which is tunedcomm's `op` of `x`; True if kernels serve it."""
         capturing = is_capturing()
         key = (call, op, reduction, x.shape, x.dtype, x.device, x.layout, capturing)
         routing = self._routings.get(key)
@@ -229,6 +220,12 @@ on_forget(_forget_all)
 on_release(_forget_all)
 
 
+def _inside(call: Callable[[], Any]) -> Any:
+    """The result of a served call; what it asks of torch.distributed itself is the library's."""
+    with no_intercept():
+        return call()
+
+
 # A served call, on tensors as torch.distributed takes them: it counts elements where tunedcomm's ops look at shapes,
 # and allows the input to be a part of the output. So tensors are seen as flat, and a shared input is copied first.
 
@@ -236,15 +233,9 @@ on_release(_forget_all)
 def _start(
     of: RoutedGroup, call: Callable[[], Any], results: Any, tensors: Sequence[torch.Tensor], beside: bool
 ) -> Any:
-    """Run a served call and give the work object that stands for it, as operators return it.
+    """Run a served call, which reads and writes `tensors`, and give the work object that operators return for it.
 
-    Args:
-        of: the group.
-        call: launches the kernels.
-        results: the value of the work's future.
-        tensors: those that are read and written.
-        beside: the caller goes on while it runs: on a stream of the group's own, as the library would. Else it runs on
-            the current stream, where it is in order with what comes after.
+    It runs on the current stream, or `beside` it on a stream of the group's own while the caller goes on.
     """
     if beside and tensors[0].is_cuda:
         device = tensors[0].device
@@ -343,12 +334,6 @@ def _row(x: torch.Tensor) -> torch.Tensor:
 def _fits(x: torch.Tensor, out: torch.Tensor, times: int, over: int) -> bool:
     """True if `out` has as many elements as the operator wants; the library says what is wrong with others."""
     return out.numel() * over == x.numel() * times and out.dtype == x.dtype and out.device == x.device
-
-
-def _inside(call: Callable[[], Any]) -> Any:
-    """The result of a served call; what it asks of torch.distributed itself is the library's."""
-    with no_intercept():
-        return call()
 
 
 # A reader takes the operator's name and its arguments, with the schema's names and defaults, for torch leaves out

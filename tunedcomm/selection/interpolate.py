@@ -64,13 +64,7 @@ _SIXTEEN_BIT = {"bfloat16": "float16", "float16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Candidates that may save a round, and how to tell.
-
-    Attributes:
-        rows: of the size after the larger one.
-        problem: the problem that is asked.
-        num_rounds: problem and candidate to the rounds of its grid; 0 where that is not known.
-    """
+    """Candidates that may save a round, by the rows of the size after the larger one, and `Catalog.num_rounds`."""
 
     rows: Sequence[Row]
     problem: Problem
@@ -87,8 +81,7 @@ def predict_between(
     """Predict the latencies at a size between two measured ones, by the formula in the module's docstring.
 
     Args:
-        low: rows of the smaller size.
-        high: rows of the larger size.
+        low, high: rows of the two sizes.
         sizes: a, s and b.
         usable: as for `pool`; only challengers of the most conclusive rows take part.
         rounds: candidates that may save a round.
@@ -107,8 +100,11 @@ def predict_between(
 
     weight, doubled = (math.log(at / below) / math.log(above / below) for at in (size, min(2 * size, above)))
     doublings = math.ceil(math.log2(size / below))
-    times = {c: (_comparable(pairs[c][0], base_low), _comparable(pairs[c][1], base_high)) for c in kept}
     library = (base_low, base_high)
+    times = {
+        c: tuple(None if row is None else comparable(row, base) for row, base in zip(pairs[c], library, strict=True))
+        for c in kept
+    }
     fastest = tuple(min((t for t in ends if t is not None), default=None) for ends in zip(*times.values(), strict=True))
     savings = [(_line(ends, weight), _line(ends, doubled)) for ends in (library, fastest)]
     shrink = max((here / there for here, there in savings if here and there), default=1.0)
@@ -124,10 +120,6 @@ def predict_between(
     found = in_order(scored)
     joining = _in_one_round(found, _line(fastest, weight), rounds, usable)
     return Pool(in_order([*found, *joining]), _line(library, weight), outranked)
-
-
-def _comparable(row: Row | None, base: float | None) -> float | None:
-    return None if row is None else comparable(row, base)
 
 
 def _line(ends: tuple[float | None, ...], weight: float) -> float | None:

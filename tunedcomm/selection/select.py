@@ -162,9 +162,9 @@ class Decision:
         """The same decision, with the measurement that it rests on and other changes."""
         return replace(self, trial_id=row.trial_id, layer=row.layer, environment=row.environment, **changes)
 
-    def without_times(self) -> Decision:
-        """The same decision without latencies, where only the ranking is known."""
-        return replace(self, latency_us=None, library_us=None, runner_up_us=None)
+
+# Changes to a decision where only the ranking is known.
+_NO_TIMES: Mapping[str, Any] = {"latency_us": None, "library_us": None, "runner_up_us": None}
 
 
 def choose(
@@ -193,8 +193,7 @@ def choose(
     lookup = _Lookup(snapshot, catalog, policy, max_sms, asked=problem, problem=problem)
     if forced is not None:
         return _forced(lookup, forced)
-    decision = _pinned(lookup) or _exact(lookup) or _interpolated(lookup, MAX_REACH) or _borrowed(lookup, MAX_REACH)
-    decision = decision or _heuristic(lookup)
+    decision = _pinned(lookup) or _measured(lookup, MAX_REACH) or _borrowed(lookup, MAX_REACH) or _heuristic(lookup)
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
         decision = _interpolated(lookup, None) or _borrowed(lookup, None)
@@ -418,7 +417,7 @@ def _interpolate(lookup: _Lookup, sizes: dict[int, list[Row]], reach: int | None
 def _nearby_winner(lookup: _Lookup, rows: list[Row], text: str) -> Decision:
     """The winner of another size or shape; its time at this one is not known."""
     found = lookup.pool(rows, predicted=True, every_trial=True)
-    return _settle(lookup, found, rows, "interpolated", text).without_times()
+    return replace(_settle(lookup, found, rows, "interpolated", text), **_NO_TIMES)
 
 
 def _rows_by_size(lookup: _Lookup, like: Problem) -> dict[int, list[Row]]:
@@ -456,26 +455,28 @@ def _nearest_matrices(lookup: _Lookup, like: Problem, reach: int | None) -> list
     return []
 
 
+def _measured(lookup: _Lookup, reach: int | None) -> Decision | None:
+    return _exact(lookup) or _interpolated(lookup, reach)
+
+
 def _borrowed(lookup: _Lookup, reach: int | None) -> Decision | None:
     """The answer of rows of other hardware."""
-    lent = replace(lookup, borrowed=True)
-    decision = _exact(lent) or _interpolated(lent, reach)
-    if decision is None or decision.environment is None:
+    decision = _measured(replace(lookup, borrowed=True), reach)
+    if decision is None:
         return None
     why = f"borrowed from {decision.environment}, where {decision.why}"
-    return replace(decision.without_times(), source="borrowed", why=why)
+    return replace(decision, source="borrowed", why=why, **_NO_TIMES)
 
 
 def _heuristic(lookup: _Lookup) -> Decision | None:
     """An eager call as in graphs: the GPU does the same in both, and what the host adds favours no kernel."""
     if lookup.problem.mode != "eager":
         return None
-    in_graphs = replace(lookup, problem=replace(lookup.problem, mode="graph"))
-    decision = _exact(in_graphs) or _interpolated(in_graphs, MAX_REACH)
+    decision = _measured(replace(lookup, problem=replace(lookup.problem, mode="graph")), MAX_REACH)
     if decision is None:
         return None
     why = f"not tuned outside of graphs; in graphs: {decision.why}"
-    return replace(decision.without_times(), source="heuristic", why=why)
+    return replace(decision, source="heuristic", why=why, **_NO_TIMES)
 
 
 def _library(lookup: _Lookup) -> Decision:
@@ -510,15 +511,10 @@ def _settle(
     *,
     near: Callable[[], Sequence[Pool]] | None = None,
 ) -> Decision:
-    """Choose among the challengers of a pool and the library.
+    """Choose among the challengers of a pool and the library, whose rows are among `rows`.
 
-    Args:
-        lookup: the question.
-        found: the pool.
-        rows: the rows behind it, the library's among them.
-        source: the rule that found it.
-        text: the beginning of the explanation.
-        near: gives the pools of the neighbouring sizes, called only to break a tie; None lets the least score win.
+    `text` begins the explanation. `near` gives the pools of the neighbouring sizes, and is called only to break a tie;
+    where it is None, the least score wins.
     """
     for row, reason in found.outranked:
         lookup.pass_over(row.candidate, reason)
@@ -595,6 +591,7 @@ def _preference(scored: Scored, pools: Sequence[Pool]) -> tuple[int, int, str]:
 
 
 def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None, tied: Sequence[Scored]) -> str:
+    """How far the winner is ahead, and where it was measured."""
     parts = [f"{winner.candidate} takes {winner.score:.2f} µs"]
     if library_us is not None:
         parts.append(f"{library_us / winner.score:.2f}x as fast as the library ({library_us:.2f} µs)")

@@ -32,7 +32,7 @@ _MAX_HOISTED = 8
 
 
 class LeftError(Exception):
-    """A pattern stays as it is, for the reason in the text.
+    """A pattern stays as it is, for the reason in the text; raised by whatever reads a graph or judges a pattern.
 
     Attributes:
         problem: what was asked of the database, in words; "" where it was not asked.
@@ -49,11 +49,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def val(node: Node) -> torch.Tensor:
-    """The fake tensor that stands for the node's result.
-
-    Raises:
-        LeftError: the node has no tensor.
-    """
+    """The fake tensor that stands for the node's result."""
     found = node.meta.get("val")
     if not isinstance(found, torch.Tensor):
         raise LeftError(f"nothing is known of the tensor {node.name}")
@@ -135,11 +131,7 @@ def flat_users(node: Node) -> list[Node]:
 
 
 def behind(node: Node, anchor: Node) -> list[Node]:
-    """The nodes to move before `anchor` so that `node`, e.g. a transposed weight, is computed by then; in order.
-
-    Raises:
-        LeftError: it depends on what comes later and cannot be moved.
-    """
+    """The nodes to move before `anchor` so that `node`, e.g. a transposed weight, is computed by then; in order."""
     moved: list[Node] = []
 
     def collect(each: Node) -> None:
@@ -196,11 +188,7 @@ def erase_unused(graph: fx.Graph, nodes: Sequence[Node]) -> None:
 
 
 def product_operands(node: Node) -> tuple[Node, Node, Node | None]:
-    """a, b and the bias of `mm` or `addmm`.
-
-    Raises:
-        LeftError: another product, or a scaled one.
-    """
+    """a, b and the bias of `mm` or `addmm`."""
     if is_call(node, _aten.mm.default) and not node.kwargs:
         return node.args[0], node.args[1], None  # type: ignore[return-value]
     if is_call(node, _aten.addmm.default):
@@ -217,8 +205,7 @@ class Norm:
     Attributes:
         wait: the sum over ranks.
         h: the normalised tensor; the sum itself, maybe in another shape, where nothing is added.
-        y: the result.
-        added: the nodes of the additions, `h` last; none where nothing is added.
+        added: the nodes of the additions, `h` last.
     """
 
     wait: Node

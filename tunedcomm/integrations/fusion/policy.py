@@ -153,9 +153,6 @@ class Policy:
             inputs: its tensors as nodes or fake tensors, None for those that are not there.
             option: as its path takes it.
             own: sizes that ranks may differ in, by what they are of.
-
-        Raises:
-            LeftError: it does not pay, cannot run, or ranks may judge differently.
         """
         form, communicator = paths[operator].form, self.communicator
         fakes = tuple(each.meta["val"] if isinstance(each, fx.Node) else each for each in inputs)
@@ -197,11 +194,7 @@ class Policy:
         return Payoff(decision.why, asked, saved)
 
     def with_bias(self, payoff: Payoff, bias: Node, reduction: str) -> Payoff:
-        """The payoff where a bias that may differ between ranks is summed by a call of its own.
-
-        Raises:
-            LeftError: the sum takes as long as is saved, or an unknown time.
-        """
+        """The payoff where a bias that may differ between ranks is summed by a call of its own."""
         if self.when != "pays":
             return payoff
         summed = paths["all_reduce"].form.problem((bias.meta["val"],), (reduction,), self.communicator.world_size)

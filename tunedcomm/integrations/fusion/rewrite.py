@@ -35,11 +35,7 @@ _REORDERING = (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.permute
 
 
 def _waited(collective: Node) -> Node:
-    """The node that waits for it.
-
-    Raises:
-        LeftError: there is none, or others use what is not there yet.
-    """
+    """The node that waits for it."""
     users = list(collective.users)
     if len(users) != 1 or not is_call(users[0], _WAIT):
         raise LeftError("its result is not waited for once")
@@ -92,26 +88,16 @@ class Gather:
         """The products, and what was gathered where that is wanted."""
         if len(bs) > 1:
             made = call(graph, _ops.ag_gemm_list.default, (a, bs, None, [], None, *policy.settings))
-            parts = [_item(graph, made, index) for index in range(len(bs) + self.kept)]
+            parts = [call(graph, operator.getitem, (made, index)) for index in range(len(bs) + self.kept)]
             return parts[: len(bs)], parts[-1]
         if self.kept:
             made = call(graph, _ops.ag_gemm_gathered.default, (a, bs[0], None, None, None, *policy.settings))
-            return [_item(graph, made, 0)], _item(graph, made, 1)
+            return [call(graph, operator.getitem, (made, 0))], call(graph, operator.getitem, (made, 1))
         return [call(graph, _ops.ag_gemm.default, (a, bs[0], None, None, None, *policy.settings))], None
 
 
-def _item(graph: fx.Graph, made: Node, index: int) -> Node:
-    node = graph.call_function(operator.getitem, (made, index))
-    node.meta["val"] = made.meta["val"][index]
-    return node
-
-
 def gathered_by(collective: Node) -> Gather:
-    """The pattern that begins at an all_gather.
-
-    Raises:
-        LeftError: there is none.
-    """
+    """The pattern that begins at an all_gather."""
     wait = _waited(collective)
     shard: Any = collective.args[0]
     if val(shard).dim() < 2:
@@ -189,11 +175,7 @@ class Reduce:
 
 
 def reduced_by(collective: Node, *, scatters: bool = False) -> Reduce:
-    """The pattern that ends at a reducing collective, an all_reduce unless it scatters.
-
-    Raises:
-        LeftError: there is none.
-    """
+    """The pattern that ends at a reducing collective, an all_reduce unless it scatters."""
     wait = _waited(collective)
     reduction = str(collective.args[1]).lower()
     if reduction not in (("sum", "avg") if scatters else ("sum",)):
@@ -240,7 +222,7 @@ class NormOfSum:
             x = reshaped(graph, self.collective.args[0], val(norm.h).shape)  # type: ignore[arg-type]
             given = (x, norm.weight, norm.bias, norm.residual, None, norm.eps, None, *policy.settings)
             made = call(graph, _ops.all_reduce_rms_norm.default, given)
-            y, h = _item(graph, made, 0), _item(graph, made, 1)
+            y, h = call(graph, operator.getitem, (made, 0)), call(graph, operator.getitem, (made, 1))
             if not norm.added:
                 norm.wait.replace_all_uses_with(reshaped(graph, h, val(norm.wait).shape))
         norm.y.replace_all_uses_with(y)
@@ -253,11 +235,7 @@ Pattern: TypeAlias = Gather | Reduce | NormOfSum
 
 
 def norm_of_sum(collective: Node, roots: dict[Node, Node]) -> NormOfSum:
-    """The pattern that begins at an all_reduce.
-
-    Raises:
-        LeftError: there is none.
-    """
+    """The pattern that begins at an all_reduce."""
     wait = _waited(collective)
     norm = norm_of(roots[wait]) if wait in roots else None
     if norm is None or norm.wait is not wait:
