@@ -33,12 +33,9 @@ _EAGER_EXPONENT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A candidate with its expected latency.
+    """A candidate with its expected latency, in µs comparable within one pool, and the relative noise of that.
 
-    Attributes:
-        row: the measurement behind it; of the nearer size, if predicted.
-        score: expected latency in µs, comparable within one pool.
-        noise: relative uncertainty of `score`.
+    `row` is the measurement behind it; of the nearer size, if predicted.
     """
 
     row: Row

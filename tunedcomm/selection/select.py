@@ -253,19 +253,17 @@ class _Lookup:
     def why_excluded(self, candidate: Candidate) -> str | None:
         """Why the candidate may not run this problem here under this policy, or None."""
         if candidate not in self.reasons:
-            numerics = self.catalog.numerics(candidate.op, candidate.variant)
-            reason: str | None
-            if numerics is None:
-                reason = f"variant {candidate.variant!r} is not known to this version of tunedcomm"
-            elif not admits(self.policy, numerics):
-                reason = f"numerics class {numerics!r} is not admitted by policy {self.policy!r}"
-            else:
-                reason = self.catalog.infeasible_reason(self.asked, candidate, by_name=False)
-                reason = reason or self._why_too_large(candidate)
-            self.reasons[candidate] = reason
+            self.reasons[candidate] = self._why_excluded(candidate)
         return self.reasons[candidate]
 
-    def _why_too_large(self, candidate: Candidate) -> str | None:
+    def _why_excluded(self, candidate: Candidate) -> str | None:
+        numerics = self.catalog.numerics(candidate.op, candidate.variant)
+        if numerics is None:
+            return f"variant {candidate.variant!r} is not known to this version of tunedcomm"
+        if not admits(self.policy, numerics):
+            return f"numerics class {numerics!r} is not admitted by policy {self.policy!r}"
+        if reason := self.catalog.infeasible_reason(self.asked, candidate, by_name=False):
+            return reason
         if self.max_sms is None or 0 <= (sms := self.catalog.num_blocks(self.asked, candidate)) <= self.max_sms:
             return None
         taken = f"takes {sms} SMs" if sms >= 0 else "takes an unknown number of SMs"

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +40,7 @@ from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy, forced_here
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
-from tunedcomm.integrations.fusion.match import LeftError, Node, find_norms
+from tunedcomm.integrations.fusion.match import LeftError, Node
 from tunedcomm.integrations.fusion.policy import WHEN, Payoff, Policy, Shards, When
 from tunedcomm.integrations.fusion.rewrite import Pattern, gathered_by, norm_of_sum, reduced_by
 from tunedcomm.spec import Mode, NumericsPolicy
@@ -48,9 +48,12 @@ from tunedcomm.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-_functional: Any = torch.ops._c10d_functional
-_GATHER, _SCATTER = _functional.all_gather_into_tensor.default, _functional.reduce_scatter_tensor.default
-_REDUCE = _functional.all_reduce.default
+# Collectives, in the order in which they are looked at, and the patterns that each may be part of.
+_PATTERNS: Mapping[Any, Sequence[Callable[[Node], Pattern | None]]] = {
+    torch.ops._c10d_functional.all_gather_into_tensor.default: (gathered_by,),
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: (reduced_by,),
+    torch.ops._c10d_functional.all_reduce.default: (norm_of_sum, reduced_by),
+}
 _INSTEAD = "call tunedcomm.ag_gemm and its like directly"
 
 
@@ -121,15 +124,9 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         """Rewrite a graph in place."""
         policies = self._policies()
         fused = False
-        for node in [node for node in graph.nodes if node.target is _GATHER]:
-            fused |= self._settle(graph, node, policies, [gathered_by])
-        for node in [node for node in graph.nodes if node.target is _SCATTER]:
-            fused |= self._settle(graph, node, policies, [functools.partial(reduced_by, scatters=True)])
-        roots = find_norms(graph)
-        normed_by = functools.partial(norm_of_sum, roots=roots)
-        for node in [node for node in graph.nodes if node.target is _REDUCE]:
-            followed = any(user in roots for user in node.users)
-            fused |= self._settle(graph, node, policies, [normed_by, reduced_by] if followed else [reduced_by])
+        for collective in _PATTERNS:
+            for node in graph.find_nodes(op="call_function", target=collective):
+                fused |= self._settle(graph, node, policies)
         if fused:
             graph.eliminate_dead_code()
             graph.lint()
@@ -184,7 +181,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
     def _shards(self, group: dist.ProcessGroup) -> Shards | None:
         return None if self._even_shards else Shards.of(group.group_name)
 
-    def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy], find: Sequence[Any]) -> bool:
+    def _settle(self, graph: fx.Graph, node: Node, policies: dict[str, Policy]) -> bool:
         """Fuse the best of the patterns that a collective is part of; True if there was one."""
         name, group = node.name, _group_name(node)
         if (policy := policies.get(group)) is None:
@@ -192,12 +189,12 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
             return False
         found: list[tuple[Payoff, Pattern]] = []
         left: list[FusionRecord] = []
-        for each in find:
+        for find in _PATTERNS[node.target]:
             op = ""
             try:
-                pattern: Pattern = each(node)
-                op = pattern.op
-                found.append((pattern.judge(policy), pattern))
+                if (pattern := find(node)) is not None:
+                    op = pattern.op
+                    found.append((pattern.judge(policy), pattern))
             except LeftError as error:
                 left.append(FusionRecord(name, op, error.problem, False, str(error)))
         found.sort(key=lambda pair: -pair[0].saved_us)

@@ -218,10 +218,11 @@ class Norm:
     added: tuple[Node, ...]
 
 
-def find_norms(graph: fx.Graph) -> dict[Node, Node]:
-    """The waited sums over ranks that norms are taken of, to the norms' square roots, by which `norm_of` finds them."""
-    roots = [node for node in graph.nodes if is_call(node, _aten.rsqrt.default)]
-    return {norm.wait: root for root in roots if (norm := norm_of(root)) is not None}
+def norm_behind(collective: Node) -> Norm | None:
+    """The last norm of what a collective sums."""
+    roots = collective.graph.find_nodes(op="call_function", target=_aten.rsqrt.default)
+    norms = [norm for root in roots if (norm := _norm_of(root)) is not None and norm.wait.args[0] is collective]
+    return norms[-1] if norms else None
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
@@ -275,7 +276,7 @@ def _with_casts(node: Node, least: torch.dtype) -> Iterator[Node]:
     yield from (user for user in node.users if _is_cast(user) and _holds(val(user).dtype, least))
 
 
-def norm_of(rsqrt: Node) -> Norm | None:
+def _norm_of(rsqrt: Node) -> Norm | None:
     """The norm with this square root, if it is one of a sum over ranks."""
     found = _squared(rsqrt)
     if found is None:

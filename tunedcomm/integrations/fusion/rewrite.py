@@ -21,7 +21,7 @@ from tunedcomm.integrations.fusion.match import (
     flat_users,
     hoist,
     is_call,
-    norm_of,
+    norm_behind,
     product_operands,
     reshaped,
     val,
@@ -174,9 +174,10 @@ class Reduce:
         erase_unused(graph, [self.product, *self.between, self.collective, self.wait])
 
 
-def reduced_by(collective: Node, *, scatters: bool = False) -> Reduce:
-    """The pattern that ends at a reducing collective, an all_reduce unless it scatters."""
+def reduced_by(collective: Node) -> Reduce:
+    """The pattern that ends at an all_reduce or a reduce_scatter."""
     wait = _waited(collective)
+    scatters = is_call(collective, torch.ops._c10d_functional.reduce_scatter_tensor.default)
     reduction = str(collective.args[1]).lower()
     if reduction not in (("sum", "avg") if scatters else ("sum",)):
         raise LeftError(f"it reduces by {reduction}")
@@ -234,12 +235,12 @@ class NormOfSum:
 Pattern: TypeAlias = Gather | Reduce | NormOfSum
 
 
-def norm_of_sum(collective: Node, roots: dict[Node, Node]) -> NormOfSum:
-    """The pattern that begins at an all_reduce."""
+def norm_of_sum(collective: Node) -> NormOfSum | None:
+    """The pattern that begins at an all_reduce; None where no norm follows."""
+    norm = norm_behind(collective)
+    if norm is None:
+        return None
     wait = _waited(collective)
-    norm = norm_of(roots[wait]) if wait in roots else None
-    if norm is None or norm.wait is not wait:
-        raise LeftError("no RMS norm of the sum follows")
     if str(collective.args[1]).lower() != "sum":
         raise LeftError(f"it reduces by {collective.args[1]}")
     check_sizes(val(norm.h).shape)
