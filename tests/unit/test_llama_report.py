@@ -1,4 +1,4 @@
-"""What is made of the model's measurements: bars, plot, and the environment that they are taken in."""
+"""What is made of the model's measurements: bars, and the environment that they are taken in."""
 
 from __future__ import annotations
 
