@@ -64,15 +64,15 @@ def windows(records: Iterable[Trial]) -> dict[Problem, Window]:
     """The finals of every problem where the library was measured beside them."""
     by_problem: dict[Problem, list[Row]] = {}
     for record in records:
-        if record.status == "ok" and record.final and record.latency_p50_us is not None:
+        if record.status == "ok" and record.final and record.baseline_p50_us and record.latency_p50_us is not None:
             by_problem.setdefault(record.problem, []).append(row_of(record))
-    found = {}
-    for problem, rows in by_problem.items():
-        baselines = [row.baseline_p50_us for row in rows if row.baseline_p50_us is not None]
-        if baselines:
-            challengers = {row.candidate: row for row in rows if not row.is_library and row.baseline_p50_us}
-            found[problem] = Window(challengers, statistics.median(baselines))
-    return found
+    return {
+        problem: Window(
+            {row.candidate: row for row in rows if not row.is_library},
+            statistics.median(row.baseline_p50_us for row in rows if row.baseline_p50_us),
+        )
+        for problem, rows in by_problem.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,10 @@ def pairs_of(eager: Mapping[Problem, Window], truth: Mapping[Problem, Window], *
     return found
 
 
-def lines(pairs: Sequence[Pair], truth: str, world_size: int, ran: CsvRow) -> list[CsvRow]:
-    """By size class, op and exponent."""
+def lines(pairs: Sequence[Pair], truth: str, world_size: int, where: Environment) -> list[CsvRow]:
+    """By size class, op and exponent, with columns of the machine that was measured and of this run."""
+    ran: dict[str, Any] = {name: getattr(where, name) for name in ("gpu", "torch", "triton", "nccl", "driver")}
+    ran |= {name: value for name, value in of_host().items() if name != "cpus"}
     found: list[CsvRow] = []
     for is_large in (True, False):
         sized = [pair for pair in pairs if pair.is_large == is_large]
@@ -145,24 +147,22 @@ def numbers(pairs: Sequence[Pair], exponent: float) -> dict[str, object]:
     freedom = (len(library) - len(pairs)) * (2 if pairs[0].is_again else 1)
     worst = max(pairs, key=lambda pair: pair.regret(exponent))
     errors = [error for pair in pairs for error in pair.errors(exponent)]
+    mean, at = statistics.mean(pair.regret(exponent) for pair in pairs), worst.problem
+    regrets = {
+        "regret_mean": f"{mean:.4f}",
+        "regret_worst": f"{worst.regret(exponent):.4f}",
+        "worst_at": f"{at.dtype} {format_shape(at.shape)}",
+    }
     return {
         "exponent": exponent,
         "problems": len(pairs),
         "candidates": len(library),
-        "regret_mean": "" if worst.is_again else f"{statistics.mean(pair.regret(exponent) for pair in pairs):.4f}",
-        "regret_worst": "" if worst.is_again else f"{worst.regret(exponent):.4f}",
-        "worst_at": "" if worst.is_again else f"{worst.problem.dtype} {format_shape(worst.problem.shape)}",
+        **(dict.fromkeys(regrets, "") if worst.is_again else regrets),
         "spread": f"{math.sqrt(sum(error**2 for error in errors) / freedom):.4f}",
         "library_spread": f"{math.sqrt(sum(value**2 for value in library) / freedom):.4f}",
         "fitted": f"{sum(map(operator.mul, library, own)) / sum(value**2 for value in library):.2f}",
         "past_library": sum(pair.eager.past_library(exponent) for pair in pairs),
     }
-
-
-def measured_with(where: Environment) -> dict[str, Any]:
-    """Columns of the machine that was measured and of the run that computes the table."""
-    gpu = {name: getattr(where, name) for name in ("gpu", "torch", "triton", "nccl", "driver")}
-    return {**gpu, **{name: value for name, value in of_host().items() if name != "cpus"}}
 
 
 def main() -> None:
@@ -172,11 +172,9 @@ def main() -> None:
     for world_size, path in SHIPPED.items():
         records = read_trials(path)
         here = windows(records)
-        ran = measured_with(records[0].environment)
-        table += lines(pairs_of(here, here, is_again=False), "graph", world_size, ran)
+        table += lines(pairs_of(here, here, is_again=False), "graph", world_size, records[0].environment)
     then, now = (read_trials(path) for path in TWICE)
-    pairs = pairs_of(windows(then), windows(now), is_again=True)
-    table += lines(pairs, "again", 2, measured_with(now[0].environment))
+    table += lines(pairs_of(windows(then), windows(now), is_again=True), "again", 2, now[0].environment)
     show(table, args.csv)
 
 

@@ -6,9 +6,12 @@
 The model has random weights and the real shapes, and PyTorch's own plans (`bench/llama_model.py`). Workloads: `prefill`
 of a sequence and `train`, a forward and a backward of it, with sequence parallelism; `decode_N`, a token of each of N
 sequences with key and value caches, with plain tensor parallelism. Forward steps are replayed CUDA graphs; `train` is
-called. Configurations (`--only`): `library_eager`, `library_compiled` and `async_tp_compiled` are PyTorch's own;
-`intercept_eager`, `intercept_compiled` and `fusion_compiled` are tunedcomm's. All have the same weights and are
-measured in turns. A configuration that cannot run here is a row with the reason; one that fails ends the run.
+called. `--tokens` are those of prefill and train, `--context` that of decode. Configurations: `library_eager`,
+`library_compiled` and `async_tp_compiled` are PyTorch's own; `intercept_eager`, `intercept_compiled` and
+`fusion_compiled` are tunedcomm's. `--only` and `--workload` take names separated by commas. All have the same weights
+and are measured in turns, `--rounds` of each. `--backend` is torch.compile's (inductor; tiny: aot_eager), `--fuse` the
+fusion pass's `when` (pays; tiny: always). A configuration that cannot run here is a row with the reason; one that fails
+ends the run. With `--check` a missed bar ends it with code 1.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 
@@ -47,7 +49,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from llama_model import LLAMA_70B, TINY, Plan, build, seeded  # noqa: E402
 from llama_report import COLUMNS, Row, line, verdicts  # noqa: E402
-from rows import append, of_run  # noqa: E402
+from rows import append, arguments, of_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
@@ -458,28 +460,19 @@ class Runner:
 
 
 def names_of(allowed: Sequence[str], text: str) -> list[str]:
+    """The names in a comma-separated text; ends with code 2 if one is unknown."""
     names = [name for name in text.split(",") if name]
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(allowed)}")
+        print(f"{', '.join(unknown)}: not among {', '.join(allowed)}", file=sys.stderr)
+        sys.exit(2)
     return names
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(CONFIGURATIONS)
-    parser.add_argument("--tiny", action="store_true", help="toy sizes in fp32 on CPUs, kernels interpreted")
-    parser.add_argument("--layers", type=int, help="decoder layers (4; tiny: 1)")
-    parser.add_argument("--tokens", type=int, default=4096, help="of prefill and train")
-    parser.add_argument("--context", type=int, default=1024, help="of decode, the new token included")
-    parser.add_argument("--only", type=lambda text: names_of(names, text), help="configurations, separated by commas")
-    parser.add_argument("--workload", type=lambda text: names_of(WORKLOADS, text), help="workloads, likewise")
-    parser.add_argument("--rounds", type=int, help="turns of each configuration")
-    parser.add_argument("--backend", help="of torch.compile (inductor; tiny: aot_eager)")
-    parser.add_argument("--fuse", choices=("pays", "always"), help="the fusion pass's `when` (pays; tiny: always)")
-    parser.add_argument("--csv", type=Path, help="rows are appended to it")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    asked = parser.parse_args()
+    options = {"rounds": 0, "backend": "", "fuse": "", "csv": None, "check": False}
+    asked = arguments(__doc__, tiny=False, layers=0, tokens=4096, context=1024, only="", workload="", **options)
+    asked.only, asked.workload = names_of(tuple(CONFIGURATIONS), asked.only), names_of(WORKLOADS, asked.workload)
     asked.layers = asked.layers or (1 if asked.tiny else 4)
     return asked
 
