@@ -1,7 +1,4 @@
-"""Symmetric memory, which peers address: `symmetric_empty`, `register_symmetric` and `all_gather_with_progress`.
-
-`all_gather_with_progress` gathers into symmetric memory, and a kernel may read what has come chunk by chunk meanwhile.
-"""
+"""Symmetric memory, which peers address: `symmetric_empty`, `register_symmetric` and `all_gather_with_progress`."""
 
 from __future__ import annotations
 
@@ -115,16 +112,30 @@ class GatherProgress:
     num_chunks: int
     kernel_arguments: tuple[int, int, int]
     _gathers: _Gathers = field(repr=False)
-    _mode: Mode = field(repr=False)
+    _problem: Problem = field(repr=False)
     _aside: bool = field(repr=False)
     _num_blocks: int = field(repr=False)
-    _stream: int = field(repr=False)
-    _x: torch.Tensor | None = field(repr=False)
+    _stream: int = field(repr=False)  # that it was begun on
+    _x: torch.Tensor | None = field(repr=False)  # None once it has ended
 
     def rows_of(self, source: int, chunk: int) -> slice:
         """Rows of the output that chunk `chunk` of rank `source` fills."""
         first = source * self.num_rows + chunk * self.chunk_rows
         return slice(first, min(first + self.chunk_rows, (source + 1) * self.num_rows))
+
+    def _begin(self, x: torch.Tensor, peers: tuple[int, ...]) -> None:
+        gathers, mode = self._gathers, self._problem.mode
+        before = gathers.under_way.pop(mode, None)
+        if before is not None:
+            before.finish()
+        extents = (x.nbytes, self.chunk_rows * (x.nbytes // self.num_rows), self.num_chunks)
+        places = (x.data_ptr(), self.out.data_ptr(), peers)
+
+        def launch(inputs: object, outputs: object, stream: int) -> None:
+            gathers.sender.send(mode, stream, extents, *places, num_blocks=self._num_blocks, aside=self._aside)
+
+        gathers.communicator.guarded(self._problem, launch)((x,), (self.out,), self._stream)
+        gathers.under_way[mode] = self
 
     def finish(self) -> torch.Tensor:
         """Hold the current stream back until everything is sent and received; the output, which is complete then.
@@ -135,9 +146,24 @@ class GatherProgress:
         Raises:
             UnsupportedInputError: begun in a capture and ended outside of it, or the other way round.
         """
-        if self._x is not None:
-            self._gathers.end(self)
-            self._x = None
+        if self._x is None:
+            return self.out
+        gathers, mode, capturing = self._gathers, self._problem.mode, self._problem.mode == "graph"
+        if is_capturing() is not capturing:
+            raise UnsupportedInputError(f"a gather of {_OP} must end in the capture that it began in, if in any")
+        now = gathers.stream()
+        gathers.communicator.order_streams(capturing, now)
+
+        def launch(inputs: object, outputs: object, stream: int) -> None:
+            begun_on = stream if capturing else self._stream  # a capture may not leave it unjoined
+            gathers.sender.end(
+                mode, stream, self.num_chunks, num_blocks=self._num_blocks, aside=self._aside, begun_on=begun_on
+            )
+
+        gathers.communicator.in_turn(self._problem, launch)((), (), now)
+        if gathers.under_way.get(mode) is self:
+            del gathers.under_way[mode]
+        self._x = None
         return self.out
 
 
@@ -145,61 +171,14 @@ class _Gathers:
     """State that the gathers of one group share."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = weakref.ref(communicator)
-        workspace = communicator.workspace
-        assert workspace is not None
+        assert communicator.workspace is not None
+        self.communicator: Communicator = weakref.proxy(communicator)
         areas = allocate(communicator.group, communicator.device, AREA_BYTES * len(LANES))
-        self.sender = Sender(workspace, areas)
-        self._under_way: dict[Mode, GatherProgress] = {}
-
-    @property
-    def communicator(self) -> Communicator:
-        found = self._communicator()
-        assert found is not None
-        return found
+        self.sender = Sender(communicator.workspace, areas)
+        self.under_way: dict[Mode, GatherProgress] = {}
 
     def stream(self) -> int:
-        communicator = self.communicator
-        return raw_stream(communicator.device_index) if communicator.device.type == "cuda" else 0
-
-    def _problem(self, gather: GatherProgress) -> Problem:
-        world_size = self.communicator.world_size
-        shape = (gather.out.nbytes // world_size,)
-        return Problem("all_gather", shape, "uint8", world_size, reduction="", mode=gather._mode)
-
-    def begin(self, gather: GatherProgress, nbytes: int, peers: tuple[int, ...]) -> None:
-        """Launch; the gather before is ended first."""
-        before = self._under_way.pop(gather._mode, None)
-        if before is not None:
-            before.finish()
-        assert gather._x is not None
-        row = nbytes // gather.num_rows
-        extents = (nbytes, gather.chunk_rows * row, gather.num_chunks)
-        x, out = gather._x.data_ptr(), gather.out.data_ptr()
-        mode, num_blocks, aside = gather._mode, gather._num_blocks, gather._aside
-
-        def launch(inputs: object, outputs: object, stream: int) -> None:
-            self.sender.send(mode, stream, extents, x, out, peers, num_blocks=num_blocks, aside=aside)
-
-        communicator = self.communicator
-        communicator.guarded(self._problem(gather), launch)((gather._x,), (gather.out,), gather._stream)
-        self._under_way[gather._mode] = gather
-
-    def end(self, gather: GatherProgress) -> None:
-        mode, stream, communicator = gather._mode, self.stream(), self.communicator
-        if is_capturing() is not (mode == "graph"):
-            raise UnsupportedInputError(f"a gather of {_OP} must end in the capture that it began in, if in any")
-        communicator.order_streams(mode == "graph", stream)
-
-        def launch(inputs: object, outputs: object, stream: int) -> None:
-            begun_on = gather._stream if mode == "eager" else stream  # a capture may not leave it unjoined
-            self.sender.end(
-                mode, stream, gather.num_chunks, num_blocks=gather._num_blocks, aside=gather._aside, begun_on=begun_on
-            )
-
-        communicator.in_turn(self._problem(gather), launch)((), (), stream)
-        if self._under_way.get(gather._mode) is gather:
-            del self._under_way[gather._mode]
+        return raw_stream(self.communicator.device_index) if self.communicator.device.type == "cuda" else 0
 
 
 _gathers: weakref.WeakKeyDictionary[Communicator, _Gathers] = weakref.WeakKeyDictionary()
@@ -298,8 +277,9 @@ def all_gather_with_progress(
     gathers = _prepared(communicator, num_blocks, capturing)
     mode: Mode = "graph" if capturing else "eager"
     communicator.order_streams(capturing, gathers.stream())
-    rows = x.shape[0]
+    rows, shape = x.shape[0], (x.nbytes,)
     chunk_rows = -(-rows // num_chunks)
+    taken = x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format)
     gather = GatherProgress(
         out=out,
         num_rows=rows,
@@ -311,13 +291,13 @@ def all_gather_with_progress(
             gathers.sender.status(mode),
         ),
         _gathers=gathers,
-        _mode=mode,
+        _problem=Problem("all_gather", shape, "uint8", communicator.world_size, reduction="", mode=mode),
         _aside=aside,
         _num_blocks=num_blocks,
         _stream=gathers.stream(),
-        _x=x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format),
+        _x=taken,
     )
-    gathers.begin(gather, x.nbytes, communicator.workspace.peers_of(out))
+    gather._begin(taken, communicator.workspace.peers_of(out))
     if communicator.device.type == "cpu":
         communicator.check_peers()
     return gather
