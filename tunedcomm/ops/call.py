@@ -30,17 +30,13 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_f
 from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.ops.checks import (
-    check_apart,
-    check_differentiable,
-    check_input,
-    check_out,
-    goes_by_operator,
-)
+from tunedcomm.ops.checks import check_apart, check_differentiable, check_input, check_out, goes_by_operator
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
 Tensors: TypeAlias = tuple[Any, ...]
 Group: TypeAlias = "dist.ProcessGroup | None"
+# Shape and dtype of every output.
+Results: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
 # What a call returns: a tensor, or a tuple of them where an op has several results.
 Result = TypeVar("Result")
 # (inputs…, outputs…, options…, numerics, max_sms) to the result, or None where the call differs from the one before.
@@ -143,7 +139,7 @@ class Form(ABC):
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         """The problem of a call that was checked: eager, on plain inputs, out of place."""
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         """Shape and dtype of every output; by default those of the first input."""
         return [(tuple(inputs[0].shape), inputs[0].dtype)]
 
@@ -449,23 +445,32 @@ class CallPath(Generic[Result]):
         plan = self._launch(communicator, served, targets, asked)
         return plan if served is inputs else None
 
-    def _check(
-        self, inputs: Tensors, outputs: Tensors, asked: Asked, world_size: int
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Refuse what no variant takes, with the way out; shape and dtype of every output."""
-        form, x, device = self.form, inputs[0], inputs[0].device
+    def results(
+        self, inputs: Tensors, options: Any, world_size: int, numerics: NumericsPolicy, max_sms: int | None
+    ) -> Results:
+        """Shape and dtype of every output, from shapes, dtypes and devices alone.
+
+        Raises:
+            UnsupportedInputError: no variant takes such a call; says what to do.
+        """
+        form, x = self.form, inputs[0]
         for name, tensor in zip(self._names, inputs, strict=True):
             if tensor is not None:
                 check_input(form.op, tensor, name)
-                if tensor is not x and tensor.device != device:
+                if tensor is not x and tensor.device != x.device:
                     raise UnsupportedInputError(
-                        f"{name} of {form.op} is on {tensor.device}, {self._names[0]} on {device}; move one to the "
+                        f"{name} of {form.op} is on {tensor.device}, {self._names[0]} on {x.device}; move one to the "
                         "other's device"
                     )
-        check_policy(asked.numerics)
-        check_max_sms(asked.max_sms)
-        form.check(inputs, asked.options, world_size)
-        wanted = form.results(inputs, asked.options, world_size)
+        check_policy(numerics)
+        check_max_sms(max_sms)
+        form.check(inputs, options, world_size)
+        return form.results(inputs, options, world_size)
+
+    def _check(self, inputs: Tensors, outputs: Tensors, asked: Asked, world_size: int) -> Results:
+        """Refuse what no variant takes, with the way out; shape and dtype of every output."""
+        form, x = self.form, inputs[0]
+        wanted = self.results(inputs, asked.options, world_size, asked.numerics, asked.max_sms)
         for number, (name, output) in enumerate(zip(form.outputs, outputs, strict=True)):
             if output is None:
                 continue

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_reduce_rms_norm.op import add_and_norm, eps_bits
 from tunedcomm.kernels.all_to_all.op import layout_of
-from tunedcomm.ops.call import CallPath, Form, Tensors, problem_of, world
+from tunedcomm.ops.call import CallPath, Form, Results, Tensors, problem_of, world
 from tunedcomm.ops.checks import (
     FLOATS,
     INTEGERS,
@@ -161,7 +161,7 @@ class _AllGather(Form):
         # The gradient is a reduce_scatter: of the parts where numbers are complex, and of none in 8 bits.
         return "" if x.is_complex() or x.dtype in FLOATS else f"{self.op} of {x.dtype}"
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         x = inputs[0]
         shape = list(x.shape) or [1]
         shape[options[0]] *= world_size
@@ -234,7 +234,7 @@ class _ReduceScatter(_Reduction):
         shape = (x.numel() // world_size,)
         return problem_of(self.op, shape, _REDUCED[x.dtype], world_size, reduction=options[0], mode="eager")
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         x = inputs[0]
         dim = normal_dim(self.op, x, options[1])
         extent = x.shape[dim] if x.dim() else 1
@@ -392,7 +392,7 @@ class _AllToAllV(Form):
     def is_bounded(self, options: Any) -> bool:
         return options[2] is not None
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         return [((sum(options[1]), *inputs[0].shape[1:]), inputs[0].dtype)]
 
     def is_idle(self, inputs: Tensors, results: Tensors, options: Any) -> bool:
@@ -597,7 +597,7 @@ class _AllReduceRmsNorm(Form):
         shape = (x.numel() // hidden, hidden)
         return problem_of(self.op, shape, FLOATS[x.dtype], world_size, layout=layout, scaling=scaling, mode="eager")
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         x, shape = inputs[0], tuple(inputs[0].shape)
         return [(shape, options[1] or x.dtype), (shape, x.dtype)]
 

@@ -22,15 +22,19 @@ from torch.compiler import is_dynamo_compiling
 from tunedcomm.dispatch.communicator import Communicator
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.gemm.op import Wanted, layout_of, operands_of, product
-from tunedcomm.ops.call import Asked, CallPath, Form, Group, Tensors, call_operator, group_arguments, problem_of, world
-from tunedcomm.ops.checks import (
-    FLOATS,
-    check_differentiable,
-    check_fits,
-    check_reduction,
-    goes_by_operator,
-    is_nk,
+from tunedcomm.ops.call import (
+    Asked,
+    CallPath,
+    Form,
+    Group,
+    Results,
+    Tensors,
+    call_operator,
+    group_arguments,
+    problem_of,
+    world,
 )
+from tunedcomm.ops.checks import FLOATS, check_differentiable, check_fits, check_reduction, goes_by_operator, is_nk
 from tunedcomm.ops.collectives import all_gather
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -160,7 +164,7 @@ class GemmForm(Form):
         """Dimensions whose product is M."""
         return tuple(a.shape[:-1])
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         a, b = inputs[:2]
         leading = self.leading(a, world_size)
         found = [((*leading, b.shape[1]), out_dtype_of(a, options[0])), ((*leading, a.shape[-1]), a.dtype)]
@@ -292,7 +296,7 @@ class _AgGemmList(_AgGemm):
         if len(set(kinds)) > 1:
             raise UnsupportedInputError(f"scales of {self.op} are {kinds}; they must be of one kind for all b")
 
-    def results(self, inputs: Tensors, options: Any, world_size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def results(self, inputs: Tensors, options: Any, world_size: int) -> Results:
         each = [_gathered.form.results(one, options, world_size) for one in self.each(inputs)]
         return [*(product for product, _ in each), each[0][1]]
 

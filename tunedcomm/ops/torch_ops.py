@@ -27,18 +27,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed import distributed_c10d
 
-from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
 from tunedcomm.errors import GroupError, UnsupportedInputError
 from tunedcomm.ops import collectives, gemm  # noqa: F401 - fills the table of paths
 from tunedcomm.ops.autograd import FORMULAS
-from tunedcomm.ops.call import CallPath, detached, paths
-from tunedcomm.ops.checks import check_differentiable, check_fits, check_input
+from tunedcomm.ops.call import CallPath, Results, detached, paths
+from tunedcomm.ops.checks import check_differentiable, check_fits
 
 NAMESPACE = "tunedcomm"
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _c10d: Any = distributed_c10d
 Tensors: TypeAlias = Sequence[Any]
-Results: TypeAlias = "list[tuple[tuple[int, ...], torch.dtype]]"
 
 
 class Asked(NamedTuple):
@@ -92,18 +90,8 @@ class Operator:
         return result
 
     def results(self, inputs: Tensors, asked: Asked) -> Results:
-        """Shape and dtype of every output, from shapes and dtypes alone.
-
-        Raises:
-            UnsupportedInputError: no variant takes such inputs.
-        """
-        for name, tensor in zip(self.form.inputs, inputs, strict=True):
-            if tensor is not None:
-                check_input(self.name, tensor, name)
-        check_policy(asked.numerics)
-        check_max_sms(asked.max_sms)
-        self.form.check(tuple(inputs), asked.options, asked.group_size)
-        return self.form.results(tuple(inputs), asked.options, asked.group_size)
+        """Shape and dtype of every output; refuses what the public function would."""
+        return self.path.results(tuple(inputs), asked.options, asked.group_size, asked.numerics, asked.max_sms)
 
     def declaration(self, *, mutated: bool) -> str:
         """The arguments, the first of which may be mutated."""
