@@ -14,7 +14,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
-from tunedcomm.selection.select import Decision, Registered, choose
+from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops, variants
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings
@@ -40,16 +40,12 @@ class Winner:
     """Dispatch's answer at a measured problem under at least one numerics policy.
 
     Attributes:
-        problem, candidate: what it answers, and to what.
-        policies: numerics policies that it is the answer under.
-        latency_us, library_us: what is stored of it and of the library, comparable with each other; None where the
-            library was never measured beside it.
+        problem, candidate, policies: where it is the answer.
+        latency_us, library_us: as stored, comparable with each other; None if the library was not measured beside it.
         noise: relative uncertainty of `latency_us`.
-        measured_us: what it took itself, in the run that it was measured in.
+        measured_us: its own time in the run in which it was measured.
         uncertainty: by how much `measured_us` may differ in another run of the same machine, as a share.
-        environment: where it was measured.
-        layer: name of the layer that holds it.
-        created_at: when it was measured, ISO 8601 in UTC.
+        environment, layer, created_at: where and when (ISO 8601 in UTC) it was measured.
         is_drift: it was measured under other software.
     """
 
@@ -79,12 +75,7 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Stored rows of one problem.
-
-    Attributes:
-        winners: the default policy's first.
-        runner_up: the fastest other challenger under the default policy, if there is one.
-    """
+    """Winners of one problem, the default policy's first, and the fastest other challenger under that policy."""
 
     winners: tuple[Winner, ...]
     runner_up: Candidate | None
@@ -101,11 +92,8 @@ def uncertainty(row: Row) -> float:
     In graphs that is `noise`. An eager call of a small message takes what the host takes, and what moves a host lasts
     longer than a run: many samples of one run say little about the next. So all of half the 10-90 spread counts.
     """
-    known = row.latency_p10_us is not None and row.latency_p90_us is not None
-    if row.problem.mode != "eager" or not known:
+    if row.problem.mode != "eager" or row.latency_p10_us is None or row.latency_p90_us is None:
         return noise(row)
-    assert row.latency_p10_us is not None
-    assert row.latency_p90_us is not None
     return max(noise(row), (row.latency_p90_us - row.latency_p10_us) / (2 * row.latency_p50_us))
 
 
@@ -119,68 +107,51 @@ def stored_winners(
 
     A problem is left out if nothing that was measured at it may be used any more, e.g. since its kernels have changed.
     """
-    measured = replace(snapshot, pins=())
-    known = ops()
+    measured, registered, known = replace(snapshot, pins=()), Registered(limits, source_hash), ops()
     problems = sorted({row.problem for row in snapshot.rows if row.problem.op in known and wanted(row.problem)})
-    found = {problem: _stored(measured, problem, limits, source_hash) for problem in problems}
-    return {problem: stored for problem, stored in found.items() if stored is not None}
+    found = {problem: _stored(measured, problem, registered) for problem in problems}
+    return {problem: stored for problem, stored in found.items() if stored.winners}
 
 
-def _stored(
-    snapshot: Snapshot, problem: Problem, limits: Limits, source_hash: Callable[[str, str], str | None]
-) -> Stored | None:
-    here = snapshot.environment.hard_key
+def _stored(snapshot: Snapshot, problem: Problem, registered: Registered) -> Stored:
+    """The winners from measurements of this very problem, on this hardware and of the kernels as they are."""
     rows = {
         row.candidate: row
         for row in snapshot.family_rows(problem)
         if row.problem == problem
-        and row.environment.hard_key == here
-        and (row.is_library or source_hash(problem.op, row.candidate.variant) == row.source_hash)
+        and row.environment.hard_key == snapshot.environment.hard_key
+        and (row.is_library or registered.source_hash(problem.op, row.candidate.variant) == row.source_hash)
     }
-    decisions: dict[Candidate, Decision] = {}
-    policies: dict[Candidate, list[NumericsPolicy]] = {}
+    found: dict[Candidate, Winner] = {}
+    runner_up = None
     for policy in _POLICIES:
-        decision = _decide(snapshot, problem, limits, source_hash, policy)
-        if decision is not None and decision.candidate in rows and decision.latency_us is not None:
-            decisions.setdefault(decision.candidate, decision)
-            policies.setdefault(decision.candidate, []).append(policy)
-    if not decisions:
-        return None
-    winners = [_winner(problem, decision, rows[c], policies[c]) for c, decision in decisions.items()]
-    return Stored(tuple(winners), next(iter(decisions.values())).runner_up)
-
-
-def _decide(
-    snapshot: Snapshot,
-    problem: Problem,
-    limits: Limits,
-    source_hash: Callable[[str, str], str | None],
-    policy: NumericsPolicy,
-) -> Decision | None:
-    """Dispatch's answer from measurements of this very problem; None if it has none."""
-    try:
-        decision = choose(snapshot, problem, Registered(limits, source_hash), policy=policy)
-    except InfeasibleError:  # nothing that the policy admits is known
-        return None
-    return decision if decision.source == "exact" else None
-
-
-def _winner(problem: Problem, decision: Decision, row: Row, policies: Iterable[NumericsPolicy]) -> Winner:
-    assert decision.latency_us is not None
-    return Winner(
-        problem=problem,
-        candidate=decision.candidate,
-        policies=tuple(policies),
-        latency_us=decision.latency_us,
-        library_us=decision.library_us,
-        noise=noise(row),
-        measured_us=row.latency_p50_us,
-        uncertainty=uncertainty(row),
-        environment=row.environment,
-        layer=row.layer,
-        created_at=row.created_at,
-        is_drift=row.drift,
-    )
+        try:
+            decision = choose(snapshot, problem, registered, policy=policy)
+        except InfeasibleError:  # nothing that the policy admits is known
+            continue
+        candidate, row = decision.candidate, rows.get(decision.candidate)
+        if decision.source != "exact" or row is None or decision.latency_us is None:
+            continue
+        if candidate in found:
+            found[candidate] = replace(found[candidate], policies=(*found[candidate].policies, policy))
+            continue
+        if not found:
+            runner_up = decision.runner_up
+        found[candidate] = Winner(
+            problem=problem,
+            candidate=candidate,
+            policies=(policy,),
+            latency_us=decision.latency_us,
+            library_us=decision.library_us,
+            noise=noise(row),
+            measured_us=row.latency_p50_us,
+            uncertainty=uncertainty(row),
+            environment=row.environment,
+            layer=row.layer,
+            created_at=row.created_at,
+            is_drift=row.drift,
+        )
+    return Stored(tuple(found.values()), runner_up)
 
 
 def candidates_to_measure(stored: Mapping[Problem, Stored]) -> dict[Problem, tuple[Candidate, ...]]:
@@ -208,7 +179,6 @@ def candidates_to_measure(stored: Mapping[Problem, Stored]) -> dict[Problem, tup
 
 
 Verdict: TypeAlias = Literal["ok", "tied", "drifted", "slower", "failed", "unmeasured"]
-_WRONG = frozenset({"drifted", "slower", "failed", "unmeasured"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,14 +187,13 @@ class Verified:
 
     Attributes:
         winner: as it was stored.
-        verdict: `ok`; `tied`: it is as fast as the library within the noise, which will serve instead; `drifted`: it
-            takes longer than it did, by itself and against the library, and by more than is tolerated; `slower`: it is
-            slower than the library, beyond the noise; `failed`: it does not run or is not right; `unmeasured`: it was
-            not tried.
+        verdict: `ok`; `tied`: as fast as the library within the noise, which will serve instead; `drifted`: it takes
+            longer than it did, by itself and against the library, beyond the tolerance; `slower`: slower than the
+            library, beyond the noise; `failed`: it does not run or is not right; `unmeasured`: it was not tried.
         why: one sentence.
         latency_us, library_us: of it and of the library in one interleaved run; None where there is none.
         noise: relative uncertainty of `latency_us`; None where there is none.
-        faster: what was measured too and is faster now, by itself and against the library, beyond the noise.
+        faster: another candidate that is faster now, by itself and against the library, beyond the noise.
         faster_us: its latency, comparable with `latency_us`.
     """
 
@@ -240,7 +209,7 @@ class Verified:
     @property
     def is_wrong(self) -> bool:
         """True if somebody should look at it."""
-        return self.verdict in _WRONG
+        return self.verdict not in ("ok", "tied")
 
     @property
     def ratio(self) -> float | None:
@@ -250,19 +219,15 @@ class Verified:
         return self.latency_us / self.library_us
 
 
-def judge(winner: Winner, records: Iterable[Trial], *, tolerance: float) -> Verified:
-    """Compare a winner with the trials that were made now.
+def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Verified:
+    """Compare a winner with all trials of the verification, given in order.
 
-    Args:
-        winner: as it was stored.
-        records: all trials of the verification, in order.
-        tolerance: how much slower it may have become besides the noise, as a share.
+    `tolerance` is how much slower it may have become besides the noise, as a share.
     """
-    found = list(records)
-    latest = {record.candidate: record for record in found if record.problem == winner.problem}
+    latest = {record.candidate: record for record in records if record.problem == winner.problem}
     mine = latest.get(winner.candidate)
     if mine is None:
-        return Verified(winner=winner, verdict="unmeasured", why=_why_unmeasured(winner, found))
+        return Verified(winner=winner, verdict="unmeasured", why=_why_unmeasured(winner, records))
     if mine.status != "ok" or mine.latency_p50_us is None:
         return Verified(winner=winner, verdict="failed", why=f"{mine.status}: {mine.reason}")
     library_us = mine.latency_p50_us if winner.is_library else mine.baseline_p50_us
@@ -271,7 +236,7 @@ def judge(winner: Winner, records: Iterable[Trial], *, tolerance: float) -> Veri
         return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=mine.latency_p50_us)
     now = _row(mine)
     verdict, why = _compare(winner, now, library_us, tolerance)
-    faster, faster_us = _faster(winner, list(latest.values()), now, library_us)
+    faster, faster_us = _faster(winner, latest.values(), now, library_us)
     return Verified(
         winner=winner,
         verdict=verdict,
@@ -308,7 +273,7 @@ def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> t
     return "ok", "as fast against the library as it was" if winner.ratio is not None else "faster than the library"
 
 
-def _why_unmeasured(winner: Winner, records: list[Trial]) -> str:
+def _why_unmeasured(winner: Winner, records: Sequence[Trial]) -> str:
     lost = [r for r in records if r.variant == winner.candidate.variant and r.status in LOST]
     if lost:
         where = "; ".join(f"{record.status} at {record.problem}" for record in lost)
@@ -318,25 +283,24 @@ def _why_unmeasured(winner: Winner, records: list[Trial]) -> str:
 
 
 def _faster(
-    winner: Winner, records: list[Trial], mine: Row, library_us: float
+    winner: Winner, records: Iterable[Trial], mine: Row, library_us: float
 ) -> tuple[Candidate | None, float | None]:
     """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise.
 
     Each was timed beside the library, but not beside the winner: it must be faster as it was timed, and by its ratio to
     the library.
     """
-    best: tuple[float, Candidate] | None = None
+    found: list[tuple[float, Candidate]] = []
     for record in records:
         may_run = all(admits(policy, record.numerics) for policy in winner.policies)
         is_other = record.candidate != winner.candidate and record.variant != "library"
-        if not (may_run and is_other and record.status == "ok" and record.latency_p50_us and record.baseline_p50_us):
-            continue
-        score = record.latency_p50_us / record.baseline_p50_us * library_us
-        uncertain = max(uncertainty(_row(record)), uncertainty(mine))
-        clearly = max(score, record.latency_p50_us) * (1 + uncertain) < mine.latency_p50_us
-        if clearly and (best is None or score < best[0]):
-            best = (score, record.candidate)
-    return (None, None) if best is None else (best[1], best[0])
+        if may_run and is_other and record.status == "ok" and record.latency_p50_us and record.baseline_p50_us:
+            score = record.latency_p50_us / record.baseline_p50_us * library_us
+            uncertain = max(uncertainty(_row(record)), uncertainty(mine))
+            if max(score, record.latency_p50_us) * (1 + uncertain) < mine.latency_p50_us:
+                found.append((score, record.candidate))
+    score_us, candidate = min(found, key=lambda scored: scored[0], default=(None, None))
+    return candidate, score_us
 
 
 def _row(record: Trial) -> Row:
@@ -347,10 +311,10 @@ def _row(record: Trial) -> Row:
 
 
 class Recheck(Coordinator):
-    """A coordinator whose work is known once the first gang has said where it runs, see `begin`.
+    """A coordinator of finals alone, which are known once the first gang has said where it runs, see `begin`.
 
-    Nothing that is stored counts as measured: every candidate is checked in full and timed again, beside the library.
-    What crashes or hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
+    No stored trial counts: every candidate is checked in full and timed again, beside the library. What crashes or
+    hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -359,12 +323,9 @@ class Recheck(Coordinator):
     def begin(
         self, candidates: Mapping[Problem, Sequence[Candidate]], must: Collection[tuple[Problem, Candidate]]
     ) -> None:
-        """Say what to measure, before the first command is asked for.
+        """Set the candidates of each problem besides the library, before the first command is asked for.
 
-        Args:
-            candidates: of each problem, besides the library.
-            must: those of a problem that are tried even if they took a gang along at another size: nobody else finds
-                out what they do there.
+        `must` are tried even if they took a gang along at another size.
         """
         self._families, self._searches = families(candidates), dict.fromkeys(candidates)
         for family in self._families:
