@@ -147,10 +147,8 @@ def take_rounds(
         first: the first round's number, where rounds are taken one by one.
     """
     orders = [order_of_round(first + number, len(contenders)) for number in range(rounds)]
-    if stream is None:
-        return _host_rounds(gang, contenders, orders)
-    with torch.cuda.stream(stream):
-        if contenders[0].eager:
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        if stream is None or contenders[0].eager:
             return _eager_rounds(gang, contenders, orders, stream)
         return _replay_rounds(gang, contenders, orders, stream)
 
@@ -191,31 +189,23 @@ def _replay_rounds(
 
 
 def _eager_rounds(
-    gang: HasDeviceBarrier, contenders: Sequence[Contender], orders: Sequence[Sequence[int]], stream: torch.cuda.Stream
+    gang: HasDeviceBarrier,
+    contenders: Sequence[Contender],
+    orders: Sequence[Sequence[int]],
+    stream: torch.cuda.Stream | None,
 ) -> list[list[float]]:
+    """By the host's clock, and without a stream (None) on the host itself."""
     times: list[list[float]] = [[] for _ in contenders]
     for order in orders:
         for index in order:
             contender = contenders[index]
             gang.device_barrier()
-            stream.synchronize()
+            if stream is not None:
+                stream.synchronize()
             begin = time.perf_counter()
             contender.run()
-            stream.synchronize()
-            times[index].append((time.perf_counter() - begin) * 1e6 / contender.calls)
-    return times
-
-
-def _host_rounds(
-    gang: HasDeviceBarrier, contenders: Sequence[Contender], orders: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    times: list[list[float]] = [[] for _ in contenders]
-    for order in orders:
-        for index in order:
-            contender = contenders[index]
-            gang.device_barrier()
-            begin = time.perf_counter()
-            contender.run()
+            if stream is not None:
+                stream.synchronize()
             times[index].append((time.perf_counter() - begin) * 1e6 / contender.calls)
     return times
 

@@ -18,6 +18,7 @@ from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
 from tunedcomm.tuner.gang.group import Gang, Trouble, Vote
 from tunedcomm.tuner.gang.protocol import (
     LOST,
+    TOO_LARGE,
     Command,
     Latency,
     Settings,
@@ -240,6 +241,21 @@ class _Bound:
     odd: tuple[tuple[Bench, Launch], ...]
 
 
+class _RefusedError(Exception):
+    """A trial ends here, by a vote: every rank raises this at the same place."""
+
+    def __init__(self, vote: Vote) -> None:
+        super().__init__(vote.reason)
+        self.vote = vote
+
+
+def _accept(vote: Vote) -> Vote:
+    """The vote, if it found no trouble."""
+    if vote.trouble:
+        raise _RefusedError(vote)
+    return vote
+
+
 class TrialRunner:
     """Runs a gang's trials on one rank.
 
@@ -256,6 +272,8 @@ class TrialRunner:
         self._odd: list[Bench] = []
         self._fits: set[bool] = set()  # for which checks, full or not, the bench is made
         self._compiles = CompileCount()
+        # Of the trial under way: the error that its check found, and what binding took.
+        self._error: float | None = None
         self._bind_s, self._num_compiled = 0.0, 0
 
     def run(self, command: Command) -> TrialResult:
@@ -263,17 +281,19 @@ class TrialRunner:
         problem, candidate = command.problem, command.candidate
         assert problem is not None
         assert candidate is not None
-        self._bind_s, self._num_compiled = 0.0, 0
+        self._error, self._bind_s, self._num_compiled = None, 0.0, 0
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._report("work", command.baseline or candidate)
-            bench, vote = self._bench_for(problem, full=command.full_check)
-            if vote.trouble:
-                return TrialResult(status=vote.trouble.status, reason=vote.reason)
-            if command.baseline is not None and command.baseline not in (bench.baseline, candidate):
-                self._prepare_baseline(bench, command.baseline)
-            self._report("trial", candidate)
-            outcome = self._trial(bench, candidate, command)
-            if outcome.status not in LOST:
+            try:
+                bench = self._bench_for(problem, full=command.full_check)
+                if command.baseline is not None and command.baseline not in (bench.baseline, candidate):
+                    self._prepare_baseline(bench, command.baseline)
+                self._report("trial", candidate)
+                outcome = self._trial(bench, candidate, command)
+            except _RefusedError as refused:
+                vote = refused.vote
+                outcome = TrialResult(status=vote.trouble.status, reason=vote.reason, error=self._error)
+            if outcome.status not in (*LOST, TOO_LARGE):
                 outcome = self._left_clean(problem, outcome)
         return replace(outcome, bind_s=self._bind_s, compiled=self._num_compiled)
 
@@ -294,8 +314,8 @@ class TrialRunner:
     def _report(self, event: str, candidate: Candidate) -> None:
         self._gang.report(event, candidate)
 
-    def _bench_for(self, problem: Problem, *, full: bool) -> tuple[Bench, Vote]:
-        """The problem's tensors; the vote is whether every rank has the memory for them.
+    def _bench_for(self, problem: Problem, *, full: bool) -> Bench:
+        """The problem's tensors, if every rank has the memory for them.
 
         A vote after each step, so that no rank waits in the next one for a rank that has none.
         """
@@ -305,7 +325,7 @@ class TrialRunner:
             self._bench = Bench(self._gang, problem, seed, self._stream)
         bench = self._bench
         if full in self._fits:
-            return bench, Vote()
+            return bench
         if full:
             shapes = check.odd_problems(bench.op, problem)
             self._odd = [Bench(self._gang, p, seed, self._stream, slot=1 + i) for i, p in enumerate(shapes)]
@@ -328,9 +348,9 @@ class TrialRunner:
             vote = self._try_memory(step)
             if vote.trouble:
                 self._drop_bench()
-                return bench, vote
+                raise _RefusedError(vote)
         self._fits |= {full, False}
-        return bench, Vote()
+        return bench
 
     def _try_memory(self, action: Callable[[], None]) -> Vote:
         trouble, reason = Trouble.NONE, ""
@@ -350,19 +370,17 @@ class TrialRunner:
 
     def _trial(self, bench: Bench, candidate: Candidate, command: Command) -> TrialResult:
         ordered = get_variant(candidate.op, candidate.variant).numerics == "ordered"
-        vote, bound = self._bind(bench, candidate, full=command.full_check)
-        if vote.trouble or bound is None:
-            return TrialResult(status=vote.trouble.status, reason=vote.reason)
+        bound = self._bind(bench, candidate, full=command.full_check)
         self._report("run", candidate)
         vote = self._check(bench, bound, ordered=ordered, full=command.full_check)
-        error = vote.number if math.isfinite(vote.number) else None
-        if vote.trouble:
-            return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
-        return self._time(bench, bound.launch, candidate, command, ordered=ordered, error=error)
+        self._error = vote.number if math.isfinite(vote.number) else None
+        _accept(vote)
+        return self._time(bench, bound.launch, candidate, command, ordered=ordered)
 
-    def _bind(self, bench: Bench, candidate: Candidate, *, full: bool) -> tuple[Vote, _Bound | None]:
+    def _bind(self, bench: Bench, candidate: Candidate, *, full: bool) -> _Bound:
         """Bind on every rank and vote, before any rank launches."""
-        bound, trouble, reason = None, Trouble.NONE, ""
+        bound: _Bound | None = None
+        trouble, reason = Trouble.NONE, ""
         communicator = self._gang.communicator
         variant = get_variant(candidate.op, candidate.variant)
         odd = self._odd if full else []
@@ -383,7 +401,9 @@ class TrialRunner:
         vote = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
         self._bind_s += vote.number
         self._num_compiled += vote.count
-        return vote, bound
+        _accept(vote)
+        assert bound is not None
+        return bound
 
     def _guard(self, action: Callable[[], T]) -> tuple[T | None, Trouble, str]:
         """Run what launches; an error becomes a ballot, and is left for the supervisor if nobody may answer."""
@@ -411,25 +431,20 @@ class TrialRunner:
 
     def _prepare_baseline(self, bench: Bench, baseline: Candidate) -> None:
         """Bind, run and capture the library, where the problem did not begin with it."""
-        vote, bound = self._bind(bench, baseline, full=False)
-        if not vote.trouble and bound is not None:
+        try:
+            bound = self._bind(bench, baseline, full=False)
             self._report("run", baseline)
-            vote = self._check(bench, bound, ordered=False, full=False)
-            if not vote.trouble:
-                vote = self._adopt_baseline(bench, bound.launch, baseline)
-        if vote.trouble:
-            raise RuntimeError(f"the library ran {bench.problem} before and now fails: {vote.reason}")
+            _accept(self._check(bench, bound, ordered=False, full=False))
+            self._adopt_baseline(bench, bound.launch, baseline)
+        except _RefusedError as refused:
+            raise RuntimeError(f"the library ran {bench.problem} before and now fails: {refused}") from None
 
-    def _adopt_baseline(self, bench: Bench, launch: Launch, baseline: Candidate) -> Vote:
+    def _adopt_baseline(self, bench: Bench, launch: Launch, baseline: Candidate) -> None:
         """Fix the launches a round by the library's latency, and keep it as the contender to interleave with."""
-        vote = self._fix_calls(bench, launch)
-        if vote.trouble:
-            return vote
+        self._fix_calls(bench, launch)
         contender, trouble, reason = self._guard(lambda: self._contend(bench, launch))
-        vote = self._gang.vote(trouble, reason)
-        if not vote.trouble:
-            bench.contender, bench.baseline = contender, baseline
-        return vote
+        _accept(self._gang.vote(trouble, reason))
+        bench.contender, bench.baseline = contender, baseline
 
     def _contend(self, bench: Bench, launch: Launch) -> Contender:
         return measure.contend(
@@ -442,19 +457,15 @@ class TrialRunner:
             further=bench.further,
         )
 
-    def _fix_calls(self, bench: Bench, launch: Launch) -> Vote:
+    def _fix_calls(self, bench: Bench, launch: Launch) -> None:
         bench.calls = 1
-        if self._stream is None:
-            return Vote()
-        bench.calls = 10
-        vote, latencies = self._rounds(bench, lambda: [self._contend(bench, launch)], 1, 2)
-        if not vote.trouble:
-            bench.calls = measure.calls_for(latencies[0].p50_us)
-        return vote
+        if self._stream is not None:
+            bench.calls = 10
+            bench.calls = measure.calls_for(self._rounds(bench, lambda: [self._contend(bench, launch)], 1, 2)[0].p50_us)
 
     def _rounds(
         self, bench: Bench, contenders: Callable[[], list[Contender]], count: int, rounds: int
-    ) -> tuple[Vote, list[Latency]]:
+    ) -> list[Latency]:
         """Time `count` contenders and exchange the times: the latencies are the same on every rank."""
 
         def action() -> list[list[float]]:
@@ -467,24 +478,16 @@ class TrialRunner:
         flat = [us for row in times for us in row] if times else [0.0] * (count * rounds)
         everyone = self._gang.gather([float(trouble), *flat])
         if any(row[0] for row in everyone):
-            return self._gang.vote(trouble, reason), []
+            _accept(self._gang.vote(trouble, reason))
         starts = range(1, 1 + count * rounds, rounds)
-        return Vote(), [measure.summarise([row[start : start + rounds] for row in everyone]) for start in starts]
+        return [measure.summarise([row[start : start + rounds] for row in everyone]) for start in starts]
 
     def _time(
-        self,
-        bench: Bench,
-        launch: Launch,
-        candidate: Candidate,
-        command: Command,
-        *,
-        ordered: bool,
-        error: float | None,
+        self, bench: Bench, launch: Launch, candidate: Candidate, command: Command, *, ordered: bool
     ) -> TrialResult:
+        """Time a first look and, within reach of the best, more samples, interleaved with the library."""
         if candidate == command.baseline and bench.baseline is None:
-            vote = self._adopt_baseline(bench, launch, candidate)
-            if vote.trouble:
-                return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
+            self._adopt_baseline(bench, launch, candidate)
         if not bench.calls:
             self._fix_calls(bench, launch)
         made: list[Contender] = []
@@ -493,30 +496,24 @@ class TrialRunner:
             made.append(self._contend(bench, launch))
             return made
 
-        vote, latencies = self._rounds(bench, first, 1, self._settings.first_rounds)
-        if not vote.trouble and self._stream is not None and bench.problem.mode == "graph":
-            vote = self._check_replay(bench, made[0], launch, ordered=ordered)
-        if vote.trouble:
-            return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
+        (look,) = self._rounds(bench, first, 1, self._settings.first_rounds)
+        contender = made[0]
+        if self._stream is not None and bench.problem.mode == "graph":
+            self._check_replay(bench, contender, launch, ordered=ordered)
         # From numbers that every rank holds: the gathered look, and what rank 0 broadcast.
-        rounds = rounds_after_look(command, latencies[0].p50_us, self._settings)
-        return self._more(bench, made[0], rounds, error) if rounds else pruned(command, latencies[0], error)
-
-    def _check_replay(self, bench: Bench, contender: Contender, launch: Launch, *, ordered: bool) -> Vote:
-        found, trouble, reason = self._guard(lambda: bench.check_replay(contender, launch, ordered=ordered))
-        if found is None:
-            return self._gang.vote(trouble, reason)
-        reason = found.reason and f"replayed: {found.reason}"
-        return self._gang.vote(Trouble.NONE if found.right else Trouble.INCORRECT, reason, found.error)
-
-    def _more(self, bench: Bench, contender: Contender, rounds: int, error: float | None) -> TrialResult:
-        """More samples, interleaved with the library."""
+        rounds = rounds_after_look(command, look.p50_us, self._settings)
+        if not rounds:
+            return pruned(command, look, self._error)
         contenders = [contender] if bench.contender is None else [contender, bench.contender]
-        vote, latencies = self._rounds(bench, lambda: contenders, len(contenders), rounds)
-        if vote.trouble:
-            return TrialResult(status=vote.trouble.status, reason=vote.reason, error=error)
+        latencies = self._rounds(bench, lambda: contenders, len(contenders), rounds)
         baseline_us = latencies[1].p50_us if len(latencies) > 1 else None
-        return TrialResult(status="ok", latency=latencies[0], baseline_us=baseline_us, error=error)
+        return TrialResult(status="ok", latency=latencies[0], baseline_us=baseline_us, error=self._error)
+
+    def _check_replay(self, bench: Bench, contender: Contender, launch: Launch, *, ordered: bool) -> None:
+        found, trouble, reason = self._guard(lambda: bench.check_replay(contender, launch, ordered=ordered))
+        if found is not None and not found.right:
+            trouble, reason = Trouble.INCORRECT, f"replayed: {found.reason}"
+        _accept(self._gang.vote(trouble, reason))
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
