@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
-import json
 import logging
 import math
 import queue
@@ -18,7 +16,7 @@ from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
-from optuna.storages.journal import BaseJournalBackend
+from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import make_url
 
 from tunedcomm.db.engine import data_directory
@@ -310,7 +308,10 @@ class StudyMirror:
         while (trial := self._trials.get()) is not None:
             name = f"{str(trial.problem)[:400]} [{trial.environment.digest[:12]}]{' final' if trial.final else ''}"
             try:
-                storage = storage or _open_journal(self._path)
+                if storage is None:
+                    optuna.logging.set_verbosity(optuna.logging.WARNING)
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    storage = JournalStorage(JournalFileBackend(str(self._path)))
                 if name not in studies:
                     studies[name] = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
                 op = trial.problem.op
@@ -323,36 +324,3 @@ class StudyMirror:
             except Exception as error:  # noqa: BLE001 - whatever Optuna raises: a sweep needs no journal
                 _log.warning("Optuna's dashboard sees no more trials: %s cannot be written (%s)", self._path, error)
                 return
-
-
-class _JournalFile(BaseJournalBackend):
-    """Lines as Optuna's `JournalFileBackend` has them, which waits for the disk at each one: a copy need not."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._number, self._offset = 0, 0  # of lines read, and where the next one begins
-
-    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        if log_number_from != self._number:
-            self._number, self._offset = 0, 0
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._number, self._offset = self._number + 1, self._offset + len(line)
-                if self._number > log_number_from:
-                    yield json.loads(line)
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        lines = b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs)
-        with self._path.open("ab", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-            file.write(lines)
-
-
-def _open_journal(path: Path) -> JournalStorage:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    return JournalStorage(_JournalFile(path))
