@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -126,15 +126,6 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
     if spec.problems and spec.world_size is None:
         spec = replace(spec, world_size=spec.problems[0].world_size)
     settings = resolve_machine(spec)
-    settings = replace(
-        settings,
-        trials=settings.trials if spec.trials is None else spec.trials,
-        patience=settings.patience if spec.patience is None else spec.patience,
-        policy=spec.policy,
-        variants=spec.variants,
-        retry=spec.retry,
-        finals=spec.finals,
-    )
     problems = tuple(dict.fromkeys(spec.problems or _expand(spec, settings.backend, settings.world_size)))
     for name in spec.variants:
         get_variant(spec.op, name)
@@ -152,7 +143,7 @@ def resolve_machine(spec: MachineSpec) -> Settings:
         TuningError: the machine has too few GPUs for the world size, or for so many gangs of it.
     """
     if spec.stand_in:
-        return replace(_settings(spec, "cuda", spec.world_size or 2), gangs=spec.gangs or 1, stand_in=spec.stand_in)
+        return _settings(spec, "cuda", spec.world_size or 2, spec.gangs or 1)
     gpus = num_gpu_ranks() if spec.backend != "host" else 0
     backend: Literal["cuda", "host"] = spec.backend or ("cuda" if gpus >= 2 else "host")
     world_size = spec.world_size or (gpus if backend == "cuda" and not ranks_share_a_gpu() else 2)
@@ -161,23 +152,17 @@ def resolve_machine(spec: MachineSpec) -> Settings:
             f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
             "at least 2 ranks; pass --world-size with a smaller number, or --backend host for CPU ranks"
         )
+    if spec.gangs is not None and spec.gangs < 1:
+        raise TuningError(f"a sweep needs at least 1 gang, got {spec.gangs}")
+    if backend == "host":  # nothing but patience bounds them
+        return _settings(spec, backend, world_size, spec.gangs or 1)
     fitting = 1 if ranks_share_a_gpu() else gpus // world_size
-    gangs = _count_gangs(spec.gangs, fitting if backend == "cuda" else None, gpus, world_size)
-    return replace(_settings(spec, backend, world_size), gangs=gangs)
-
-
-def _count_gangs(asked: int | None, fitting: int | None, gpus: int, world_size: int) -> int:
-    """Number of gangs that run at once; `fitting` is None where nothing but patience bounds them."""
-    if asked is not None and asked < 1:
-        raise TuningError(f"a sweep needs at least 1 gang, got {asked}")
-    if fitting is None:
-        return asked or 1
-    if asked is not None and asked > fitting:
+    if spec.gangs is not None and spec.gangs > fitting:
         raise TuningError(
-            f"{asked} gangs of {world_size} ranks need {asked * world_size} GPUs and this machine has {gpus} usable "
-            f"ones: at most {fitting} fit; pass --gangs {fitting}, or auto"
+            f"{spec.gangs} gangs of {world_size} ranks need {spec.gangs * world_size} GPUs and this machine has {gpus} "
+            f"usable ones: at most {fitting} fit; pass --gangs {fitting}, or auto"
         )
-    return asked or fitting
+    return _settings(spec, backend, world_size, spec.gangs or fitting)
 
 
 def gang_devices(settings: Settings) -> list[str]:
@@ -249,33 +234,26 @@ def _scalings(spec: SweepSpec, op: OpSpec, dtype: str) -> tuple[str, ...]:
     return found
 
 
-def _settings(spec: MachineSpec, backend: Literal["cuda", "host"], world_size: int) -> Settings:
-    """Interpreted launches take about 0.1 s, so the host gets few trials, few samples and patient watchdogs."""
-    if backend == "cuda":
-        base = Settings(backend=backend, world_size=world_size, trials=160, patience=48)
-    else:
-        base = Settings(
-            backend=backend,
-            world_size=world_size,
+def _settings(spec: MachineSpec, backend: Literal["cuda", "host"], world_size: int, gangs: int) -> Settings:
+    """The spec's settings, and the backend's where it has none.
+
+    Interpreted launches take about 0.1 s, so the host gets few trials, few samples and patient watchdogs.
+    """
+    base = Settings(backend=backend, world_size=world_size, trials=160, patience=48)
+    if backend == "host":
+        base = replace(
+            base,
             trials=8,
+            patience=0,
             first_rounds=2,
             more_rounds=3,
             final_rounds=3,
             trial_timeout_s=60.0,
             peer_timeout_s=20.0,
         )
-    asked: dict[str, Any] = {
-        "start_timeout_s": spec.start_timeout_s,
-        "compile_timeout_s": spec.compile_timeout_s,
-        "trial_timeout_s": spec.trial_timeout_s,
-        "peer_timeout_s": spec.peer_timeout_s,
-    }
-    return replace(
-        base,
-        seed=spec.seed,
-        plugins=spec.plugins,
-        **{name: value for name, value in asked.items() if value is not None},
-    )
+    asked: dict[str, Any] = {item.name: getattr(spec, item.name, None) for item in fields(Settings)}
+    asked.update(backend=backend, world_size=world_size, gangs=gangs)
+    return replace(base, **{name: value for name, value in asked.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
