@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm import kernels
-from tunedcomm.spec import Problem
 from tunedcomm.symm.layout import LaneLayout
 from tunedcomm.symm.workspace import Workspace
 
@@ -36,8 +35,6 @@ def test_plans_of_a_lane_share_the_largest(workspace: Workspace) -> None:
     assert all(workspace.scratch("eager", nbytes) is large for nbytes in (1, 1 << 20, 1 << 21))
     graph = workspace.scratch("graph", 1)
     assert graph.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
-    view = workspace.reporting_as(Problem("all_reduce", (1,), "float32", 1))
-    assert view.scratch("eager", 1) is large
 
 
 def test_panels_grow_by_allocations_of_their_own(workspace: Workspace) -> None:
@@ -47,9 +44,3 @@ def test_panels_grow_by_allocations_of_their_own(workspace: Workspace) -> None:
     assert large.buffer.nbytes > small.buffer.nbytes
     assert large.local != small.local
     assert workspace.panels("graph", 1) is not large
-
-
-def test_a_variant_within_another_op_reports_as_that_op(workspace: Workspace) -> None:
-    outer, inner = Problem("gemm_ar", (1, 1, 1), "float32", 1), Problem("all_reduce", (1,), "float32", 1)
-    view = workspace.reporting_as(outer)
-    assert view.status_argument(inner) == workspace.status_argument(outer)

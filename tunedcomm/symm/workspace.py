@@ -8,7 +8,6 @@ first needs them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,7 +106,6 @@ class Workspace:
         self._status = _status_block(pinned=device.type == "cuda")
         self.status_view = memoryview(self._status.numpy())  # type: ignore[arg-type]
         self._callers = [(op, mode) for op in sorted(ops()) for mode in LANES]
-        self._reported: Problem | None = None
         # All that a lane ever had, the largest last: captured graphs may still use the smaller ones.
         self._panels: dict[Mode, list[Panels]] = {}
         self._scratch: dict[Mode, list[torch.Tensor]] = {}
@@ -120,14 +118,7 @@ class Workspace:
 
     def status_argument(self, problem: Problem) -> int:
         """The kernels' argument `status`: the block's address plus the number of the problem's op and mode."""
-        problem = self._reported or problem
         return self._status.data_ptr() + 1 + self._callers.index((problem.op, problem.mode))
-
-    def reporting_as(self, problem: Problem) -> Workspace:
-        """The same workspace for a variant that runs within another op's: errors name the op of `problem`."""
-        view = copy.copy(self)
-        view._reported = problem
-        return view
 
     def panels(self, mode: Mode, nbytes: int) -> Panels:
         """A lane's panels with room for `nbytes` of data; collective over the group, never while a graph is captured.

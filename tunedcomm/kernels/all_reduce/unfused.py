@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunedcomm.kernels.all_reduce.lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
 from tunedcomm.kernels.common.feasibility import refuse_launch_pdl
-from tunedcomm.kernels.common.launch import AddressLaunch, BoundKernel, CompileRequest, bind_kernel
-from tunedcomm.kernels.common.variant import VariantBase
+from tunedcomm.kernels.common.launch import BoundKernel, CompileRequest, bind_kernel
+from tunedcomm.kernels.common.variant import Collective, ComposedVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant
+from tunedcomm.spec import Limits, Problem
 
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
-
+_SUMS = {"two_shot": TWO_SHOT, "two_shot_lamport": TWO_SHOT_LAMPORT}
 SUM_KERNELS = (two_shot_kernel, two_shot_lamport_kernel)
 
 
@@ -24,7 +22,7 @@ def sum_space(second_warps: str) -> Space:
     """The all_reduce's axes, warps of the second kernel under this name, and `launch_pdl` of both."""
     return Space(
         {
-            "algorithm": Choice("two_shot", "two_shot_lamport"),
+            "algorithm": Choice(*_SUMS),
             "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
             "num_warps": PowerOfTwo(4, 16),
             "num_chunks": PowerOfTwo(1, 16),
@@ -34,16 +32,7 @@ def sum_space(second_warps: str) -> Space:
     )
 
 
-def _sum_of(problem: Problem, config: Config) -> tuple[Variant, Problem, dict[str, Value]]:
-    """The all_reduce that a config asks for: variant, problem, config."""
-    shared = {"num_blocks": config["num_blocks"], "num_warps": config["num_warps"]}
-    asked = replace(problem, op="all_reduce", shape=(problem.numel,), input_kind="plain", layout="", scaling="")
-    if config["algorithm"] == "two_shot":
-        return TWO_SHOT, asked, {**shared, "items": 1, "num_chunks": config["num_chunks"]}
-    return TWO_SHOT_LAMPORT, asked, {**shared, "launch_pdl": config["launch_pdl"]}
-
-
-class UnfusedVariant(VariantBase):
+class UnfusedVariant(ComposedVariant):
     """An ordered all_reduce kernel, then the last of `kernels`, on sums that lie where the first one put them.
 
     The second kernel does not touch the lane and has the constant PDL; `space` is of `sum_space(second_warps)`.
@@ -65,30 +54,28 @@ class UnfusedVariant(VariantBase):
         """Constants of the second kernel besides PDL."""
         raise NotImplementedError
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+    def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
+        asked = replace(problem, shape=(problem.numel,), input_kind="plain", layout="", scaling="")
+        return (Collective.of(_SUMS[str(config["algorithm"])], asked, config),)
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := self.refuse_second(problem, config, limits) or refuse_launch_pdl(config, limits):
             return reason
         if config["algorithm"] == "two_shot_lamport" and int(config["num_chunks"]) > 1:
             return "two_shot_lamport has no chunks: only num_chunks=1"
         if int(config["num_warps"]) > 8 and problem.world_size > 4:
             return f"packets from {problem.world_size} ranks do not fit into registers with {config['num_warps']} warps"
-        variant, asked, inner = _sum_of(problem, config)
-        return variant.infeasible(asked, inner, limits)
+        return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         """The default of `two_shot` for the sum; a subclass adds warps of the second kernel."""
-        _, asked, _ = _sum_of(problem, {"algorithm": "two_shot", "num_blocks": 1, "num_warps": 4, "num_chunks": 1})
-        inner = TWO_SHOT.default(asked, limits)
+        (sum_,) = self.collectives(problem, {"algorithm": "two_shot", "num_blocks": 1, "num_warps": 4, "num_chunks": 1})
+        inner = TWO_SHOT.default(sum_.problem, limits)
         shared = {name: inner[name] for name in ("num_blocks", "num_warps", "num_chunks")}
         return {"algorithm": "two_shot", **shared, "launch_pdl": limits.launch_pdl}
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         return max(int(config["num_blocks"]), self.second_blocks(problem, config))
-
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        """Rounds of the all_reduce's grid."""
-        variant, asked, inner = _sum_of(problem, config)
-        return variant.num_rounds(asked, inner)
 
     def _second_request(self, problem: Problem, config: Config) -> CompileRequest:
         warps, pdl = int(config[self.second_warps]), bool(config["launch_pdl"])
@@ -96,15 +83,13 @@ class UnfusedVariant(VariantBase):
         return CompileRequest.of(self.kernels[-1], constants, num_warps=warps, launch_pdl=pdl)
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
-        variant, asked, inner = _sum_of(problem, config)
-        return (*variant.compile_requests(asked, inner), self._second_request(problem, config))
+        return (*super().compile_requests(problem, config), self._second_request(problem, config))
 
     def bind_both(
         self, problem: Problem, config: Config, workspace: Workspace
     ) -> tuple[Callable[[int, int, int], None], BoundKernel]:
         """The all_reduce, called with a stream and the addresses of input and output, and the second kernel."""
-        variant, asked, inner = _sum_of(problem, config)
-        reducer = variant.bind(asked, inner, workspace.reporting_as(problem))
-        assert isinstance(reducer, AddressLaunch), "plain inputs are launched by their addresses"
+        (reducer,) = self.collectives(problem, config)
         blocks = self.second_blocks(problem, config)
-        return reducer.by_address, bind_kernel(self._second_request(problem, config), blocks, workspace.device)
+        second = bind_kernel(self._second_request(problem, config), blocks, workspace.device)
+        return reducer.bind(workspace).by_address, second

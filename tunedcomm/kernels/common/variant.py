@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tunedcomm.kernels.common.feasibility import (
     Launch,
@@ -96,6 +96,62 @@ class VariantBase:
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         return ()
+
+
+class Collective(NamedTuple):
+    """One of this library's own collectives as a part of a call of another op.
+
+    Its problem is the collective's, but for its op, which is the call's: a lost peer is reported with that.
+    """
+
+    variant: Variant
+    problem: Problem
+    config: Config
+
+    @classmethod
+    def of(cls, variant: Variant, problem: Problem, outer: Config) -> Collective:
+        """With the variant's axes that the call's config has, and fixed values of others."""
+        known = {"items": 1, "launch_pdl": False, "direction": "push", "num_streams": 1, **outer}
+        return cls(variant, problem, {name: known[name] for name in variant.space.names})
+
+    def refuse(self, limits: Limits) -> str | None:
+        """Return why the collective cannot run, or None."""
+        return self.variant.infeasible(self.problem, self.config, limits)
+
+    def compile_requests(self) -> Iterable[CompileRequest]:
+        requests: Iterable[CompileRequest] = self.variant.compile_requests(self.problem, self.config)
+        return requests
+
+    def bind(self, workspace: Workspace) -> AddressLaunch:
+        launch = self.variant.bind(self.problem, self.config, workspace)
+        assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
+        return launch
+
+
+class ComposedVariant(VariantBase):
+    """Collectives of this library, with something before or after them."""
+
+    def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
+        """The collectives of a call."""
+        raise NotImplementedError
+
+    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Return why the call cannot be made of such collectives, or None."""
+        raise NotImplementedError
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := self.refuse(problem, config, limits):
+            return reason
+        reasons = (collective.refuse(limits) for collective in self.collectives(problem, config))
+        return next((reason for reason in reasons if reason), None)
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """Rounds of the first collective's grid."""
+        first = self.collectives(problem, config)[0]
+        return first.variant.num_rounds(first.problem, first.config)
+
+    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
+        return [request for part in self.collectives(problem, config) for request in part.compile_requests()]
 
 
 class LibraryVariant(VariantBase):

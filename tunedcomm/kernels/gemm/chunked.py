@@ -590,7 +590,7 @@ class ChunkedReduce(VariantBase):
 
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         sizes = {rows for _, rows in _parts_of(problem, config)}
-        asked = (library.compile_reduction(problem, config, rows) for rows in sizes)
+        asked = (library.reduction_of(problem, config, rows).compile_requests() for rows in sizes)
         return tuple(dict.fromkeys(itertools.chain.from_iterable(asked)))
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -709,7 +709,8 @@ class CopyEngine(VariantBase):
     def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
         tail = _parts_of(problem, config)[-1][1]
         own = (begin_request(problem.world_size), self.sum_request(problem, config), self.ready_request(problem))
-        return (*own, *library.compile_reduction(problem, library.usual_reduction(problem, tail), tail))
+        reduction = library.reduction_of(problem, library.usual_reduction(problem, tail), tail)
+        return (*own, *reduction.compile_requests())
 
     def _bind_parts(
         self, problem: Problem, config: Config, workspace: Workspace, pushing: tuple[int, ...],

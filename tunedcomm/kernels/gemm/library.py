@@ -13,9 +13,9 @@ Graph-safe, the library's collectives on NCCL.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE
 from tunedcomm.kernels.all_gather.lamport import LAMPORT as LAMPORT_GATHER
@@ -25,9 +25,15 @@ from tunedcomm.kernels.all_reduce.lamport import LAMPORT, TWO_SHOT_LAMPORT
 from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT
 from tunedcomm.kernels.common.feasibility import Launch
-from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.kernels.common.variant import LibraryVariant, VariantBase, all_gather_single, reduce_scatter_single
+from tunedcomm.kernels.common.variant import (
+    Collective,
+    ComposedVariant,
+    LibraryVariant,
+    VariantBase,
+    all_gather_single,
+    reduce_scatter_single,
+)
 from tunedcomm.kernels.gemm.ag import gathered_in, panel_bytes
 from tunedcomm.kernels.gemm.op import (
     DTYPES,
@@ -45,7 +51,7 @@ from tunedcomm.kernels.reduce_scatter.lamport import LAMPORT as LAMPORT_SCATTER
 from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT as ONE_SHOT_SCATTER
 from tunedcomm.kernels.reduce_scatter.push import PUSH as PUSH_SCATTER
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
-from tunedcomm.spec import Limits, Problem, Variant
+from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     from tunedcomm.symm.workspace import Workspace
@@ -120,31 +126,6 @@ class LibraryReduce(_Library):
         return run
 
 
-class Inner(NamedTuple):
-    """A collective of this library as a part of a call.
-
-    Its problem is the collective's, but for its op, which is the call's: a lost peer is reported with that.
-    """
-
-    variant: Variant
-    problem: Problem
-    config: Config
-
-    @classmethod
-    def of(cls, variant: Variant, problem: Problem, outer: Config) -> Inner:
-        """With the variant's axes that the call's config has, and fixed values of others."""
-        known = {**_FIXED, **outer}
-        return cls(variant, problem, {name: known[name] for name in variant.space.names})
-
-    def bind(self, workspace: Workspace) -> AddressLaunch:
-        launch = self.variant.bind(self.problem, self.config, workspace)
-        assert isinstance(launch, AddressLaunch), "plain inputs are launched by their addresses"
-        return launch
-
-
-_FIXED: Config = {"items": 1, "launch_pdl": False, "direction": "push", "num_streams": 1}
-
-
 def _refuse_axes(config: Config, *, early: tuple[str, ...], cut: tuple[str, ...]) -> str | None:
     """Why axes do not suit the config's algorithm, of which some are launched early and some cut messages, or None."""
     algorithm = str(config["algorithm"])
@@ -155,29 +136,11 @@ def _refuse_axes(config: Config, *, early: tuple[str, ...], cut: tuple[str, ...]
     return None
 
 
-class _LibraryTuned(VariantBase):
+class _LibraryTuned(ComposedVariant):
     """A product by the library, and collectives of ours."""
 
     name = "library_tuned"
     numerics = "library"
-
-    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
-        """The collectives of a call."""
-        raise NotImplementedError
-
-    def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        """Why the call cannot be made of a product and such collectives, or None."""
-        raise NotImplementedError
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, config, limits):
-            return reason
-        reasons = (inner.variant.infeasible(*inner[1:], limits) for inner in self.collectives(problem, config))
-        return next((reason for reason in reasons if reason), None)
-
-    def compile_requests(self, problem: Problem, config: Config) -> Iterable[CompileRequest]:
-        collectives = self.collectives(problem, config)
-        return [request for inner in collectives for request in inner.variant.compile_requests(*inner[1:])]
 
 
 _GATHERS = {"lamport": LAMPORT_GATHER, "push": PUSH_GATHER, "copy_engine": COPY_ENGINE}
@@ -216,14 +179,14 @@ class TunedGather(_LibraryTuned):
         """A gather of `numel` elements from each rank."""
         return Problem(problem.op, (numel,), dtype, problem.world_size, reduction="", mode=problem.mode)
 
-    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
+    def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
         """The gathers of A and, if its rows have scales, of those."""
         shard = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
-        gathers = [Inner.of(_GATHERS[str(config["algorithm"])], shard, config)]
+        gathers = [Collective.of(_GATHERS[str(config["algorithm"])], shard, config)]
         if problem.scaling == "rowwise":
             scales = self._gather(problem, rows_of(problem), "float32")
             count = -(-packets_of(scales.nbytes) // (_SCALE_ROUNDS * 32 * _SCALE_WARPS))
-            gathers.append(Inner.of(LAMPORT_GATHER, scales, {"num_blocks": count, "num_warps": _SCALE_WARPS}))
+            gathers.append(Collective.of(LAMPORT_GATHER, scales, {"num_blocks": count, "num_warps": _SCALE_WARPS}))
         return tuple(gathers)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -237,13 +200,17 @@ class TunedGather(_LibraryTuned):
             return "copy engines take no blocks: only num_blocks=1 and num_warps=4"
         return None
 
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """Not known."""
+        return 0
+
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         asked = self._gather(problem, rows_of(problem) * problem.shape[2], problem.dtype)
         name = "lamport" if asked.nbytes * problem.world_size <= _SMALL_GATHER else "push"
         return {"num_chunks": 1, "launch_pdl": False, **_GATHERS[name].default(asked, limits), "algorithm": name}
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
-        gathers = [inner.bind(workspace).by_address for inner in self.collectives(problem, config)]
+        gathers = [gather.bind(workspace).by_address for gather in self.collectives(problem, config)]
         room, scales = gathered_in(workspace.panels(problem.mode, panel_bytes(problem)), problem)
         gathered = wanted_of(problem).gathered
 
@@ -283,9 +250,9 @@ class TunedScatter(_LibraryTuned):
         shape = (rows_of(problem) * problem.shape[1],)
         return replace(problem, shape=shape, dtype=wanted_of(problem).dtype, input_kind="plain", layout="", scaling="")
 
-    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
+    def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
         split = int(config["num_chunks"]) > 1 and int(config["num_blocks"]) >= _SPLIT_BLOCKS
-        return (Inner.of(_SCATTERS[str(config["algorithm"])], self._scatter(problem), {**config, "split": split}),)
+        return (Collective.of(_SCATTERS[str(config["algorithm"])], self._scatter(problem), {**config, "split": split}),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         axes = _refuse_axes(config, early=("lamport",), cut=("push",))
@@ -295,10 +262,6 @@ class TunedScatter(_LibraryTuned):
         asked = self._scatter(problem)
         best = "lamport" if asked.nbytes <= _LAMPORT_SCATTER_BYTES or limits.backend == "host" else "push"
         return {"num_chunks": 1, "launch_pdl": False, **_SCATTERS[best].default(asked, limits), "algorithm": best}
-
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        inner = self.collectives(problem, config)[0]
-        return inner.variant.num_rounds(*inner[1:])
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch
@@ -328,28 +291,22 @@ def adds_bias(problem: Problem, algorithm: str) -> bool:
     return wanted_of(problem).bias and whole_packets(problem) and algorithm in _BIAS_REDUCTIONS
 
 
-def reduction_of(problem: Problem, config: Config, rows: int) -> Inner:
+def reduction_of(problem: Problem, config: Config, rows: int) -> Collective:
     """This library's all_reduce of so many rows of the result in place, which adds the bias if it can."""
     algorithm, columns = str(config["algorithm"]), problem.shape[1]
     asked = replace(problem, dtype=wanted_of(problem).dtype, layout="", scaling="")
     if adds_bias(problem, algorithm):
-        return Inner.of(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), config)
-    return Inner.of(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), config)
+        return Collective.of(_BIAS_REDUCTIONS[algorithm], replace(asked, shape=(rows, columns)), config)
+    return Collective.of(_REDUCTIONS[algorithm], replace(asked, shape=(rows * columns,), in_place=True), config)
+
+
+def _refuse_reduction_axes(config: Config) -> str | None:
+    return _refuse_axes(config, early=("lamport", "two_shot_lamport"), cut=("two_shot",))
 
 
 def refuse_reduction(problem: Problem, config: Config, limits: Limits, rows: int) -> str | None:
     """Why that all_reduce cannot run, or None."""
-    if reason := _refuse_axes(config, early=("lamport", "two_shot_lamport"), cut=("two_shot",)):
-        return reason
-    inner = reduction_of(problem, config, rows)
-    return inner.variant.infeasible(*inner[1:], limits)
-
-
-def compile_reduction(problem: Problem, config: Config, rows: int) -> Iterable[CompileRequest]:
-    """The binaries of that all_reduce."""
-    inner = reduction_of(problem, config, rows)
-    requests: Iterable[CompileRequest] = inner.variant.compile_requests(*inner[1:])
-    return requests
+    return _refuse_reduction_axes(config) or reduction_of(problem, config, rows).refuse(limits)
 
 
 def usual_reduction(problem: Problem, rows: int, *, host: bool = False) -> dict[str, Value]:
@@ -388,13 +345,11 @@ class TunedReduce(_LibraryTuned):
         }
     )
 
-    def collectives(self, problem: Problem, config: Config) -> tuple[Inner, ...]:
+    def collectives(self, problem: Problem, config: Config) -> tuple[Collective, ...]:
         return (reduction_of(problem, config, problem.shape[0]),)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        return refuse_gemm(problem, limits, descriptors=False) or refuse_reduction(
-            problem, config, limits, problem.shape[0]
-        )
+        return refuse_gemm(problem, limits, descriptors=False) or _refuse_reduction_axes(config)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         nbytes = problem.shape[0] * problem.shape[1] * out_itemsize(problem)
@@ -412,10 +367,6 @@ class TunedReduce(_LibraryTuned):
 
     def num_blocks(self, problem: Problem, config: Config) -> int:
         return int(config["num_blocks"])
-
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        inner = self.collectives(problem, config)[0]
-        return inner.variant.num_rounds(*inner[1:])
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         multiply, reduce = bind_product(problem), bind_reduction(problem, config, workspace, problem.shape[0])
