@@ -49,7 +49,7 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_reduce.op import AllReduceVariant, slice_packets
-from tunedcomm.kernels.common.feasibility import packets_a_block, refuse_chunks, refuse_residence
+from tunedcomm.kernels.common.feasibility import packets_a_block, refuse_residence
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
     address_of,
@@ -63,7 +63,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID
+from tunedcomm.kernels.common.variant import HOST_GRID, RingVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
@@ -290,29 +290,11 @@ def _on_peers(problem: Problem) -> bool:
     return problem.input_kind == "symmetric" and problem.in_place
 
 
-class _Chunked(AllReduceVariant):
-    """Kernels that take a rank's slice in `num_chunks` chunks through the scatter and gather areas.
-
-    Attributes:
-        ring: chunks that have a place there at once.
-        kinds: kinds of blocks, each with a share of the grid.
-    """
+class _Chunked(RingVariant, AllReduceVariant):
+    """Kernels that take a rank's slice in chunks through the scatter and gather areas."""
 
     sliced = True
     areas = ("scatter", "gather", "num_chunks")
-    ring: int
-    kinds = 1
-
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        return super().num_rounds(problem, {**config, "num_blocks": int(config["num_blocks"]) // self.kinds})
-
-    def refuse_ring(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        """Return why the areas do not hold the chunks of a config, or None."""
-        return refuse_chunks(
-            problem, limits, rounds=self.num_rounds(problem, config), chunks=int(config["num_chunks"]),
-            blocks=int(config["num_blocks"]) // self.kinds, per_block=packets_a_block(config), slots=problem.world_size,
-            ring=self.ring,
-        )  # fmt: skip
 
 
 class TwoShot(_Chunked):
@@ -367,8 +349,10 @@ class TwoShotSplit(_Chunked):
     )
 
     ring = SPLIT_RING.value
-    kinds = _KINDS.value
     host_wish: Mapping[str, float] = {"num_blocks": 3, "num_warps": 4, "num_chunks": 4}
+
+    def lanes(self, config: Config) -> int:
+        return int(config["num_blocks"]) // int(_KINDS.value)
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if packets_a_block(config) * problem.world_size > 4096:
@@ -380,7 +364,7 @@ class TwoShotSplit(_Chunked):
     def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := refuse_residence(config, limits):
             return reason
-        lanes, chunks = int(config["num_blocks"]) // self.kinds, int(config["num_chunks"])
+        lanes, chunks = self.lanes(config), int(config["num_chunks"])
         if limits.backend == "cuda" and problem.nbytes < 1 << 20:
             return f"{problem.nbytes} bytes are over before three kinds of blocks are in step"
         if limits.backend == "cuda" and (lanes < (8 if problem.nbytes < _MANY_LANES else 32) or chunks == 1):

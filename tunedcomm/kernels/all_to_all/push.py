@@ -23,7 +23,7 @@ Source: own; the ring is that of `all_reduce`'s `two_shot`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -31,12 +31,12 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.all_to_all.op import AllToAllVariant, row_alignment
-from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads, refuse_chunks
+from tunedcomm.kernels.common.feasibility import Launch, packets_a_block
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import Workspace
+from tunedcomm.kernels.common.variant import HOST_GRID, RingVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
@@ -171,7 +171,7 @@ def push_counts_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-class Push(AllToAllVariant):
+class Push(RingVariant, AllToAllVariant):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; best at large sizes"
     kernels = (push_kernel,)
@@ -184,25 +184,22 @@ class Push(AllToAllVariant):
         }
     )
     areas = ("gather", "num_chunks")
+    ring = RING.value
+    most_rounds = 64
+    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2}
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
-        packets, chunks = packets_of(problem.nbytes), int(config["num_chunks"])
-        per_block = 32 * int(config["num_warps"]) * int(config["items"])
-        if per_block > 1024:
+    def slots(self, problem: Problem) -> int:
+        return problem.world_size - 1
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if packets_a_block(config) > 1024:
             return "more than 1024 packets a block at once spill registers"
-        return refuse_chunks(
-            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=int(config["num_blocks"]),
-            per_block=per_block, slots=problem.world_size - 1, ring=RING.value,
-        ) or blocks_and_threads(config, limits, packets, most_rounds=64 * chunks)  # fmt: skip
+        return self.refuse_ring(problem, config, limits)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2}
         packets = packets_of(problem.nbytes)
         chunks = 1 if packets < 1 << 15 else 4 if packets < 1 << 20 else 16
-        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "items": 1, "num_chunks": chunks}
+        return {"num_blocks": min(packets / 512, 132), "num_warps": 16, "num_chunks": chunks}
 
 
 def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, list[int], list[int]]:

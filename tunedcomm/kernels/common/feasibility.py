@@ -108,24 +108,6 @@ def refuse_stage(problem: Problem, limits: Limits, bytes_of_rank: int) -> str | 
     return None
 
 
-def refuse_chunks(
-    problem: Problem, limits: Limits, *, rounds: int, chunks: int, blocks: int, per_block: int, slots: int, ring: int
-) -> str | None:
-    """Return why `rounds` rounds of the grid cannot be cut into `chunks` of which the staging holds `ring`, or None.
-
-    Args:
-        problem, limits: what is asked, and where.
-        rounds, chunks: how often the grid goes round, and into how many chunks that is cut.
-        blocks, per_block: blocks that work on a chunk, and packets that each takes in a round.
-        slots: ranks whose packets the staging holds.
-        ring: chunks that have a place in the staging at once.
-    """
-    if rounds < chunks and chunks > 1:
-        return f"{rounds} rounds cannot be split into {chunks} chunks"
-    chunk_bytes = -(-rounds // chunks) * blocks * per_block * PACKET_BYTES
-    return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=ring)
-
-
 def refuse_staging(
     problem: Problem, limits: Limits, *, chunk_bytes: int, num_chunks: int, slots: int, ring: int = RING
 ) -> str | None:

@@ -32,6 +32,7 @@ from tunedcomm.kernels.common.feasibility import (
     refuse_kernels,
     refuse_launch_pdl,
     refuse_stage,
+    refuse_staging,
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel, input_and_output
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
@@ -319,6 +320,36 @@ class LamportVariant(KernelVariant):
         packets = self.work_packets(problem)
         warps = 2 if packets <= 4096 else 4 if packets <= 16384 else 8
         return {"num_blocks": min(packets / (32 * warps), 128), "num_warps": warps}
+
+
+class RingVariant(KernelVariant):
+    """A kernel that cuts its rounds into `num_chunks` chunks, of which the staging holds `ring` at once.
+
+    So messages of any size fit if they are cut often enough.
+    """
+
+    ring: int
+
+    def lanes(self, config: Config) -> int:
+        """Blocks that work on a chunk: all, or those of each kind."""
+        return int(config["num_blocks"])
+
+    def slots(self, problem: Problem) -> int:
+        """Ranks whose packets the staging holds."""
+        return problem.world_size
+
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        """Rounds of a lane."""
+        return super().num_rounds(problem, {**config, "num_blocks": max(self.lanes(config), 1)})
+
+    def refuse_ring(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        """Return why the staging does not hold the chunks of a config, or None."""
+        rounds, chunks = self.num_rounds(problem, config), int(config["num_chunks"])
+        if rounds < chunks and chunks > 1:
+            return f"{rounds} rounds cannot be split into {chunks} chunks"
+        chunk_bytes = -(-rounds // chunks) * self.lanes(config) * packets_a_block(config) * PACKET_BYTES
+        slots = self.slots(problem)
+        return refuse_staging(problem, limits, chunk_bytes=chunk_bytes, num_chunks=chunks, slots=slots, ring=self.ring)
 
 
 class PullVariant(KernelVariant):

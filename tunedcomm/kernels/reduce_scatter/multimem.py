@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast
+from tunedcomm.kernels.common.feasibility import refuse_multicast
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     PACKET_BYTES,
@@ -26,7 +26,7 @@ from tunedcomm.kernels.common.packets import (
 )
 from tunedcomm.kernels.common.sync import store_packets
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.space import Choice, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Numerics, Problem
 
 
@@ -73,14 +73,13 @@ class Multimem(ReduceScatterVariant):
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
     areas = ("multicast", "scatter")
 
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := refuse_multicast(limits) or self.refuse(problem, limits):
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        if reason := refuse_multicast(limits) or super().refuse(problem, limits):
             return reason
-        packets = packets_of(problem.nbytes)
-        needed = problem.world_size * packets * PACKET_BYTES
+        needed = problem.world_size * packets_of(problem.nbytes) * PACKET_BYTES
         if needed > limits.staging_bytes:
             return f"{problem.world_size} chunks take {needed} bytes; there are {limits.staging_bytes} of staging"
-        return blocks_and_threads(config, limits, packets, most_rounds=1 << 16)
+        return None
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}

@@ -24,10 +24,12 @@ Source: the first half of a two-shot all_reduce; blocks of two kinds as in other
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_chunks
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, packets_a_block
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive_at, await_at, read_counter, write_counter
 from tunedcomm.kernels.common.packets import (
     insert_own,
@@ -38,6 +40,7 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
+from tunedcomm.kernels.common.variant import HOST_GRID, RingVariant
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
@@ -144,7 +147,7 @@ def push_kernel(
     write_counter(local, epoch + num_chunks + 1, EPOCH_OFFSET)
 
 
-class Push(ReduceScatterVariant):
+class Push(RingVariant, ReduceScatterVariant):
     name = "push"
     summary = "chunks pushed to their owners piece by piece, sums made meanwhile; best at large sizes"
     kernels = (push_kernel,)
@@ -158,44 +161,38 @@ class Push(ReduceScatterVariant):
         }
     )
     areas = ("scatter", "num_chunks")
+    ring = RING.value
+    host_wish: Mapping[str, float] = {**HOST_GRID, "num_chunks": 2, "split": False}
 
     def lanes(self, config: Config) -> int:
         """Blocks that push; as many others sum where they are split."""
         return int(config["num_blocks"]) // (2 if config["split"] else 1)
 
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        """Rounds of a lane."""
-        return super().num_rounds(problem, {**config, "num_blocks": max(self.lanes(config), 1)})
-
-    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := self.refuse(problem, limits):
-            return reason
-        packets, chunks, lanes = packets_of(problem.nbytes), int(config["num_chunks"]), self.lanes(config)
-        per_block = 32 * int(config["num_warps"]) * int(config["items"])
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        per_block, lanes = packets_a_block(config), self.lanes(config)
         if per_block * problem.world_size > 4096:
             return f"{per_block} packets of {problem.world_size} ranks a block at once spill registers"
         if int(config["items"]) > 1 and int(config["num_warps"]) < 16:
             return "16 warps take as many packets a block with fewer of them a thread"
-        if config["split"] and chunks == 1 and limits.backend == "cuda":
+        if config["split"] and int(config["num_chunks"]) == 1 and limits.backend == "cuda":
             return "reducers would wait for all pushers: num_chunks=1 has nothing to split"
         if lanes < 1:
             return "one block cannot be split into pushers and reducers"
-        if reason := refuse_chunks(
-            problem, limits, rounds=self.num_rounds(problem, config), chunks=chunks, blocks=lanes,
-            per_block=per_block, slots=problem.world_size, ring=RING.value,
-        ):  # fmt: skip
+        if reason := self.refuse_ring(problem, config, limits):
             return reason
-        if lanes > 1 and (lanes - 1) * per_block >= packets:
-            return f"{packets} packets leave some of {lanes} lanes without work"
-        return blocks_and_threads(config, limits, 2 * packets if config["split"] else packets, most_rounds=64 * chunks)
+        if lanes > 1 and (lanes - 1) * per_block >= self.work_packets(problem):
+            return f"{self.work_packets(problem)} packets leave some of {lanes} lanes without work"
+        return None
+
+    def refuse_grid(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        packets = self.work_packets(problem) * (2 if config["split"] else 1)
+        return blocks_and_threads(config, limits, packets, most_rounds=64 * int(config["num_chunks"]))
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        if limits.backend == "host":
-            return {"num_blocks": 2, "num_warps": 16, "items": 1, "num_chunks": 2, "split": False}
         packets = packets_of(problem.nbytes)
         large = packets >= 1 << 18
         blocks, chunks = 132 if large else min(packets / 512, 132), max(packets / (1 << 17), 1)
-        return {"num_blocks": blocks, "num_warps": 16, "items": 1, "num_chunks": chunks, "split": large}
+        return {"num_blocks": blocks, "num_warps": 16, "num_chunks": chunks, "split": large}
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "SPLIT": bool(config["split"])}
