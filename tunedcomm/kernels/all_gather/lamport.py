@@ -1,14 +1,9 @@
 """lamport: one-shot push without flags; data announce themselves. Best at small sizes.
 
-The protocol of all_reduce's `lamport`, with its two stages and its proof: a rank pushes its packets into its slot of
-every peer's stage, polls its own stage until no word is the sentinel, and writes the sentinel back at once. No call is
-empty, so every peer is sent at least one packet. Every bit of a payload counts here, so sentinel words travel as
-escapes (see `packets`): behind the slots of packets lies an area with one mask word a packet, which is written,
-polled and cleared only for packets that hold an escape.
-
-Why any mix of sizes, and of ops, is right: a mask is sent exactly where a packet travels with an ESCAPE, and polled and
-cleared exactly where such a packet arrives. So a call polls and clears all that is sent to it, and every stage holds
-nothing but sentinels when it ends, wherever the next one puts its slots.
+The protocol of all_reduce's `lamport`, with its two stages and its proof; no call is empty, so every peer is sent a
+packet. Every bit of a payload counts here, so sentinel words travel as escapes (see `packets`): behind the slots of
+packets lies one mask word a packet, which is sent, polled and cleared exactly for packets with an ESCAPE. So a call
+still clears all that is sent to it, and any mix of sizes and ops is right.
 
 Numerics: ordered (nothing is computed). Graph-safe: the call counter lives in the lane.
 Source: as `all_reduce`'s `lamport`, for payloads whose every bit counts.

@@ -1,19 +1,16 @@
 """lamport, two_shot_lamport: packets that announce themselves, then the norm of whole rows by a block each.
 
-Packets, stages and clearing are those of all_reduce's `lamport`, for the same reasons: a call uses stage (calls mod 2),
-a packet is polled and cleared by one thread, and a peer writes a stage again two calls later, when this call is over.
+Packets, stages and clearing are those of all_reduce's `lamport`, for the same reasons.
 
 **lamport**, one-shot: all blocks share the pushing, packet by packet, so that a single row leaves through many SMs; row
 r is then awaited, summed and normalised by block r mod grid alone, blocks behind the last row only push. Every rank has
 packets for every peer and polls all of them in some block. A block waits for packets that other blocks of the peers
 push, and those push before they wait for anything.
 
-**two_shot_lamport**, reduce-scatter and all-gather: slice j of the message, all rows taken together, belongs to rank j.
-Push packet i of slice j to rank j; sum the own slice's packets in rank order; push the sums to all, oneself included;
-take the rows of the gathered matrix through bias, residual and norm. Only sums travel, for y follows from them on every
-rank. A stage holds n scatter slots of a slice each and the gathered matrix. Every slice has a packet (`infeasible` sees
-to it). A block scatters and reduces its packets before it waits for any row, and all blocks are resident, so no block
-waits for one that has not begun.
+**two_shot_lamport**: all_reduce's, with slices of all rows taken together, but sums go to the own stage too, and blocks
+take the rows of the gathered matrix through bias, residual and norm. A stage holds n scatter slots of a slice each and
+the gathered matrix. Every slice has a packet (`infeasible` sees to it). A block scatters and reduces its
+packets before it waits for any row, and all blocks are resident, so no block waits for one that has not begun.
 
 Numerics: ordered. Graph-safe: the call counter lives in the lane.
 Source: the fused kernels of TensorRT-LLM and FlashInfer, after all_reduce's `lamport`.

@@ -17,11 +17,9 @@ block waited for their push of chunk d, which they make after they finished that
 all_reduce's `two_shot`. Of one's own slices the sums go to the own gather area by plain stores, which the block
 barriers of the next flags order before the same block's reads.
 
-**two_shot_split.** One third of the blocks pushes, one third sums and one third finishes, so that links wait neither
-for sums nor for norms. Pusher, reducer and finisher k share a lane, with three rows of flags; protocol, flags and lane
-rules are those of all_reduce's `two_shot_split`, within a lane's part of the areas. One thing is different: a rank's
-own slices go through its own gather area too, so its reducers and finishers raise their flags for each other as they do
-for the peers'.
+**two_shot_split.** Protocol, flags and lane rules are those of all_reduce's `two_shot_split`, with finishers for
+collectors, within a lane's part of the areas. A rank's own slices go through its own gather area too, so its reducers
+and finishers raise their flags for each other as they do for the peers'.
 
 Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
 Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy, and

@@ -1,7 +1,7 @@
 """unfused: all_reduce by this library's own ordered kernels, then one kernel that adds and normalises row by row.
 
 The sum is put where residual_out goes, or where y goes if residual_out is the residual itself; y in fp8 has no room for
-it, so such plans hold a tensor of their own. The second kernel reads every packet by the thread that then writes there.
+it, so such plans use scratch. The second kernel reads every packet by the thread that then writes there.
 
 Numerics: ordered. Graph-safe. Lane rules: those of the all_reduce kernel; the second one does not touch the lane.
 """

@@ -42,11 +42,10 @@ the whole tile rounds it and pushes its packets into this rank's slot of every r
 Then all blocks share all packets of the result: they poll all slots, put the sentinel back, sum in rank order, add the
 bias and store.
 
-Stages, their clearing and why two of them are enough: see all_reduce's `lamport`, whose protocol this is; slot r holds
-rank r's product, tightly packed. That the own product takes the way of the peers' makes no difference to that, and
-frees every packet from the block that computed it. No block waits before it has pushed all that it will push, and all
-blocks are resident, so every packet comes. Blocks come to a tile's counter after their part is stored and visible; the
-last one sets it back for the next call. Parts and counters belong to the plan, whose calls follow each other.
+The stages are those of all_reduce's `lamport`, with its proof; slot r holds rank r's product, tightly packed, the own
+rank's too. No block waits before it has pushed all that it will push, and all blocks are resident, so every packet
+comes. Blocks come to a tile's counter after their part is stored and visible; the last one sets it back for the
+next call. Parts and counters belong to the plan, whose calls follow each other.
 
 Numerics: ordered; multimem and lamport library (every rank has the same bits, but the order of the sum is the switch's,
 or that over the depth the config's). Graph-safe: epochs and call counters live in the lane.

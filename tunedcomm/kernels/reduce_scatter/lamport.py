@@ -1,10 +1,7 @@
 """lamport: every rank pushes its chunks to their owners without flags; packets announce themselves.
 
-The protocol of all_reduce's `lamport`, with its two stages and its proof: a rank pushes chunk j of its input into its
-slot of rank j's stage, polls its own stage until no word is the sentinel, writes the sentinel back at once and sums in
-rank order with its own chunk, which never leaves. A chunk is not empty, so every peer is sent at least one packet.
-
-A word that is the sentinel travels as +0.0, which changes no sum that starts from +0.0.
+The protocol of all_reduce's `lamport`, with its two stages and its proof, but rank j is sent chunk j alone, and the own
+chunk never leaves. No chunk is empty, so every peer is sent at least one packet.
 
 Numerics: ordered. Graph-safe: the call counter lives in the lane.
 Source: as `all_reduce`'s `lamport`; the first half of a two-shot.
