@@ -44,15 +44,13 @@ from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import add_extras, arm, insert_own, packets_of, sum_packets
 from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, outputs_like, row_shapes, with_extras
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
-from tunedcomm.kernels.common.variant import LibraryVariant
+from tunedcomm.kernels.common.variant import LibraryVariant, Workspace
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
-
-    from tunedcomm.symm.workspace import Workspace
 
 _MAX_ADD_BLOCKS = 264
 

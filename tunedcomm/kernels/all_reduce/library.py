@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.packets import PACKET_BYTES
-from tunedcomm.kernels.common.variant import LibraryVariant
+from tunedcomm.kernels.common.variant import LibraryVariant, Workspace
 from tunedcomm.space import Config
 from tunedcomm.spec import Limits, Problem
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-    from tunedcomm.symm.workspace import Workspace
 
 
 def library_reduction(reduction: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:

@@ -18,15 +18,13 @@ from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_bloc
 from tunedcomm.kernels.common.feasibility import Launch, refuse_residence
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, row_shapes, with_extras
-from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant
+from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
     import torch
-
-    from tunedcomm.symm.workspace import Workspace
 
 EPS = 1e-6  # of launches without an eps of their own
 E4M3_MAX = 448.0

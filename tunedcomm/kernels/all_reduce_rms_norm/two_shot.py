@@ -29,7 +29,6 @@ all_reduce's `two_shot_split`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -51,12 +50,9 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID
+from tunedcomm.kernels.common.variant import HOST_GRID, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 _KINDS = tl.constexpr(3)
 

@@ -9,7 +9,7 @@ Numerics: ordered. Graph-safe. Lane rules: those of the all_reduce kernel; the s
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -28,11 +28,9 @@ from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets
+from tunedcomm.kernels.common.variant import Workspace
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 _MAX_NORM_BLOCKS = 264
 

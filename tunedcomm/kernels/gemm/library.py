@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE
 from tunedcomm.kernels.all_gather.lamport import LAMPORT as LAMPORT_GATHER
@@ -31,6 +31,7 @@ from tunedcomm.kernels.common.variant import (
     ComposedVariant,
     LibraryVariant,
     VariantBase,
+    Workspace,
     all_gather_single,
     reduce_scatter_single,
 )
@@ -52,9 +53,6 @@ from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT as ONE_SHOT_SCATT
 from tunedcomm.kernels.reduce_scatter.push import PUSH as PUSH_SCATTER
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
-
-if TYPE_CHECKING:
-    from tunedcomm.symm.workspace import Workspace
 
 
 class _Library(LibraryVariant):
