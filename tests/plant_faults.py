@@ -270,7 +270,7 @@ FAULTS = [
             "if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):",
             "if False:",
         ),
-        ("        stride == 0 and size > 1 for size, stride in zip(out.shape", "        False for _ in zip(out.shape"),
+        ("any(stride == 0 and size > 1 for size, stride in zip(out.shape", "any(False for _ in zip(out.shape"),
     ),
     fault("ops", "negative_dim_shifted", ("return dim % count", "return abs(dim) % count")),
     fault(

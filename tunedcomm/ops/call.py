@@ -30,7 +30,7 @@ from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_f
 from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
-from tunedcomm.ops.checks import check_apart, check_differentiable, check_input, check_out, goes_by_operator
+from tunedcomm.ops.checks import check_apart, check_differentiable, check_fits, check_input, goes_by_operator
 from tunedcomm.spec import Mode, NumericsPolicy, Problem
 
 Tensors: TypeAlias = tuple[Any, ...]
@@ -64,25 +64,23 @@ world: Any = getattr(dist.distributed_c10d, "_world", None)
 world = world if hasattr(world, "_default_pg") else _PublicWorld()
 
 
-def _host_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+def _empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=_device_type)
 
 
-def _cuda_empty(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-
-
+_device_type = "cpu"
 raw_stream: Callable[[int], int] = lambda device: 0  # noqa: E731
 is_capturing: Callable[[], bool] = bool
 current_device: Callable[[], int] = lambda: -1  # noqa: E731
-empty: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] = _host_empty
+empty: Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] = _empty
 _guards: Any = getattr(torch._C._dynamo, "guards", None)
 if torch.cuda.is_available():
+    _device_type = "cuda"
     raw_stream = torch._C._cuda_getCurrentRawStream
     is_capturing = torch._C._cuda_isCurrentStreamCapturing
     current_device = torch._C._cuda_getDevice
     # Inductor's allocation: a third of torch.empty's cost.
-    empty = getattr(_guards, "_empty_strided_cuda", _cuda_empty)
+    empty = getattr(_guards, "_empty_strided_cuda", _empty)
 
 
 class Form(ABC):
@@ -476,13 +474,9 @@ class CallPath(Generic[Result]):
                 continue
             shape, dtype = wanted[number]
             alias = form.aliases.get(name)
-            may_be_input = alias == form.inputs[0]
-            check_out(x, output, shape, dtype, may_be_input=may_be_input, name=name, input_name=form.inputs[0])
-            others = [
-                *zip(form.inputs[1:], inputs[1:], strict=True),
-                *zip(form.outputs[:number], outputs[:number], strict=True),
-            ]
-            for other_name, other in others:
+            check_fits(x, output, shape, dtype, name=name, input_name=form.inputs[0])
+            names = (*form.inputs, *form.outputs[:number])
+            for other_name, other in zip(names, (*inputs, *outputs[:number]), strict=True):
                 if other is not None:
                     check_apart(other, output, may_be_other=alias == other_name, name=name, other_name=other_name)
         check_differentiable(form.op, (*inputs, *outputs))

@@ -169,31 +169,10 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def check_out(
-    x: torch.Tensor,
-    out: Any,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    may_be_input: bool,
-    name: str = "out",
-    input_name: str = "x",
-) -> None:
-    """Refuse an `out` that cannot hold a result of that shape and dtype, or shares memory with `x`."""
-    check_fits(x, out, shape, dtype, name=name, input_name=input_name)
-    if out.numel() == 0:
-        return
-    if not out.is_contiguous() and any(
-        stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)
-    ):
-        raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
-    check_apart(x, out, may_be_other=may_be_input, name=name, other_name=input_name)
-
-
 def check_fits(
     x: torch.Tensor, out: Any, shape: Sequence[int], dtype: torch.dtype, *, name: str = "out", input_name: str = "x"
 ) -> None:
-    """Refuse an `out` that is no dense tensor of that shape and dtype on `x`'s device, wherever its memory lies."""
+    """Refuse an `out` that cannot hold a result of that shape and dtype on `x`'s device; see also `check_apart`."""
     if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
         what = f"a tensor of layout {out.layout}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
         example = (
@@ -206,6 +185,8 @@ def check_fits(
             f"{name} has shape {tuple(out.shape)}, {out.dtype}, {out.device}; {must}: {tuple(shape)}, {dtype}, "
             f"{x.device}"
         )
+    if out.numel() and any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise UnsupportedInputError(f"{name} is an expanded tensor: several of its elements share one place in memory")
 
 
 def check_apart(other: torch.Tensor, out: torch.Tensor, *, may_be_other: bool, name: str, other_name: str) -> None:

@@ -134,6 +134,11 @@ def all_reduce_(
     return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms)
 
 
+def _leads(x: torch.Tensor, dim: int) -> bool:
+    """True if nothing but dimensions of one element comes before `dim`: its chunks lie one after another."""
+    return all(extent == 1 for extent in x.shape[: dim % max(x.dim(), 1)])
+
+
 class _AllGather(Form):
     """Kernels gather along the first dimension that is longer than 1; along others their result is permuted."""
 
@@ -168,9 +173,7 @@ class _AllGather(Form):
         return [(tuple(shape), x.dtype)]
 
     def is_direct(self, inputs: Tensors, options: Any) -> bool:
-        x = inputs[0]
-        # Extents of 1 in front of the dimension do not change the order of elements.
-        return all(extent == 1 for extent in x.shape[: options[0] % max(x.dim(), 1)])
+        return _leads(inputs[0], options[0])
 
     def leave(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
         x = inputs[0]
@@ -246,9 +249,7 @@ class _ReduceScatter(_Reduction):
         return [((*x.shape[:dim], extent // world_size, *x.shape[dim + 1 :]) if x.dim() else (), x.dtype)]
 
     def is_direct(self, inputs: Tensors, options: Any) -> bool:
-        """True where chunks lie one after another: nothing but dimensions of one element comes before `dim`."""
-        x = inputs[0]
-        return all(extent == 1 for extent in x.shape[: options[1] % max(x.dim(), 1)])
+        return _leads(inputs[0], options[1])
 
     def operands(self, inputs: Tensors, options: Any) -> Tensors:
         if self.is_direct(inputs, options):
