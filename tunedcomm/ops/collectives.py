@@ -280,8 +280,7 @@ def reduce_scatter(
         x: any shape whose extent along `dim` is a multiple of the group's size, any strides. Kernels take bf16, fp16
             and fp32; fp64, int8, uint8, int32 and int64 always run the variant `library`. The same shape and dtype on
             every rank. Left as it is.
-        op: `sum`, `avg`, `max` or `min`; `avg` not for integers. Kernels do `sum` and `avg`, the variant `library` does
-            all.
+        op: as in `all_reduce`.
         dim: dimension to split, from the end if negative. Where it is not the first, `x` is copied into an order in
             which chunks are contiguous, and the result copied back.
         group: as in `all_reduce`.
@@ -533,7 +532,7 @@ def all_reduce_bias(
             shape and dtype on every rank. Left as it is unless `out` is `x`.
         bias: [n], of `x`'s dtype, the same on every rank.
         group: as in `all_reduce`.
-        out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
+        out: as in `all_reduce`.
         numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, then the rule above; the bits do not depend
             on tuning.
         max_sms: as in `all_reduce`.

@@ -483,8 +483,7 @@ def gemm_rs(
         op: `sum` or `avg`.
         scale_a, scale_b: fp32 on the device, with fp8 operands and only then: one element each, or [M, ..., 1] and [1,
             N] for every row of `a` and every column of `b`. They multiply the product before it is rounded and summed.
-        out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
-            None), fp16 or fp32; fp32 and fp64 operands keep their own.
+        out_dtype: as in `ag_gemm`.
         out: where to write: [M / world_size, ..., N] of the result's dtype, any strides, memory of its own. None
             allocates it.
         group: as in `all_reduce`.
@@ -539,18 +538,15 @@ def gemm_ar(
     Args:
         a: [..., K], any strides: this rank's columns of A. Kernels take bf16, fp16 and fp8 e4m3; fp32 and fp64 always
             run the variant `library`. The same shape and dtype on every rank.
-        b: [K, N] of `a`'s dtype. A contiguous matrix and the transposed view of a contiguous [N, K] weight are taken as
-            they lie, anything else is copied; which of the two it is must be alike on every rank, as all shapes must.
+        b: as in `gemm_rs`.
         bias: [N] of the result's dtype, added once to the sum; None adds nothing. The same on every rank for the
             results to be.
         scale_a, scale_b: fp32 on the device, with fp8 operands and only then: one element each, or [..., 1] and [1, N]
             for every row of `a` and every column of `b`. They multiply the product before it is rounded and summed.
-        out_dtype: of the result. With bf16 and fp16 operands theirs (as None) or fp32; with fp8 operands bf16 (as
-            None), fp16 or fp32; fp32 and fp64 operands keep their own.
+        out_dtype: as in `ag_gemm`.
         out: where to write: [..., N] of the result's dtype, any strides, memory of its own. None allocates it.
         group: as in `all_reduce`.
-        numerics: as in `all_reduce`. Ordered: multiplied in fp32 with one accumulator, each rank's product rounded
-            once, summed in rank order with one rounding at the end.
+        numerics: as in `gemm_rs`.
         max_sms: as in `all_reduce`.
 
     Returns:
