@@ -131,17 +131,15 @@ class Operator:
     def run_into(self, *arguments: Any, **given: Any) -> None:
         """The form with `out`."""
         inputs, asked = self.split(arguments)
-        self._write(inputs, [given[name] for name in self.form.outputs], asked, "into a given tensor")
-
-    def run_in_place(self, *arguments: Any) -> None:
-        """The form that ends in an underscore."""
-        inputs, asked = self.split(arguments)
-        self._write(inputs, [inputs[0]], asked, "in place")
-
-    def _write(self, inputs: Tensors, outputs: list[torch.Tensor], asked: Asked, how: str) -> None:
+        outputs = [given[name] for name in self.form.outputs]
+        how = "in place" if outputs[0] is inputs[0] else "into a given tensor"
         check_differentiable(f"{self.name} {how}", (*inputs, *outputs))
         self.serve(inputs, outputs, asked)
         torch.autograd.graph.increment_version(outputs)
+
+    def run_in_place(self, *arguments: Any) -> None:
+        """The form that ends in an underscore."""
+        self.run_into(*arguments, **{self.form.outputs[0]: arguments[0]})
 
     def fake(self, *arguments: Any) -> Any:
         """The functional form's results without their contents."""
@@ -159,9 +157,7 @@ class Operator:
 
     def fake_in_place(self, *arguments: Any) -> None:
         """The form that ends in an underscore: its checks."""
-        inputs, asked = self.split(arguments)
-        self.results(inputs, asked)
-        check_differentiable(f"{self.name} in place", inputs)
+        self.fake_into(*arguments, **{self.form.outputs[0]: arguments[0]})
 
 
 class ListOperator(Operator):
