@@ -55,7 +55,7 @@ def spec_of(*variants: str, **changes: object) -> SweepSpec:
 
 
 def gang_processes() -> set[int]:
-    """Processes of gangs that descend from this one; launchers carry this process's pid in their command line."""
+    """Processes of gangs that descend from this one; ranks carry this process's pid in their command line."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -248,7 +248,7 @@ def test_killed_supervisor_takes_its_gang_along_and_the_next_one_goes_on(tmp_pat
         while time.monotonic() < deadline and _stored(path) < 2:
             time.sleep(0.3)
         ranks = _descendants(supervisor.pid)
-        assert len(ranks) >= 3  # the launcher and two ranks
+        assert len(ranks) >= 2
     finally:
         supervisor.send_signal(signal.SIGKILL)
         supervisor.wait()

@@ -23,11 +23,10 @@ from tunedcomm.spec import Candidate, Problem
 from tunedcomm.tuner.gang.process import (
     ExitStatus,
     GangProcess,
+    exit_status_of,
     gang_environment,
     is_alive,
     kill_processes,
-    read_exit_status,
-    write_exits,
 )
 from tunedcomm.tuner.gang.protocol import (
     LINE_FD,
@@ -124,21 +123,14 @@ def test_death_is_blamed_on_its_root_cause(
     tmp_path: Path, exits: list[tuple[int, int]], text: str, killed: bool
 ) -> None:
     (tmp_path / "output.txt").write_text(OUTPUT)
-    write_exits(tmp_path, exits)
-    assert read_exit_status(tmp_path, 1) == ExitStatus(text, killed)
+    assert exit_status_of(dict(exits), tmp_path) == ExitStatus(text, killed)
 
 
-def test_death_of_the_launcher_by_a_signal(tmp_path: Path) -> None:
-    (tmp_path / "output.txt").write_text("")
-    assert read_exit_status(tmp_path, -9) == ExitStatus("it was killed by SIGKILL", True)
-    assert read_exit_status(tmp_path, -11) == ExitStatus("it was killed by SIGSEGV", False)
-
-
-def test_death_that_left_nothing_names_the_launchers_code(tmp_path: Path) -> None:
+def test_death_that_left_no_rank_in_its_output_quotes_the_first_error(tmp_path: Path) -> None:
     (tmp_path / "output.txt").write_text("ModuleNotFoundError: No module named 'x'\n")
-    assert (
-        read_exit_status(tmp_path, 3).text == "the launcher ended with code 3; ModuleNotFoundError: No module named 'x'"
-    )
+    expected = "rank 1 ended with exit code 3; ModuleNotFoundError: No module named 'x'"
+    assert exit_status_of({1: 3}, tmp_path).text == expected
+    assert exit_status_of({0: 0, 1: 0}, tmp_path).text.startswith("its ranks ended unasked")
 
 
 def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int
 
 
 def assemble(settings: Settings, folder: Path) -> Gang:
-    """Join the gang that the launcher's environment describes; collective over its ranks."""
+    """Join the gang that the environment describes; collective over its ranks."""
     rank = int(os.environ["RANK"])
     # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
     timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import json
 import logging
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from tunedcomm.spec import Candidate
 from tunedcomm.tuner.gang.protocol import (
     GO_FD,
     LINE_FD,
+    STORE_FD,
+    STORE_PORT,
     Command,
     Settings,
     failure_age_s,
@@ -96,7 +97,6 @@ def kernel_identity() -> str:
 
 
 _MAX_ERROR = 500
-_EXITS_FILE = "exits.json"
 _EXCEPTION = re.compile(r"(?:\[rank(\d+)\]:\s*)?([\w.]*(?:Error|Exception|Interrupt)\b.*)")
 
 
@@ -113,52 +113,39 @@ class ExitStatus:
     killed: bool
 
 
-def write_exits(folder: Path, exits: Sequence[tuple[int, int]]) -> None:
-    """Leave which ranks ended by themselves and with which code, minus a signal's number where one killed it."""
-    (folder / _EXITS_FILE).write_text(json.dumps(list(exits)), encoding="ascii")
+def exit_status_of(exits: Mapping[int, int], folder: Path) -> ExitStatus:
+    """The end of a gang, from the exit codes (minus a signal's number) of the ranks that have ended, first dead first.
 
-
-def _read_exits(folder: Path) -> list[tuple[int, int]]:
-    try:
-        return [(int(rank), int(code)) for rank, code in json.loads((folder / _EXITS_FILE).read_text("ascii"))]
-    except (OSError, ValueError):  # the launcher did not get that far
-        return []
-
-
-def read_exit_status(folder: Path, code: int) -> ExitStatus:
-    """What ended a gang.
-
-    Args:
-        folder: of the gang.
-        code: with which its launcher ended; minus a signal's number where one killed it.
+    `folder` is the gang's, with its output and its failures.
     """
-    failed = [(rank, exit_code) for rank, exit_code in _read_exits(folder) if exit_code]
+    failed = {rank: code for rank, code in exits.items() if code}
     # A signal is the cause, whoever was seen dead first: the others raise when a peer is gone.
-    killed = [(rank, -exit_code) for rank, exit_code in failed if exit_code < 0]
+    killed = {rank: -code for rank, code in failed.items() if code < 0}
     if killed:
-        text = f"rank {killed[0][0]} was killed by {signal.Signals(killed[0][1]).name}"
-        return ExitStatus(text, all(number == signal.SIGKILL for _, number in killed))
-    if not failed and code < 0:
-        return ExitStatus(f"it was killed by {signal.Signals(-code).name}", -code == signal.SIGKILL)
-    root = failed[0] if failed else None
+        rank, number = next(iter(killed.items()))
+        text = f"rank {rank} was killed by {signal.Signals(number).name}"
+        return ExitStatus(text, all(number == signal.SIGKILL for number in killed.values()))
+    root, code = next(iter(failed.items()), (None, 0))
     output = ""
     with contextlib.suppress(OSError):
         output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
-    parts = [f"rank {root[0]} ended with exit code {root[1]}" if root else f"the launcher ended with code {code}"]
-    parts += read_failures(folder) or [_first_error(output, str(root[0]) if root else None)]
+    parts = ["its ranks ended unasked" if root is None else f"rank {root} ended with exit code {code}"]
+    parts += read_failures(folder) or [_first_error(output, root)]
     return ExitStatus("; ".join(part for part in parts if part), killed=False)
 
 
-def _first_error(output: str, rank: str | None) -> str:
+def _first_error(output: str, rank: int | None) -> str:
     """The exception that ended `rank`, or the first one at all: later ones are its echo on other ranks."""
     found = [match for line in output.splitlines() if (match := _EXCEPTION.match(line.strip()))]
-    mine = [match for match in found if match[1] == rank] or found
+    mine = [match for match in found if match[1] == str(rank)] or found
     return mine[0][2][:_MAX_ERROR] if mine else ""
 
 
 _log = logging.getLogger("tunedcomm")
 
 _EXIT_WAIT_S = 20.0
+# Ranks that die within so long of the first one are asked for their exit code: it may be the first that was the echo.
+_GRACE_S = 0.5
 # Once a launch has raised on one rank the gang is lost: the others get so long to say what became of theirs.
 _ECHO_S = 5.0
 # Of this kernel's processes: a temporary directory may be shared with other hosts or containers.
@@ -190,7 +177,7 @@ def gang_environment(settings: Settings, devices: str | None = None) -> dict[str
 
 
 def _command(settings: Settings, path: Path) -> list[str]:
-    module = settings.stand_in or ("tunedcomm.tuner.gang.worker", "gang")
+    module = settings.stand_in or ("tunedcomm.tuner.gang.worker",)
     return [sys.executable, "-m", *module, str(os.getpid()), str(path)]
 
 
@@ -203,7 +190,7 @@ def remove_stale_folders() -> None:
 
 
 class GangProcess:
-    """One gang, from its start until no process of it is left.
+    """One gang, one process for each rank, from its start until none of them is left.
 
     It is a spare until `go` is called: its processes import what they need and touch no device.
 
@@ -236,27 +223,48 @@ class GangProcess:
         self._went: float | None = None
         self._ready_at: float | None = None
         self._killed = False
-        settings.save(self._folder / "settings.json")
         self._selector = selector
         self._channel, theirs = multiprocessing.Pipe()
         selector.register(self._channel, selectors.EVENT_READ, self)
+        self._exits: dict[int, int] = {}  # of the ranks that have ended, first dead first
+        self._failed_at: float | None = None
         wanted, self._go = os.pipe()
-        inherited = {GO_FD: wanted, LINE_FD: theirs.fileno()}
         try:
-            with (self._folder / "output.txt").open("wb") as output:
-                self._process = subprocess.Popen(
-                    _command(settings, self._folder / "settings.json"),
-                    env={**gang_environment(settings, devices), **{name: str(fd) for name, fd in inherited.items()}},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    pass_fds=tuple(inherited.values()),
-                )
+            self._ranks = self._spawn(gang_environment(settings, devices), wanted, theirs.fileno())
         finally:
             os.close(wanted)
             theirs.close()
         self._heard = self._spoken = time.monotonic()
+
+    def _spawn(self, environment: dict[str, str], wanted: int, line: int) -> list[subprocess.Popen[bytes]]:
+        """Start every rank. They meet at a store whose socket rank 0 inherits, so that nobody else takes its port."""
+        world_size = 1 if self._settings.stand_in else self._settings.world_size
+        path = self._folder / "settings.json"
+        self._settings.save(path)
+        ranks = []
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM) as store,
+            (self._folder / "output.txt").open("wb") as output,
+        ):
+            store.bind(("127.0.0.1", 0))
+            store.listen(128)
+            environment[STORE_PORT] = str(store.getsockname()[1])
+            environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(world_size)
+            for rank in range(world_size):
+                inherited = {GO_FD: wanted, **({LINE_FD: line, STORE_FD: store.fileno()} if rank == 0 else {})}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **{name: str(fd) for name, fd in inherited.items()}}
+                ranks.append(
+                    subprocess.Popen(
+                        _command(self._settings, path),
+                        env={**environment, **own},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                        pass_fds=tuple(inherited.values()),
+                    )
+                )
+        return ranks
 
     def go(self) -> None:
         """Let it take its devices; its silence counts from now."""
@@ -312,13 +320,18 @@ class GangProcess:
     # Watching
 
     def exit_status(self) -> ExitStatus | None:
-        """How its launcher, or it, died; None while it lives. Read what it said before this is judged."""
-        code = self._process.poll()
-        return None if code is None else read_exit_status(self._folder, code)
+        """How it died; None while it lives. Read what it said before this is judged."""
+        return exit_status_of(self._exits, self._folder) if self.is_dead() else None
 
     def is_dead(self) -> bool:
-        """True once its launcher has ended: what it had to say is there to be read then."""
-        return self._process.poll() is not None
+        """True once all ranks have ended, or one failed a moment ago: what it had to say is there to be read then."""
+        for rank, process in enumerate(self._ranks):
+            if rank not in self._exits and (code := process.poll()) is not None:
+                self._exits[rank] = code
+                if code and self._failed_at is None:
+                    self._failed_at = time.monotonic()
+        failed = self._failed_at is not None and time.monotonic() - self._failed_at > _GRACE_S
+        return failed or len(self._exits) == len(self._ranks)
 
     def silence(self) -> tuple[str, str] | None:
         """`hung` or `crashed` and a sentence, if it has been silent for longer than it may."""
@@ -369,25 +382,20 @@ class GangProcess:
     def _kill(self) -> None:
         self._killed = True
         self._deadline = time.monotonic() + _EXIT_WAIT_S
-        kill_group(self._process.pid)
         send_kill(self._pids())
 
     def _pids(self) -> list[int]:
-        """The launcher and every rank that got as far as to say its pid."""
-        found = [self._process.pid]
-        for path in self._folder.glob("pid-*"):
-            with contextlib.suppress(ValueError):
-                found.append(int(path.read_text(encoding="ascii")))
-        return found
+        """The ranks that have not ended."""
+        return [process.pid for process in self._ranks if process.poll() is None]
 
     def is_gone(self) -> bool:
         """True once no process of it is left, so that its devices are free for the next; does not wait."""
         assert self._deadline is not None
-        ended, late = self._process.poll() is not None, time.monotonic() > self._deadline
-        if not self._killed and (ended or late):
-            self._kill()  # ranks that outlived their launcher, or all of them
+        late = time.monotonic() > self._deadline
+        if not self._killed and (late or self.is_dead()):
+            self._kill()  # ranks that outlived one that failed, or all of them
             late = False
-        left = [pid for pid in self._pids() if is_alive(pid)]
+        left = self._pids()
         if not self._killed or (left and not late):
             return False
         if left:
