@@ -64,14 +64,7 @@ class Vote:
 
 
 class Gang:
-    """One rank's end of the gang.
-
-    Attributes:
-        rank, world_size: in the default group.
-        device: where this rank's tensors live.
-        communicator: the group's communicator, bound to the data plane.
-        folder: the gang's folder.
-    """
+    """One rank's end of the gang; the communicator is bound to the data plane."""
 
     def __init__(self, control: dist.ProcessGroup, communicator: Communicator, folder: Path) -> None:
         self._control = control
@@ -135,10 +128,7 @@ class Gang:
     def input_buffers(self, problem: Problem, like: tuple[torch.Tensor, ...], slot: int) -> tuple[torch.Tensor, ...]:
         """Tensors of the shapes of `like` to put inputs into: symmetric ones where the problem says so; collective.
 
-        Args:
-            problem: says of which kind.
-            like: one rank's inputs.
-            slot: buffers of the same slot are used again by the next problem.
+        Buffers of the same slot are used again by the next problem.
         """
         workspace = self.communicator.workspace
         if problem.input_kind == "plain" or workspace is None:

@@ -38,11 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends.
-
-    Args:
-        parent: pid of that process; if it is gone already, this process ends at once.
-    """
+    """Have the kernel kill this process when `parent`, which started it, ends; at once if it is gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -63,18 +59,12 @@ def is_alive(pid: int) -> bool:
     return process_start(pid) is not None
 
 
-def kill_group(pid: int) -> None:
-    """SIGKILL the process group that `pid` leads, if there still is one."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 def send_kill(pids: Iterable[int]) -> None:
     """SIGKILL every process, with the group that it leads; does not wait."""
     for pid in pids:
-        kill_group(pid)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
 
 
 def kill_processes(pids: Iterable[int], wait_s: float) -> list[int]:
@@ -102,11 +92,9 @@ _EXCEPTION = re.compile(r"(?:\[rank(\d+)\]:\s*)?([\w.]*(?:Error|Exception|Interr
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """The end of a gang.
+    """The end of a gang, in a sentence.
 
-    Attributes:
-        text: a sentence.
-        killed: SIGKILL, which nothing that a candidate does raises: a person, or the kernel when memory ran out.
+    `killed`: by SIGKILL, which nothing that a candidate does raises: by a person, or the kernel when memory ran out.
     """
 
     text: str
@@ -160,9 +148,7 @@ _LAUNCHER_VARIABLES = re.compile(
 def gang_environment(settings: Settings, devices: str | None = None) -> dict[str, str]:
     """Environment of a gang: the supervisor's, less its launcher's, with short waits in the kernels.
 
-    Args:
-        settings: of the sweep.
-        devices: the gang's GPUs, as CUDA_VISIBLE_DEVICES names them; None leaves that variable as it is.
+    `devices` are the gang's GPUs, as CUDA_VISIBLE_DEVICES names them; None leaves that variable as it is.
     """
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.fullmatch(name)}
     kept["OMP_NUM_THREADS"] = "1"
@@ -194,13 +180,10 @@ class GangProcess:
 
     It is a spare until `go` is called: its processes import what they need and touch no device.
 
-    Args:
-        slot: its number among those that run at once.
-        settings: of the sweep.
-        selector: told of its socket; the data is this object.
-        devices: see `gang_environment`.
+    The selector is told of its socket, with this object as the data.
 
     Attributes:
+        slot: its number among those that run at once.
         ready: it came as far as to ask for its first command.
         waiting: nothing for it to do for now.
         begun: candidate that it has begun to bind, or launched.

@@ -107,13 +107,10 @@ def contend(
     stream: torch.cuda.Stream | None,
     further: Sequence[Tensors] = (),
 ) -> Contender:
-    """Make a contender of a bound launch that has already run at least once; captures it where `graph` asks for it.
+    """Make a contender of a bound launch that has already run at least once.
 
-    Args:
-        launch, inputs, outputs: what to time.
-        calls: launches a round.
-        graph, stream: capture them on this stream.
-        further: inputs that launches take in turn with `inputs`; of the same shapes.
+    It does `calls` launches a round, captured on the stream where `graph` asks for it, which take `inputs` and the
+    `further` ones, of the same shapes, in turn.
     """
     handle = stream.cuda_stream if stream is not None else 0
     turns = (inputs, *further)
@@ -139,12 +136,8 @@ def take_rounds(
 ) -> list[list[float]]:
     """This rank's µs a call, by contender and round. Waits for the device.
 
-    Args:
-        gang: the ranks, all of which call this with the same counts.
-        contenders: what to time; in each round in the order that `order_of_round` says.
-        rounds: how often.
-        stream: None on the host.
-        first: the first round's number, where rounds are taken one by one.
+    All ranks call this with the same counts; the stream is None on the host. Each round has the order that
+    `order_of_round` says; `first` is the first one's number, where rounds are taken one by one.
     """
     orders = [order_of_round(first + number, len(contenders)) for number in range(rounds)]
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):

@@ -34,11 +34,7 @@ from tunedcomm.tuner.measure.timing import Contender
 
 
 class CompileCount:
-    """Listens to Triton's compilations from now on, besides whoever listened before.
-
-    Attributes:
-        num_compiled: kernels that the cache did not hold; those that fail to compile are not told of.
-    """
+    """Counts the kernels that Triton compiles from now on, without failures, besides whoever listened before."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -257,12 +253,7 @@ def _accept(vote: Vote) -> Vote:
 
 
 class TrialRunner:
-    """Runs a gang's trials on one rank.
-
-    Args:
-        gang: this rank's end of the gang.
-        settings: how to measure.
-    """
+    """Runs a gang's trials on one rank."""
 
     def __init__(self, gang: Gang, settings: Settings) -> None:
         self._gang = gang

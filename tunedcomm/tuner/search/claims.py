@@ -54,13 +54,7 @@ _log = logging.getLogger("tunedcomm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The right to run a candidate, until it is released.
-
-    Attributes:
-        problem, candidate: what may be run.
-        final: in the finals.
-        key: of its row.
-    """
+    """The right to run a candidate, in the search or in the finals, until the row of this key is deleted."""
 
     problem: Problem
     candidate: Candidate
@@ -180,11 +174,9 @@ class Claims:
         return delete(ClaimRow).where(ClaimRow.key.in_(keys), ClaimRow.owner == self.owner)
 
     def in_flight(self, problem: Problem, *, final: bool, max_age_s: float = 0.0) -> frozenset[Candidate]:
-        """Candidates of a problem that other live supervisors run; `news` knows what they had stored by then.
+        """Candidates of a problem that other live supervisors run, as of at most `max_age_s` ago.
 
-        Args:
-            problem, final: of which search.
-            max_age_s: an answer may be so old.
+        `news` knows what they had stored by then.
         """
         read_at, flying = self._flying.get((problem, final), (-math.inf, frozenset()))
         if time.monotonic() - read_at < max_age_s:

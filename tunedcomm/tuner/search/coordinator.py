@@ -38,14 +38,8 @@ _PROPOSALS = 3
 class ProblemSearch:
     """Gives out a problem's candidates until its search is over.
 
-    Args:
-        problem: what is tuned.
-        settings: of the sweep.
-        knowledge: of the sweep.
-        limits: of the gangs.
-        searched: problems whose search was over before, in that order.
-        dropped: variants that are left alone.
-        shared: other supervisors may search the problem too; what they have tried counts as this one's trials do.
+    `searched` are the problems whose search was over before, in that order. Where other supervisors may search the
+    problem too (`shared`), what they have tried counts as this one's trials do.
 
     Attributes:
         until: the clock's reading after which nothing more is given out.
@@ -120,9 +114,7 @@ class ProblemSearch:
     def ask(self, now: float, claim: Callable[[Candidate], bool]) -> Candidate | None:
         """The next candidate, or None if there is none for now.
 
-        Args:
-            now: the clock's reading.
-            claim: False for a candidate that another supervisor runs, or has run.
+        `claim` is False for a candidate that another supervisor runs, or has run.
         """
         if self._closed:
             return None
@@ -188,15 +180,8 @@ BEST_OF_SHAPE = 8
 class Finals:
     """Gives out the finals of a family, problem by problem.
 
-    Args:
-        family: problems in the order in which they are measured.
-        knowledge: of the sweep, with every search of the family over.
-        limits: of the gangs.
-        chosen: what to measure of each problem besides the library, instead of what this module's text says.
-        must: what is measured of a problem even if it took a gang along at another size.
-
-    Attributes:
-        elsewhere: what other supervisors run.
+    Every search of the family is over, or `chosen` says what to measure of each problem besides the library; `must` is
+    measured even if it took a gang along at another size. `elsewhere` is what other supervisors run.
     """
 
     def __init__(
@@ -238,7 +223,7 @@ class Finals:
             own: problem whose finals the gang is at; it stays there while it can.
             others: problems whose finals other gangs are at, taken last.
             dropped: variants that are left alone.
-            claim: False for a final that another supervisor runs, or has run.
+            claim: as in `ProblemSearch.ask`.
         """
         for problem in sorted(self._left, key=lambda p: (p != own, p in others)):
             queue = self._left[problem]
@@ -282,13 +267,7 @@ _MAX_AGE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A command that a gang was given.
-
-    Attributes:
-        command: as it was sent.
-        problem, candidate: of the command.
-        claim: the right to run it, where several supervisors share a sweep.
-    """
+    """A command that a gang was given, and the claim on its candidate where several supervisors share a sweep."""
 
     command: Command
     problem: Problem
@@ -412,8 +391,7 @@ class Coordinator:
 
         Args:
             gang: which.
-            status: `hung` or `crashed`.
-            reason: a sentence.
+            status, reason: `hung` or `crashed`, and a sentence.
             begun: the candidate that it had begun to bind or launch: its own, or the library beside it.
             killed: somebody else killed it.
 

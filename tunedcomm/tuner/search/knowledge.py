@@ -38,8 +38,7 @@ class Knowledge:
 
     Args:
         problems: of the sweep.
-        environment: of the gangs.
-        limits: of the gangs.
+        environment, limits: of the gangs.
         source_hash: (op, variant) to the hash of its kernels as they are now.
         retry: what failed before the sweep is to be tried again.
         stored: what was known before the sweep, oldest first.

@@ -396,13 +396,7 @@ _WARM_UP_S = 30.0
 
 
 class SweepCounters:
-    """What happened in this sweep alone; readings of the clock are seconds since it began.
-
-    Attributes:
-        trials: measured ones.
-        failures: failed ones by status.
-        num_compiled: trials for which a rank still had to compile.
-    """
+    """Counts of this sweep alone, as `Progress` and `SweepOutcome` tell them; times are seconds since it began."""
 
     def __init__(self) -> None:
         self.trials = self.num_compiled = 0
@@ -557,12 +551,7 @@ def source_hash(op: str, variant: str) -> str:
 class Running:
     """Gangs at work for one command: their compile pool, what they store and what is told of them.
 
-    Args:
-        settings: of the gangs.
-        coordinator: decides.
-        database: takes the trials; None stores nothing.
-        progress: called a few times a second.
-        budget_s: of the command; None is no bound.
+    Without a `database` nothing is stored. `progress` is called a few times a second.
     """
 
     def __init__(
