@@ -152,6 +152,13 @@ class Command:
     reason: str = ""
 
     @property
+    def trial(self) -> tuple[Problem, Candidate]:
+        """The problem and the candidate of a trial."""
+        assert self.problem is not None
+        assert self.candidate is not None
+        return self.problem, self.candidate
+
+    @property
     def is_library(self) -> bool:
         """True for the baseline itself, which is always measured well."""
         # By its name: a gang that replays recorded trials has no variants to look up.

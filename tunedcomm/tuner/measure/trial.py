@@ -269,9 +269,7 @@ class TrialRunner:
 
     def run(self, command: Command) -> TrialResult:
         """Run one trial; the same outcome on every rank."""
-        problem, candidate = command.problem, command.candidate
-        assert problem is not None
-        assert candidate is not None
+        problem, candidate = command.trial
         self._error, self._bind_s, self._num_compiled = None, 0.0, 0
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._report("work", command.baseline or candidate)

@@ -10,8 +10,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 from tunedcomm.db.engine import warn_once
@@ -265,16 +263,6 @@ _MAX_KILLED = 2
 _MAX_AGE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A command that a gang was given, and the claim on its candidate where several supervisors share a sweep."""
-
-    command: Command
-    problem: Problem
-    candidate: Candidate
-    claim: Claim | None
-
-
 class Coordinator:
     """Answers gangs, which are known by small numbers.
 
@@ -323,7 +311,8 @@ class Coordinator:
         self._libraries: dict[Problem, Candidate] = {}
         # Problem that a gang is at, and whether in the finals: it keeps to it, whose tensors it holds.
         self._at: dict[int, tuple[Problem, bool]] = {}
-        self._running: dict[int, Assignment] = {}
+        self._running: dict[int, Command] = {}
+        self._held: dict[tuple[Problem, Candidate, bool], Claim] = {}  # on what runs, in the finals or not
         self._blocked, self._too_large = set[Problem](), set[Problem]()  # others' searches that finals wait for
         self._lost, self._killed = Counter[str](), Counter[tuple[Problem, Candidate]]()
 
@@ -369,19 +358,21 @@ class Coordinator:
 
     def learn(self, gang: int, result: TrialResult) -> Trial | None:
         """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
-        running = self._running.pop(gang)
-        self._killed.pop((running.problem, running.candidate), None)
+        command = self._running.pop(gang)
+        problem, candidate = command.trial
+        self._killed.pop((problem, candidate), None)
         if result.status == TOO_LARGE:
-            self._skip(running, result.reason)
+            self._skip(command, result.reason)
             return None
-        if self._was_taken_over(running):
-            self._give_back(running)  # the other supervisor stores its row
+        if self._was_taken_over(command):
+            self._give_back(command)  # the other supervisor stores its row
             return None
-        row = self._store(running.problem, running.candidate, result, running.claim, final=running.command.final)
-        if not running.command.final:
-            self._search(running.problem).tell(running.candidate, result.latency_us)
+        claim = self._held.pop((problem, candidate, command.final), None)
+        row = self._store(problem, candidate, result, claim, final=command.final)
+        if not command.final:
+            self._search(problem).tell(candidate, result.latency_us)
         if result.status in LOST:
-            self._count_lost(running.candidate.variant)
+            self._count_lost(candidate.variant)
         return row
 
     def lost(
@@ -399,20 +390,20 @@ class Coordinator:
             The row of the candidate that is blamed; None if none is, and what the gang was to run is given out again.
         """
         self._at.pop(gang, None)
-        running = self._running.get(gang)
-        if running is None:
+        command = self._running.get(gang)
+        if command is None:
             return None
         if killed:
-            self._killed[running.problem, running.candidate] += 1
-        spared = killed and self._killed[running.problem, running.candidate] < _MAX_KILLED
+            self._killed[command.trial] += 1
+        spared = killed and self._killed[command.trial] < _MAX_KILLED
         result = TrialResult(status=status, reason=reason)
-        if begun == running.candidate and not spared:
+        if begun == command.candidate and not spared:
             return self.learn(gang, result)
         del self._running[gang]
-        self._give_back(running)
+        self._give_back(command)
         if begun is None or spared:
             return None
-        row = self._store(running.problem, begun, result)
+        row = self._store(command.trial[0], begun, result)
         self._count_lost(begun.variant)
         return row
 
@@ -444,8 +435,7 @@ class Coordinator:
 
     def activity(self, gang: int) -> Command | None:
         """The command that a gang runs; None if it has nothing to do."""
-        running = self._running.get(gang)
-        return running.command if running is not None else None
+        return self._running.get(gang)
 
     def planned(self, problem: Problem) -> int | None:
         """Trials still to be given out in a problem's search, at most; None before it is begun."""
@@ -497,10 +487,9 @@ class Coordinator:
             self._grant_time(search)
         if self.claims is not None:
             search.recheck(self._in_flight(problem, final=False, max_age_s=_MAX_AGE_S))
-        taken: list[Claim] = []
-        candidate = search.ask(self._clock(), partial(self._claim, problem, taken, final=False))
+        candidate = search.ask(self._clock(), lambda c: self._claim(problem, c, final=False))
         if candidate is not None:
-            return self._assign(gang, problem, candidate, taken, final=False)
+            return self._assign(gang, problem, candidate, final=False)
         if not search.is_out and not search.over:
             search.over = True
             self.searched.append(problem)
@@ -532,11 +521,10 @@ class Coordinator:
             finals.recheck(problem, self._in_flight(problem, final=True, max_age_s=_MAX_AGE_S))
         own = next((problem for problem, final in [self._at.get(gang, (None, False))] if final), None)
         others = {problem for other, (problem, final) in self._at.items() if other != gang and final}
-        taken: list[Claim] = []
-        found = finals.ask(own, others, self.dropped, lambda p, c: self._claim(p, taken, c, final=True))
-        return None if found is None else self._assign(gang, *found, taken, final=True)
+        found = finals.ask(own, others, self.dropped, lambda p, c: self._claim(p, c, final=True))
+        return None if found is None else self._assign(gang, *found, final=True)
 
-    def _assign(self, gang: int, problem: Problem, candidate: Candidate, taken: list[Claim], *, final: bool) -> Command:
+    def _assign(self, gang: int, problem: Problem, candidate: Candidate, *, final: bool) -> Command:
         library = self._libraries.get(problem)
         if library is None:
             library = self._libraries[problem] = default_candidates(problem, self._known_limits)[0]
@@ -550,7 +538,7 @@ class Coordinator:
             full_check=not self._knowledge.checked(problem, candidate),
             final=final,
         )
-        self._running[gang] = Assignment(command, problem, candidate, taken[0] if taken else None)
+        self._running[gang] = command
         self._at[gang] = (problem, final)
         return command
 
@@ -564,7 +552,7 @@ class Coordinator:
         self._refresh(problem)
         return running
 
-    def _claim(self, problem: Problem, taken: list[Claim], candidate: Candidate, *, final: bool) -> bool:
+    def _claim(self, problem: Problem, candidate: Candidate, *, final: bool) -> bool:
         """Claim a candidate; False if another supervisor runs it, or has run it, which is known then."""
         if self.claims is None:
             return True
@@ -575,7 +563,7 @@ class Coordinator:
         if self._knowledge.measured(problem, candidate, final=final):
             self.claims.release([claim])
             return False
-        taken.append(claim)
+        self._held[problem, candidate, final] = claim
         return True
 
     def _refresh(self, problem: Problem) -> None:
@@ -589,11 +577,12 @@ class Coordinator:
             if search is not None and not trial.final:
                 search.tell(trial.candidate, trial.latency_p50_us if trial.status not in FAILED else None)
 
-    def _was_taken_over(self, running: Assignment) -> bool:
+    def _was_taken_over(self, command: Command) -> bool:
         """True if another supervisor took this one for dead, and runs or has run what this one ran."""
-        if self.claims is None or running.claim is None or self.claims.holds(running.claim):
+        claim = self._held.get((*command.trial, command.final))
+        if self.claims is None or claim is None or self.claims.holds(claim):
             return False
-        self._refresh(running.problem)
+        self._refresh(claim.problem)
         return True
 
     def _is_elsewhere(self) -> bool:
@@ -601,25 +590,27 @@ class Coordinator:
         searches, finals = self._open(), self._finals.values()
         return bool(self._blocked) or any(s.elsewhere for s in searches) or any(f.elsewhere for f in finals)
 
-    def _give_back(self, running: Assignment) -> None:
-        if running.claim is not None:
+    def _give_back(self, command: Command) -> None:
+        problem, candidate = command.trial
+        if (claim := self._held.pop((problem, candidate, command.final), None)) is not None:
             assert self.claims is not None
-            self.claims.release([running.claim])
-        if running.command.final:
-            family = next(family for family in self._families if running.problem in family)
-            self._finals[family[0]].give_back(running.problem, running.candidate)
+            self.claims.release([claim])
+        if command.final:
+            family = next(family for family in self._families if problem in family)
+            self._finals[family[0]].give_back(problem, candidate)
         else:
-            self._search(running.problem).give_back(running.candidate)
+            self._search(problem).give_back(candidate)
 
-    def _skip(self, running: Assignment, reason: str) -> None:
+    def _skip(self, command: Command, reason: str) -> None:
         """Leave a problem alone that a gang has no memory for, and blame nobody."""
-        self._give_back(running)
-        self._too_large.add(running.problem)
-        warn_once(f"{running.problem} is skipped, there is no memory for it here: {reason}")
-        if (search := self._searches[running.problem]) is not None:
+        self._give_back(command)
+        problem, _ = command.trial
+        self._too_large.add(problem)
+        warn_once(f"{problem} is skipped, there is no memory for it here: {reason}")
+        if (search := self._searches[problem]) is not None:
             search.close()
         for finals in self._finals.values():
-            finals.skip(running.problem)
+            finals.skip(problem)
 
     def _store(
         self,
@@ -664,8 +655,7 @@ class Coordinator:
     def _note_infeasible(self, problem: Problem) -> None:
         """One row for each variant that has no feasible config at all, so that `explain` can say why."""
         for candidate, reason in infeasible_variants(problem, self._known_limits, self._settings.policy):
-            taken: list[Claim] = []
             known = self._knowledge.status(problem, candidate) is not None
-            if not known and self._claim(problem, taken, candidate, final=False):
+            if not known and self._claim(problem, candidate, final=False):
                 result = TrialResult(status="infeasible", reason=reason)
-                self._store(problem, candidate, result, taken[0] if taken else None)
+                self._store(problem, candidate, result, self._held.pop((problem, candidate, False), None))
