@@ -482,7 +482,21 @@ def summarise_variants(records: Iterable[Trial]) -> tuple[VariantSummary, ...]:
     by_variant: dict[str, list[Trial]] = {}
     for record in _latest(records).values():
         by_variant.setdefault(record.variant, []).append(record)
-    return tuple(_fate(variant, mine) for variant, mine in sorted(by_variant.items()))
+    found = []
+    for variant, mine in sorted(by_variant.items()):
+        failures = Counter[str](record.status for record in mine if record.status in _BROKEN)
+        num_ran = sum(record.status in _RAN for record in mine)
+        reasons = [record.reason for record in mine if record.status == "infeasible"]
+        found.append(
+            VariantSummary(
+                variant=variant,
+                num_ran=num_ran,
+                failures=dict(failures),
+                firsts=tuple(next(r for r in mine if r.status == status) for status in failures),
+                infeasible=reasons[0] if reasons and not failures and not num_ran else "",
+            )
+        )
+    return tuple(found)
 
 
 def num_failed(records: Iterable[Trial]) -> int:
@@ -492,19 +506,6 @@ def num_failed(records: Iterable[Trial]) -> int:
 
 def _latest(records: Iterable[Trial]) -> dict[tuple[Problem, Candidate], Trial]:
     return {(record.problem, record.candidate): record for record in records if not record.final}
-
-
-def _fate(variant: str, records: list[Trial]) -> VariantSummary:
-    failures: Counter[str] = Counter(record.status for record in records if record.status in _BROKEN)
-    num_ran = sum(record.status in _RAN for record in records)
-    reasons = [record.reason for record in records if record.status == "infeasible"]
-    return VariantSummary(
-        variant=variant,
-        num_ran=num_ran,
-        failures=dict(failures),
-        firsts=tuple(next(r for r in records if r.status == status) for status in failures),
-        infeasible=reasons[0] if reasons and not failures and not num_ran else "",
-    )
 
 
 # Between two reports of progress.
@@ -647,7 +648,9 @@ class Running:
         if self._progress is None:
             return
         planned = self._planned()
-        gangs = tuple(map(self._gang_progress, self._supervisor.states()))
+        states = self._supervisor.states()
+        known = [(None, None) if gang.problem is None else self._known_us(gang.problem) for gang in states]
+        gangs = tuple(replace(g, best_us=us, library_us=lib) for g, (us, lib) in zip(states, known, strict=True))
         self._progress(
             Progress(
                 problems=len(planned),
@@ -670,12 +673,6 @@ class Running:
         bounds = [self._counters.estimate_s(self._coordinator.searched, known, unopened, self._elapsed_s)]
         bounds += [max(self._budget_s - self._elapsed_s, 0.0)] if self._budget_s is not None else []
         return min((bound for bound in bounds if bound is not None), default=None)
-
-    def _gang_progress(self, gang: GangProgress) -> GangProgress:
-        if gang.problem is None:
-            return gang
-        best_us, library_us = self._known_us(gang.problem)
-        return replace(gang, best_us=best_us, library_us=library_us)
 
 
 # Compiling ahead
@@ -732,8 +729,12 @@ class _Sweep(Running):
         self._tuned = database
         self._claims: Claims | None = None
         self._mirror = StudyMirror(journal_path(database))
+        budget = f"{spec.budget_s:g} s, " if spec.budget_s is not None else ""
         self._run_id = database.start_run(
-            command=spec.command, seed=spec.seed, budget=_budget_text(spec, settings), host=socket.gethostname()
+            command=spec.command,
+            seed=spec.seed,
+            budget=f"{budget}{settings.trials} trials a problem",
+            host=socket.gethostname(),
         )
         coordinator = Coordinator(
             problems,
@@ -813,11 +814,6 @@ class _Sweep(Running):
 
     def _result(self, problem: Problem) -> ProblemResult:
         return summarise_problem(problem, self._trials(problem))
-
-
-def _budget_text(spec: SweepSpec, settings: Settings) -> str:
-    seconds = f"{spec.budget_s:g} s, " if spec.budget_s is not None else ""
-    return f"{seconds}{settings.trials} trials a problem"
 
 
 def stored_records(database: Database, problems: Iterable[Problem]) -> list[Trial]:
