@@ -67,7 +67,7 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
         environment=H200,
         snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),
         settings=SimpleNamespace(mode=mode, forced={}),
-        guarded=lambda problem, launch, counter=None: wrap_launch(launch, problem, counter=counter),
+        guarded=lambda problem, launch, counter=None: wrap_launch(launch, counter=counter),
         bind=bind or (lambda problem, candidate: launch),
     )
 

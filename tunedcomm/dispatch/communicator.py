@@ -357,7 +357,7 @@ class Communicator:
             raise TypeError(f"bind of {variant.name} returned {launch!r}, not the function to launch")
         if residency.share > SHARE_OF_EAGER:
             if problem.mode == "graph":
-                return wrap_launch(launch, problem, captures=self._lane_order)
+                return self._lane_order.captured(launch)
             if self._has_graphs:
                 raise InfeasibleError(
                     f"{candidate} takes {residency.share:.0%} of the GPU; once a group has captured graphs its eager "
@@ -365,16 +365,17 @@ class Communicator:
                 )
             self._has_yielding_eager = True
         looks = self.device.type == "cpu" and not variant.is_library
-        return wrap_launch(launch, problem, check_peers=self.check_peers if looks else None)
+        return wrap_launch(launch, check_peers=self.check_peers if looks else None)
 
     def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
-        """A bound launch as dispatch may call it; see `wrap_launch`."""
-        return wrap_launch(self.in_turn(problem, launch, counter=counter), problem, nan_watch=self.nan_watch)
+        """A bound launch as dispatch may call it."""
+        launch = self.in_turn(problem, launch, counter=counter)
+        return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
 
     def in_turn(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
         """A bound launch without the search for NaN."""
-        turns = self._lane_order if self._lane_order.taken and problem.mode == "eager" else None
-        return wrap_launch(launch, problem, device_type=self.device.type, counter=counter, turns=turns)
+        launch = wrap_launch(launch, device_type=self.device.type, counter=counter)
+        return self._lane_order.eager(launch) if self._lane_order.taken and problem.mode == "eager" else launch
 
     def order_streams(self, capturing: bool, stream: int) -> None:
         """Put this call behind the lane's last one if that ran on another stream.

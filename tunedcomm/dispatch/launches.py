@@ -72,32 +72,23 @@ def may_intercept() -> bool:
 
 def wrap_launch(
     launch: Launch,
-    problem: Problem,
     *,
     check_peers: Callable[[], None] | None = None,
-    captures: LaneOrder | None = None,
     device_type: str = "",
     counter: Counter | None = None,
-    turns: LaneOrder | None = None,
-    nan_watch: NanWatch | None = None,
 ) -> Launch:
     """Wrap a launch in what is to happen around it; without options it comes back as it is.
 
-    Launches by address stay so under the first four options. The last two look at tensors and streams, and make of any
-    launch one that takes tensors.
+    Launches by address stay so, unlike under `LaneOrder` and `NanWatch`, which look at streams and tensors.
 
     Args:
         launch: of a bound candidate.
-        problem: which it solves.
         check_peers: called after the launch. Kernels in the interpreter have run to their end by then, so that a peer
             that did not come is known in this very call.
-        captures: the group's order of lanes, for a kernel that takes more than its share of the GPU, in graphs.
         device_type: of tensors. The launch does the same whatever surrounds the call: its own calls on
             `torch.distributed` are not intercepted, and autocast does not round what its products read. Launches by
             address run kernels alone and need no such care.
         counter: counts a call of an untuned problem.
-        turns: the group's order of lanes, for an eager call once graphs and eager calls take turns.
-        nan_watch: looks for NaN in the inputs first.
     """
     by_address = isinstance(launch, AddressLaunch)
     bare: Callable[..., None] = launch.by_address if by_address else launch  # type: ignore[attr-defined]
@@ -108,12 +99,7 @@ def wrap_launch(
         run = _then(run, check_peers)
     if counter is not None:
         run = _counted(run, counter)
-    wrapped = launch if run is bare else replace(launch, by_address=run) if by_address else run  # type: ignore[type-var]
-    if captures is not None:
-        wrapped = captures.captured(wrapped)
-    if turns is not None:
-        wrapped = turns.eager(wrapped)
-    return wrapped if nan_watch is None else nan_watch.guard(problem, wrapped)
+    return launch if run is bare else replace(launch, by_address=run) if by_address else run  # type: ignore[type-var]
 
 
 def _undisturbed(launch: Launch, device_type: str) -> Launch:
