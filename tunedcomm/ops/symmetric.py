@@ -112,7 +112,7 @@ class GatherProgress:
     num_chunks: int
     kernel_arguments: tuple[int, int, int]
     _gathers: _Gathers = field(repr=False)
-    _problem: Problem = field(repr=False)
+    _mode: Mode = field(repr=False)
     _aside: bool = field(repr=False)
     _num_blocks: int = field(repr=False)
     _stream: int = field(repr=False)  # that it was begun on
@@ -123,8 +123,14 @@ class GatherProgress:
         first = source * self.num_rows + chunk * self.chunk_rows
         return slice(first, min(first + self.chunk_rows, (source + 1) * self.num_rows))
 
+    @property
+    def _problem(self) -> Problem:
+        world_size = self._gathers.communicator.world_size
+        shape = (self.out.nbytes // world_size,)
+        return Problem("all_gather", shape, "uint8", world_size, reduction="", mode=self._mode)
+
     def _begin(self, x: torch.Tensor, peers: tuple[int, ...]) -> None:
-        gathers, mode = self._gathers, self._problem.mode
+        gathers, mode = self._gathers, self._mode
         before = gathers.under_way.pop(mode, None)
         if before is not None:
             before.finish()
@@ -148,7 +154,7 @@ class GatherProgress:
         """
         if self._x is None:
             return self.out
-        gathers, mode, capturing = self._gathers, self._problem.mode, self._problem.mode == "graph"
+        gathers, mode, capturing = self._gathers, self._mode, self._mode == "graph"
         if is_capturing() is not capturing:
             raise UnsupportedInputError(f"a gather of {_OP} must end in the capture that it began in, if in any")
         now = gathers.stream()
@@ -277,7 +283,7 @@ def all_gather_with_progress(
     gathers = _prepared(communicator, num_blocks, capturing)
     mode: Mode = "graph" if capturing else "eager"
     communicator.order_streams(capturing, gathers.stream())
-    rows, shape = x.shape[0], (x.nbytes,)
+    rows = x.shape[0]
     chunk_rows = -(-rows // num_chunks)
     taken = x.detach() if is_usable(x) else x.detach().clone(memory_format=torch.contiguous_format)
     gather = GatherProgress(
@@ -291,7 +297,7 @@ def all_gather_with_progress(
             gathers.sender.status(mode),
         ),
         _gathers=gathers,
-        _problem=Problem("all_gather", shape, "uint8", communicator.world_size, reduction="", mode=mode),
+        _mode=mode,
         _aside=aside,
         _num_blocks=num_blocks,
         _stream=gathers.stream(),
