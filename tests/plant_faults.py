@@ -86,6 +86,7 @@ FAULTS = [
         "max_sms_ignored",
         ("reason = reason or self._why_too_large(candidate)", "reason = reason or None"),
         ("self.feasible(candidate) or self._too_large(candidate)", "self.feasible(candidate)"),
+        ("if self.max_sms is None or 0 <= (sms", "if True or 0 <= (sms"),
     ),
     fault(
         "selection",
@@ -106,7 +107,10 @@ FAULTS = [
         ("self.low * 2**place.doublings", "self.low"),
     ),
     fault(
-        "selection", "numerics_policy_ignored", ("elif not admits(self.policy, numerics):", "elif numerics is None:")
+        "selection",
+        "numerics_policy_ignored",
+        ("elif not admits(self.policy, numerics):", "elif numerics is None:"),
+        ("if not admits(self.policy, numerics):", "if numerics is None:"),
     ),
     fault("dispatch", "mode_off_ignored", ('.settings.mode == "off"', '.settings.mode == "offline"')),
     fault(
@@ -161,6 +165,7 @@ FAULTS = [
             "dispatcher.forced_ops[op] = (variant, clean)",
         ),
         ("_forced[op] = (variant, clean)\n    _forget_plans()", "_forced[op] = (variant, clean)"),
+        ("    forced_ops[op] = (variant, clean)\n    _forget_plans()", "    forced_ops[op] = (variant, clean)"),
     ),
     fault(
         "db",

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from tunedcomm.dispatch.communicator import Communicator as Communicator
     from tunedcomm.dispatch.communicator import get_communicator as get_communicator
     from tunedcomm.dispatch.communicator import release_communicators as release_communicators
-    from tunedcomm.dispatch.dispatcher import Agreement as Agreement
-    from tunedcomm.dispatch.dispatcher import check_agreement as check_agreement
-    from tunedcomm.dispatch.dispatcher import explain as explain
-    from tunedcomm.dispatch.dispatcher import force as force
+    from tunedcomm.dispatch.plans import Agreement as Agreement
+    from tunedcomm.dispatch.plans import check_agreement as check_agreement
+    from tunedcomm.dispatch.plans import explain as explain
+    from tunedcomm.dispatch.plans import force as force
     from tunedcomm.integrations.fusion import FusionPass as FusionPass
     from tunedcomm.integrations.fusion import fusion_pass as fusion_pass
     from tunedcomm.integrations.intercept import install as install
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # Module to its public names, for use at run time; type checkers read the imports above.
 _HOMES = {
     "dispatch.communicator": "Communicator get_communicator release_communicators",
-    "dispatch.dispatcher": "Agreement check_agreement explain force",
+    "dispatch.plans": "Agreement check_agreement explain force",
     "integrations.fusion": "FusionPass fusion_pass",
     "integrations.intercept": "install intercept uninstall",
     "integrations.serving": "ServingAllReduce",

@@ -23,7 +23,7 @@ from tunedcomm import kernels
 from tunedcomm.db.store import Database
 from tunedcomm.dispatch import communicator as communicator_module
 from tunedcomm.dispatch.communicator import get_communicator, limits_for
-from tunedcomm.dispatch.dispatcher import plan_for
+from tunedcomm.dispatch.plans import plan_for
 from tunedcomm.hardware import detect
 from tunedcomm.spec import Candidate, Problem, get_variant
 from tunedcomm.symm.layout import LaneLayout

@@ -49,8 +49,8 @@ def test_every_error_says_what_to_do() -> None:
 
 def test_the_time_limits_of_a_trial_are_those_of_the_tuner() -> None:
     page = " ".join((ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8").split())
-    host = _settings(SweepSpec(op="all_reduce"), "host", 2)
-    gpus = _settings(SweepSpec(op="all_reduce"), "cuda", 2)
+    host = _settings(SweepSpec(op="all_reduce"), "host", 2, 1)
+    gpus = _settings(SweepSpec(op="all_reduce"), "cuda", 2, 1)
     assert host.compile_timeout_s == gpus.compile_timeout_s
     assert f": {host.trial_timeout_s:g} s on the host, {gpus.trial_timeout_s:g} s on GPUs." in page
     assert f"A `bind` has {gpus.compile_timeout_s:g} s." in page

@@ -74,7 +74,7 @@ from tunedcomm import kernels, spec
 from tunedcomm.cli import main
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.db.records import Trial
-from tunedcomm.dispatch import dispatcher
+from tunedcomm.dispatch import dispatcher, plans
 from tunedcomm.selection.snapshot import Snapshot
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import detect
@@ -87,7 +87,7 @@ found = {"variants": list(spec.variants("all_reduce")), "ops": list(spec.ops())}
 found["candidates"] = [str(c) for c in spec.candidates(problem, limits) if c.variant == "dummy_ring"]
 found["tuner"] = [str(c) for c in default_candidates(problem, limits)]
 empty = Snapshot(environment=detect(), world_size=2)
-with dispatcher.force("all_reduce", "dummy_ring"):
+with plans.force("all_reduce", "dummy_ring"):
     forced = dispatcher.forced_candidate(problem, limits)
     found["forced"] = str(dispatcher.decide(problem, empty, limits, forced=forced).candidate)
 

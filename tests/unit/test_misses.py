@@ -19,8 +19,9 @@ from tunedcomm import kernels, spec
 from tunedcomm.db.misses import read
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import limits_for, release_communicators
-from tunedcomm.dispatch.dispatcher import decide, force, plan_for
+from tunedcomm.dispatch.dispatcher import decide
 from tunedcomm.dispatch.launches import wrap_launch
+from tunedcomm.dispatch.plans import force, plan_for
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.selection.snapshot import Row, Snapshot

@@ -42,8 +42,9 @@ from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import MISSES, Plan
+from tunedcomm.dispatch.dispatcher import MISSES
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
+from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.integrations import check_torch
 from tunedcomm.ops.call import is_capturing, paths

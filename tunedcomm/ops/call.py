@@ -27,7 +27,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import Plan, check_max_sms, check_policy, library_plan, plan_for
+from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
+from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.ops.checks import check_apart, check_differentiable, check_fits, check_input, goes_by_operator

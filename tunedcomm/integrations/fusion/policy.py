@@ -24,7 +24,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from tunedcomm.dispatch.communicator import Communicator
-from tunedcomm.dispatch.dispatcher import explain
+from tunedcomm.dispatch.plans import explain
 from tunedcomm.errors import InfeasibleError, UnsupportedInputError
 from tunedcomm.integrations.fusion.match import LeftError, Node, static
 from tunedcomm.ops.call import paths

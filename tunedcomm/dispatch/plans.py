@@ -1,0 +1,234 @@
+"""From a problem to a launch: decide, bind, and keep the plan.
+
+What a call costs after that is one look-up and the kernel's C launcher. `force` and `explain` steer and show decisions;
+`check_agreement` compares those of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tunedcomm import kernels
+from tunedcomm.dispatch import misses
+from tunedcomm.dispatch.communicator import (
+    Communicator,
+    first_difference,
+    get_communicator,
+    live_communicators,
+    on_release,
+)
+from tunedcomm.dispatch.dispatcher import (
+    MISSES,
+    check_max_sms,
+    check_policy,
+    decide,
+    forced_candidate,
+    forced_here,
+    forced_ops,
+    note_force_mode,
+)
+from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError
+from tunedcomm.selection.select import Decision
+from tunedcomm.space import Value
+from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits, get_op, get_variant
+
+logger = logging.getLogger("tunedcomm")
+on_release(misses.flush)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A problem bound to a candidate and ready to launch.
+
+    Attributes:
+        launch: `(inputs, outputs, raw stream handle)`.
+        decision: what was chosen and why.
+        wants_aligned: True for kernels, which take tensors at 16-byte boundaries only.
+        policy: under which it was decided.
+    """
+
+    problem: Problem
+    decision: Decision
+    launch: Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
+    wants_aligned: bool
+    policy: NumericsPolicy
+
+
+def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None = None) -> Plan:
+    """Decide and bind; a choice that turns out not to fit on the GPU gives way to the library, on every rank alike.
+
+    Raises:
+        InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
+    """
+    decision = _decision(communicator, problem, policy, max_sms)
+    if communicator.settings.mode == "force" and decision.source == "library":
+        raise InfeasibleError(
+            f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
+            f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"
+        )
+    candidate, source = decision.candidate, decision.source
+    try:
+        launch = communicator.bind(problem, candidate)
+    except InfeasibleError as error:
+        if decision.source == "forced" or not admits(policy, "library"):
+            raise
+        logger.warning("%s goes to the library: %s", problem, error)
+        decision = _library_instead(decision, str(error))
+        candidate = decision.candidate
+        launch = communicator.bind(problem, candidate)
+    logger.info("%s: %s (%s)", problem, candidate, decision.why)
+    counter = misses.counter(communicator, problem, source) if source in MISSES else None
+    launch = communicator.guarded(problem, launch, counter=counter)
+    return Plan(problem, decision, launch, candidate.variant != "library", policy)
+
+
+def _library_instead(decision: Decision, reason: str) -> Decision:
+    passed_over = ((str(decision.candidate), reason), *decision.passed_over)
+    library = Candidate.of(decision.candidate.op, "library", {})
+    why = f"the library: {decision.candidate} was chosen, but {reason}"
+    return Decision(candidate=library, source="library", why=why, passed_over=passed_over)
+
+
+def library_plan(communicator: Communicator, problem: Problem) -> Plan:
+    """The library, for calls of which too little is known to choose a kernel, or nothing may be compiled or loaded."""
+    library = Candidate.of(problem.op, "library", {})
+    decision = decide(problem, communicator.snapshot, communicator.limits, policy="any", forced=library)
+    launch = communicator.guarded(problem, communicator.bind(problem, library))
+    return Plan(problem, decision, launch, False, "any")
+
+
+def _decision(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> Decision:
+    check_policy(policy)
+    check_max_sms(max_sms)
+    forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
+    if forced is None and communicator.settings.mode == "off":
+        forced = Candidate.of(problem.op, "library", {})
+    return decide(problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms)
+
+
+def explain(
+    communicator: Communicator, problem: Problem, *, policy: NumericsPolicy = "default", max_sms: int | None = None
+) -> Decision:
+    """The decision for `problem` on a communicator, with every reason; binds and launches nothing.
+
+    Args:
+        communicator: what `get_communicator(group)` gives.
+        problem: one that a call on it may ask: its world size, a reduction of the op if that has any.
+        policy, max_sms: as in calls.
+
+    Raises:
+        UnsupportedInputError: an unknown numerics policy, or a problem that no call on this communicator asks.
+        InfeasibleError: a forced candidate cannot run, or the policy admits nothing that is known.
+    """
+    if not isinstance(problem, Problem):
+        raise UnsupportedInputError(
+            f"explain takes a communicator and a Problem, not {type(problem).__name__}: "
+            'explain(get_communicator(), Problem("all_reduce", x.shape, "bfloat16", 4))'
+        )
+    reductions = get_op(problem.op).reductions or ("",)
+    if reductions == ("",) and problem.reduction == "sum":  # what a Problem has where none is given
+        problem = replace(problem, reduction="")
+    if problem.reduction not in reductions:
+        raise UnsupportedInputError(
+            f"{problem.op} has no reduction {problem.reduction!r}, only {', '.join(map(repr, reductions))}"
+        )
+    if problem.world_size != communicator.world_size:
+        raise UnsupportedInputError(
+            f"the problem is one of {problem.world_size} ranks, the communicator has {communicator.world_size}"
+        )
+    return note_force_mode(_decision(communicator, problem, policy, max_sms), communicator.settings.mode)
+
+
+@contextlib.contextmanager
+def force(op: str, variant: str, config: Mapping[str, Value] | None = None) -> Iterator[None]:
+    """Run one variant for every problem of `op` inside the `with` block, the same on every rank.
+
+    Args:
+        op, variant: registered names.
+        config: a point of the variant's space; by default the variant's own default for each problem.
+
+    Raises:
+        UnknownNameError, ConfigError: no such op or variant, or a config outside the space. A problem that the variant
+            cannot run raises InfeasibleError when it is called.
+    """
+    kernels.discover()
+    known = get_variant(get_op(op).name, variant)
+    clean = None if config is None else known.space.validate(config)
+    before = forced_ops.get(op)
+    forced_ops[op] = (variant, clean)
+    _forget_plans()
+    try:
+        yield
+    finally:
+        if before is None:
+            del forced_ops[op]
+        else:
+            forced_ops[op] = before
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    for communicator in live_communicators():
+        communicator.forget_plans()
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The things that all ranks of a group have in common.
+
+    Attributes:
+        world_size: ranks of the group.
+        snapshot: digest of the table that they dispatch from.
+        settings: environment variables and the like, as they were when the group was made.
+        forced: op to what `tunedcomm.force` names for it now.
+        plans: each problem that was called so far, with its numerics policy, to the candidate that runs it.
+    """
+
+    world_size: int
+    snapshot: str
+    settings: Mapping[str, Any]
+    forced: Mapping[str, str]
+    plans: Mapping[str, str]
+
+
+def check_agreement(group: dist.ProcessGroup | None = None, *, device: torch.device | None = None) -> Agreement:
+    """Compare what every rank of a group dispatches from and has bound so far; collective over the group.
+
+    Ranks agree when a group is made, so a difference is a mistake in this library or in how it is called: a call that
+    one rank made and another did not, `out=x` or `tunedcomm.force` on one rank alone. Such a group may hang. Not for
+    the hot path: it exchanges Python objects, and the ranks wait for each other.
+
+    Args:
+        group: process group, by default the default group; made ready if this is its first use.
+        device: where its tensors live; by default the current CUDA device, or the CPU where there is none.
+
+    Returns:
+        What they agree on, the same on every rank.
+
+    Raises:
+        AgreementError: on every rank, naming the first rank that differs from rank 0 and in what.
+        NotInitializedError: no default process group.
+        GroupError: not a member of the group, or it has no backend for the device.
+    """
+    communicator = get_communicator(group, device)
+    agreed, forced, snapshot = communicator.settings.fields(), forced_here(), communicator.snapshot.digest
+    plans = {
+        f"{plan.problem} numerics={plan.policy}": str(plan.decision.candidate) for plan in communicator.plans.values()
+    }
+    kinds: dict[str, Mapping[str, Any]] = {
+        "snapshot": {"digest": snapshot}, "setting": agreed, "tunedcomm.force": forced, "plan": plans
+    }  # fmt: skip
+    mine = {f"{kind} {name}": value for kind, values in kinds.items() for name, value in values.items()}
+    if difference := first_difference(communicator.exchange(mine)):
+        raise AgreementError(
+            f"the ranks of the group do not agree: {difference}; make the same calls with the same options on every "
+            "rank, and tunedcomm.release_communicators() on all of them to begin anew"
+        )
+    return Agreement(communicator.world_size, snapshot, agreed, forced, plans)
