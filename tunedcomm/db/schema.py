@@ -99,7 +99,7 @@ class EnvironmentRow(Base):
 
 
 class ProblemRow(Base):
-    """What was asked: op, canonical shape and every option that changes what may run."""
+    """A problem: op, canonical shape and every option that changes which kernels may run."""
 
     __tablename__ = "problem"
     __table_args__ = (Index("ix_problem_op_dtype_world_size", "op", "dtype", "world_size"),)

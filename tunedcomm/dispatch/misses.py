@@ -131,7 +131,7 @@ _counters = _Counters()
 
 
 def _forget() -> None:
-    """What was counted before a fork is the parent's to write, and its thread is not here."""
+    """Start empty counters in a forked child: the parent writes its own, and its thread does not run here."""
     global _counters  # noqa: PLW0603
     _counters = _Counters()
 

@@ -159,7 +159,7 @@ class Form(ABC):
         return True
 
     def served(self, inputs: Tensors) -> Tensors:
-        """What stands for the inputs of a call that is not idle: themselves, or others with the same results."""
+        """Inputs to launch with: those of the call, or others that give the same results."""
         return inputs
 
     def alone(self, inputs: Tensors, options: Any) -> Tensors:
@@ -187,7 +187,7 @@ class Form(ABC):
         return output
 
     def leave(self, written: torch.Tensor, inputs: Tensors, options: Any, world_size: int) -> torch.Tensor:
-        """What kernels wrote as a view in the result's order, for calls that are not direct.
+        """View what kernels wrote in the result's order, for calls that are not direct.
 
         Dimensions of the result may be split: (2, 3) may be left where the shape has 6.
         """

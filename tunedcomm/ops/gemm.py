@@ -336,7 +336,7 @@ list_path = functools.cache(lambda length: _ListPath(_AgGemmList(length)))
 
 
 def as_list(given: Any, name: str, length: int) -> list[Any]:
-    """What is given beside a list of b: one for every b."""
+    """An optional argument beside a list of b, as a list with one entry for every b."""
     if length == 0:
         raise UnsupportedInputError("b of ag_gemm is an empty list; pass at least one matrix [K, N]")
     if given is None:

@@ -185,7 +185,7 @@ def eps_bits(eps: float) -> int:
 
 
 def arrange(problem: Problem, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[int, ...]:
-    """What varies from launch to launch: addresses, 0 for what the problem does not have, and the bits of eps."""
+    """Arguments that vary from launch to launch: addresses, 0 for absent tensors, and the bits of eps."""
     given = given_of(problem, inputs)
     tensors = (*given[:5], *outputs)
     return (*(0 if tensor is None else int(tensor.data_ptr()) for tensor in tensors), eps_bits(given.eps))

@@ -66,7 +66,7 @@ class Copies:
             self.wait(stream, event)
 
     def current(self, stream: int) -> AbstractContextManager[object]:
-        """Whatever torch queues meanwhile goes to this side stream."""
+        """A block in which torch queues its work on this side stream."""
         return contextlib.nullcontext()
 
     def await_count(self, stream: int, counter: int, count: int) -> None:

@@ -136,7 +136,7 @@ def _parameters(args: ast.arguments) -> list[ast.arg]:
 
 
 def _dotted(node: ast.expr) -> tuple[ast.expr, list[str]]:
-    """What stands before the dots of an expression, and the names behind them."""
+    """Split `a.b.c` into the expression before the first dot and the names after it."""
     attributes: list[str] = []
     while isinstance(node, ast.Attribute):
         attributes.insert(0, node.attr)
