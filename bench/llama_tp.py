@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 bench/llama_tp.py --csv bench/results/model/llama_tp_h200.csv --check
     torchrun --nproc-per-node 2 bench/llama_tp.py --tiny        # the same code on CPUs, with toy sizes
+    python bench/llama_tp.py --report bench/results/model/llama_tp_h200.csv --check
 
 The model has random weights and the real shapes, and PyTorch's own plans (`bench/llama_model.py`). Workloads: `prefill`
 of a sequence and `train`, a forward and a backward of it, with sequence parallelism; `decode_N`, a token of each of N
@@ -11,13 +12,18 @@ called. `--tokens` are those of prefill and train, `--context` that of decode. C
 `fusion_compiled` are tunedcomm's. `--only` and `--workload` take names separated by commas. All have the same weights
 and are measured in turns, `--rounds` of each. `--backend` is torch.compile's (inductor; tiny: aot_eager), `--fuse` the
 fusion pass's `when` (pays; tiny: always). A configuration that cannot run here is a row with the reason; one that fails
-ends the run. With `--check` a missed bar ends it with code 1.
+ends the run. With `--check` a missed bar ends it with code 1. `--report CSV` shows and checks what a file holds and
+measures nothing; of several runs each workload's last one counts.
+
+A row is a configuration of a workload: percentiles over rounds, of the slowest rank, of a step's time in µs, and its
+results' distance from those of `library_eager` (‖out − ref‖ / ‖ref‖, of the worst tensor on the worst rank).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import gc
 import importlib
 import importlib.util
@@ -28,7 +34,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -48,14 +54,29 @@ set_environment(tiny="--tiny" in sys.argv)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from llama_model import LLAMA_70B, TINY, Plan, build, seeded  # noqa: E402
-from llama_report import COLUMNS, Row, line, verdicts  # noqa: E402
-from rows import append, arguments, of_run  # noqa: E402
+from rows import Row, append, arguments, of_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import tunedcomm  # noqa: E402
+
+COLUMNS = (
+    "workload,configuration,status,mode,layers,batch,tokens,context,dtype,world_size,latency_p10_us,latency_p50_us,"
+    "latency_p90_us,us_per_layer,tokens_per_s,error,bit_equal,num_served,num_passed_on,served_by,collectives,reason,"
+    "gpu,fabric,torch,triton,nccl,driver,tunedcomm,command,run_id,date"
+).split(",")
+PYTORCH = ("library_eager", "library_compiled", "async_tp_compiled")
+# Ours, and the same model without us.
+RIVALS = {
+    "intercept_eager": "library_eager",
+    "intercept_compiled": "library_compiled",
+    "fusion_compiled": "library_compiled",
+}
+# Least time of the best of PyTorch's own over the best of ours.
+BARS = {"prefill": 1.10, "decode_1": 1.2, "decode_8": 1.2, "decode_64": 1.2, "train": 1.0}
+NOISE = 0.01  # by how much medians of the same thing differ
 
 WORKLOADS = ("prefill", "decode", "decode_1", "decode_8", "decode_64", "train")
 # Largest ‖out − ref‖ / ‖ref‖ that another order of summation may cost, through all layers and back.
@@ -66,6 +87,63 @@ _FUSION = "tunedcomm.integrations.fusion"
 _NAMESPACES = ("_c10d_functional", "symm_mem", "tunedcomm")
 # A laptop's databases hold nothing, and dispatch would run the library.
 _FORCED_WHEN_TINY = {"all_reduce": "lamport", "all_gather": "lamport", "reduce_scatter": "lamport"}
+
+
+class Verdict(NamedTuple):
+    """A bar, and if it is cleared."""
+
+    passed: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'cleared' if self.passed else 'MISSED '}  {self.text}"
+
+
+def line(row: Row) -> str:
+    """A row for the terminal."""
+    head = f"{row['workload']:10} {row['configuration']:19}"
+    if row["status"] not in ("ok", "wrong"):
+        return f"{head} {row['status']}: {row['reason']}"
+    text = f"{head} {float(row['us_per_layer']):10.2f} us a layer  {float(row['tokens_per_s']):12.1f} tokens/s"
+    text += f"  {row['mode']:5}  error {float(row['error']):.1e}"
+    for what in ("served_by", "collectives", "reason"):
+        text += f"  [{row[what]}]" if row[what] else ""
+    return text
+
+
+def last_runs(rows: Sequence[Row]) -> list[Row]:
+    """Of each workload the rows of the last run that has it."""
+    last = {row["workload"]: row["run_id"] for row in rows}
+    return [row for row in rows if row["run_id"] == last[row["workload"]]]
+
+
+def verdicts(rows: Sequence[Row], wanted: Collection[str] = tuple(BARS)) -> list[Verdict]:
+    """Every bar of the workloads that are wanted; one without figures is missed."""
+    found = []
+    for workload in wanted:
+        here = [row for row in rows if row["workload"] == workload]
+        times = {row["configuration"]: float(row["latency_p50_us"]) for row in here if row["status"] == "ok"}
+        theirs = {name: times[name] for name in PYTORCH if name in times}
+        ours = {name: times[name] for name in RIVALS if name in times}
+        if theirs and ours:
+            best, peer = min(ours, key=ours.__getitem__), min(theirs, key=theirs.__getitem__)
+            ratio, bar = theirs[peer] / ours[best], BARS.get(workload, 1.0)
+            wanted = "more than 1" if bar == 1 else f"at least {bar:.2f}"
+            text = f"{workload}: {best} is {ratio:.3f} times as fast as {peer}; wanted is {wanted}"
+            found.append(Verdict(ratio > bar if bar == 1 else ratio >= bar, text))
+        else:
+            found.append(Verdict(passed=False, text=f"{workload}: not measured on both sides"))
+        for name, rival in RIVALS.items():
+            if name in ours and rival in times:
+                ratio = times[rival] / ours[name]
+                text = f"{workload}: {name} is {ratio:.3f} times as fast as {rival}; wanted is no slower"
+                found.append(Verdict(ratio >= 1 - NOISE, text))
+        found += [
+            Verdict(passed=False, text=f"{workload}: {row['configuration']} {row['status']}: {row['reason']}")
+            for row in here
+            if row["status"] in ("wrong", "failed", "stalled")
+        ]
+    return found
 
 
 class Configuration(NamedTuple):
@@ -450,7 +528,7 @@ class Runner:
         }
 
     def _row(self, workload: Workload, name: str, *, status: str, reason: str, **figures: Any) -> Row:
-        row: Row = dict.fromkeys(COLUMNS, "")
+        row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
         row |= of_run(self.environment)
         row |= {each: getattr(workload, each) for each in ("batch", "tokens", "context")}
         row |= {"workload": workload.name, "configuration": name, "status": status, "layers": self.asked.layers}
@@ -470,26 +548,34 @@ def names_of(allowed: Sequence[str], text: str) -> list[str]:
 
 
 def parsed() -> argparse.Namespace:
-    options = {"rounds": 0, "backend": "", "fuse": "", "csv": None, "check": False}
+    options = {"rounds": 0, "backend": "", "fuse": "", "csv": None, "report": None, "check": False}
     asked = arguments(__doc__, tiny=False, layers=0, tokens=4096, context=1024, only="", workload="", **options)
     asked.only, asked.workload = names_of(tuple(CONFIGURATIONS), asked.only), names_of(WORKLOADS, asked.workload)
     asked.layers = asked.layers or (1 if asked.tiny else 4)
     return asked
 
 
+def shown(rows: Sequence[Row], wanted: Collection[str]) -> int:
+    """Print the bars; the exit code is 1 if one is missed."""
+    found = verdicts(rows, wanted)
+    print(*found, sep="\n", flush=True)
+    return int(not all(verdict.passed for verdict in found))
+
+
 def main() -> int:
     asked = parsed()
+    if asked.report:
+        with asked.report.open(newline="", encoding="utf-8") as file:
+            rows = last_runs(list(csv.DictReader(file)))
+        print(*map(line, rows), sep="\n")
+        return shown(rows, BARS) * asked.check
     device = torch.device("cpu")
     if not asked.tiny:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if asked.tiny else "nccl", device_id=None if asked.tiny else device)
     rows = Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
-    code = 0
-    if dist.get_rank() == 0 and asked.check:
-        found = verdicts(rows, list(dict.fromkeys(row["workload"] for row in rows)))
-        print(*found, sep="\n", flush=True)
-        code = int(not all(verdict.passed for verdict in found))
+    code = shown(rows, dict.fromkeys(row["workload"] for row in rows)) if dist.get_rank() == 0 and asked.check else 0
     tunedcomm.release_communicators()
     dist.destroy_process_group()
     return code

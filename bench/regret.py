@@ -7,7 +7,6 @@
     python bench/regret.py record --tuned odd.db OUT.jsonl.gz
     python bench/regret.py report                                        # without GPUs, from what is committed
     python bench/regret.py report --records OUT.jsonl.gz --measured regret.csv
-    python bench/regret.py thin                                          # the same with finals left out at random
 
 `measure` times, interleaved in one process and run, what each rule of selection chooses from the powers of two, the
 best that tuning found at that very size, the next best of its search, and the library. Regret is the latency of a
@@ -19,9 +18,6 @@ Rules: `dispatch` is what the library does, see tunedcomm/selection/interpolate.
 what variants say of their rounds; `line` predicts by straight lines in log-log between the nearest sizes, from the
 finals or from every trial; `nearest`, `larger` and `smaller` take that measured size's winner in the finals, as a table
 of thresholds would.
-
-`thin` tells a rule that holds from one that fits 40 sizes: of each measured size's finals some are left out at random,
-so that other candidates are what there is to choose from, many times over.
 """
 
 from __future__ import annotations
@@ -310,54 +306,6 @@ def report(args: argparse.Namespace) -> Sequence[CsvRow]:
     return table
 
 
-def thin(args: argparse.Namespace) -> Sequence[CsvRow]:
-    """Choices that the variants' number of rounds changes, and the regret with it and without."""
-    table = []
-    for path in args.records:
-        known = Known.read(path, args.measured)
-        for kept in (0.8, 0.6, 0.4):
-            found = [pair for seed in range(args.seeds) for pair in changed_by_rounds(thinned(known, kept, seed))]
-            pairs = [pair for pair in found if pair is not None]
-            table.append(
-                {
-                    "world_size": known.snapshot.world_size,
-                    "kept": kept,
-                    "choices": args.seeds * len(known.timed),
-                    "changed": len(found),
-                    "better": sum(ours < theirs for ours, theirs in pairs),
-                    "worse": sum(ours > theirs for ours, theirs in pairs),
-                    "unmeasured": len(found) - len(pairs),
-                    "regret_mean": round(statistics.mean(ours for ours, _ in pairs), 4),
-                    "regret_mean_rounds_unknown": round(statistics.mean(theirs for _, theirs in pairs), 4),
-                }
-            )
-    return table
-
-
-def changed_by_rounds(few: Known) -> list[tuple[float, float] | None]:
-    """Regrets with and without rounds where that makes two choices; None where one of them was not measured."""
-    found: list[tuple[float, float] | None] = []
-    ours, theirs = RULES["dispatch"], RULES["rounds unknown"]
-    for numel in few.timed:
-        problem = replace(few.measured_sizes()[0], shape=(numel,))
-        if ours(few, problem) != theirs(few, problem):
-            one, other = regret(few, ours, numel), regret(few, theirs, numel)
-            found.append((one.regret, other.regret) if one and other else None)
-    return found
-
-
-def thinned(known: Known, kept: float, seed: int) -> Known:
-    """With a share of each size's rows, the library's and at least one more among them."""
-    generator = random.Random(seed)
-    rows: list[Row] = []
-    for problem in known.measured_sizes():
-        here = sorted((r for r in known.snapshot.rows if r.problem == problem), key=lambda r: str(r.candidate))
-        challengers = [row for row in here if not row.is_library]
-        rows += [row for row in here if row.is_library]
-        rows += [row for row in challengers if generator.random() < kept] or challengers[:1]
-    return replace(known, snapshot=replace(known.snapshot, rows=tuple(rows)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -370,12 +318,10 @@ def main() -> None:
     verb = verbs.add_parser("record")
     verb.add_argument("--tuned", required=True)
     verb.add_argument("out", type=Path)
-    for name in ("report", "thin"):
-        verb = verbs.add_parser(name)
-        verb.add_argument("--records", type=Path, nargs="+", default=RECORDS)
-        verb.add_argument("--measured", type=Path, default=MEASURED)
-        verb.add_argument("--csv", type=Path)
-    verb.add_argument("--seeds", type=int, default=30)
+    verb = verbs.add_parser("report")
+    verb.add_argument("--records", type=Path, nargs="+", default=RECORDS)
+    verb.add_argument("--measured", type=Path, default=MEASURED)
+    verb.add_argument("--csv", type=Path)
     args = parser.parse_args()
     kernels.discover()
     if args.verb == "sizes":
@@ -385,7 +331,7 @@ def main() -> None:
     elif args.verb == "record":
         write_recording(args.out, trials_of(args.tuned))
     else:
-        show(report(args) if args.verb == "report" else thin(args), args.csv)
+        show(report(args), args.csv)
 
 
 if __name__ == "__main__":

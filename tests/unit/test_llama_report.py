@@ -36,7 +36,7 @@ def bench(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return bench("llama_report", monkeypatch)
+    return bench("llama_tp", monkeypatch)
 
 
 def rows_of(report: ModuleType, times: dict[str, float], *, workloads: Any = None, run_id: str = "a") -> list[Any]:
@@ -99,7 +99,7 @@ def test_a_file_is_checked_by_its_last_runs(
 ) -> None:
     path = tmp_path / "new" / "rows.csv"
     slow = GOOD | {"fusion_compiled": 500.0, "intercept_compiled": 500.0}
-    command = [sys.executable, str(BENCH / "llama_report.py"), str(path), "--check"]
+    command = [sys.executable, str(BENCH / "llama_tp.py"), "--report", str(path), "--check"]
     exits = []
     for times, workloads, run_id in ((slow, None, "a"), (GOOD, None, "b"), (slow, ["decode_64"], "c")):
         bench("rows", monkeypatch).append(path, rows_of(report, times, workloads=workloads, run_id=run_id))
