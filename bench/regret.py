@@ -17,7 +17,7 @@ ratio to the library.
 Rules: `dispatch` is what the library does, see tunedcomm/selection/interpolate.py; `rounds unknown` is the same without
 what variants say of their rounds; `line` predicts by straight lines in log-log between the nearest sizes, from the
 finals or from every trial; `nearest`, `larger` and `smaller` take that measured size's winner in the finals, as a table
-of thresholds would.
+of thresholds would; `library` never runs anything else.
 """
 
 from __future__ import annotations
@@ -193,6 +193,7 @@ RULES: Mapping[str, Rule] = {
     "nearest": _of_size(lambda there, here: abs(math.log(there / here))),
     "larger": _of_size(lambda there, here: there / here if there >= here else here / there + 1e9),
     "smaller": _of_size(lambda there, here: here / there if there <= here else there / here + 1e9),
+    "library": lambda known, problem: Candidate.of(problem.op, "library", {}),
 }
 
 
@@ -203,7 +204,7 @@ def is_asked(problem: Problem) -> bool:
 
 def contenders(known: Known, problem: Problem) -> list[Candidate]:
     """The library, what the rules choose, the best of the search."""
-    found = [Candidate.of(problem.op, "library", {}), *(rule(known, problem) for rule in RULES.values())]
+    found = [RULES["library"](known, problem), *(rule(known, problem) for rule in RULES.values())]
     good = [t for t in known.records if t.problem == problem and t.status == "ok" and t.latency_p50_us is not None]
     good = [t for t in good if check_candidate(problem, t.candidate, known.limits) is None]
     for final in (True, False):

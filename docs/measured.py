@@ -248,6 +248,7 @@ _RULES = {
     "larger": "winner of the next larger size",
     "smaller": "winner of the next smaller size",
     "line, finals": "straight lines, finals only",
+    "library": "always the library",
 }
 
 

@@ -46,3 +46,10 @@ def floor_us(op: str, size_bytes: int, world_size: int, link_gb_s: float) -> flo
     if link_gb_s <= 0:
         raise ValueError(f"link_gb_s must be > 0, got {link_gb_s}")
     return size_bytes * busbw_factor(op, world_size) / link_gb_s / 1e3
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`96 KiB`, `1.5 MiB`: at most two decimals, binary units."""
+    power = min(max(num_bytes, 1).bit_length() - 1, 39) // 10
+    size = num_bytes / 1024**power
+    return f"{size:.2f}".rstrip("0").rstrip(".") + f" {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -4,8 +4,9 @@ import pytest
 import typer
 
 from tunedcomm.cli import options
-from tunedcomm.cli.output import format_bytes, format_ratio, format_us
+from tunedcomm.cli.output import format_ratio, format_us
 from tunedcomm.errors import UnknownNameError
+from tunedcomm.metrics import format_bytes
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from report_samples import GEMM_SPEEDUPS, gemm_csv, recorded_database
 
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
-from tunedcomm.report.data import Material, gather, group_up, read_csv, speedup
-from tunedcomm.report.figures import INK, SCALE, axis_of_values, heat_of, heat_panel, size_ticks
+from tunedcomm.report.data import Material, best_by_shape, gather, group_up, read_csv
+from tunedcomm.report.figures import INK, SCALE, axis_of_values, heat_figure, heat_panel, size_ticks
 from tunedcomm.report.page import render
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -102,17 +102,17 @@ def test_of_several_runs_the_newest_counts_and_there_the_fastest(tmp_path: Path)
     )
     (rows,) = group_up(read_csv(path).rows).values()
     assert {row.contender: row.latency_p50_us for row in rows} == {"kraken": 5.0, "library": 10.0}
-    assert speedup(rows) == {"512": 2.0}
+    assert {shape: row.over_library for shape, row in best_by_shape(rows).items()} == {"512": 2.0}
 
 
 def test_gemm_shapes_become_a_grid_of_speedups(everything: Material) -> None:
     (found,) = (rows for group, rows in everything.bench.items() if group.op == "ag_gemm")
-    heat = heat_of(found)
-    assert heat.columns == ["512", "4096"]
-    assert heat.rows == ["8192×3584", "8192×8192"]
-    assert heat.values[0][0] == pytest.approx(GEMM_SPEEDUPS["512x8192x3584"], rel=1e-3)
-    assert heat.values[1][1] == pytest.approx(GEMM_SPEEDUPS["4096x8192x8192"], rel=1e-3)
-    assert heat.values[1][0] is None  # not measured
+    (heat,) = heat_figure(found).data
+    assert heat["x"] == ["512", "4096"]
+    assert heat["y"] == ["8192×3584", "8192×8192"]
+    assert 2 ** heat["z"][0][0] == pytest.approx(GEMM_SPEEDUPS["512x8192x3584"], rel=1e-3)
+    assert 2 ** heat["z"][1][1] == pytest.approx(GEMM_SPEEDUPS["4096x8192x8192"], rel=1e-3)
+    assert heat["z"][1][0] is None  # not measured
 
 
 def luminance(colour: Sequence[float]) -> float:

@@ -31,7 +31,6 @@ from tunedcomm.cli.output import (
     counted,
     emit,
     emit_json,
-    format_bytes,
     format_ratio,
     format_us,
     jsonable,
@@ -59,6 +58,7 @@ from tunedcomm.cli.stored import (
     read_layers,
 )
 from tunedcomm.errors import ConfigError, UnknownNameError
+from tunedcomm.metrics import format_bytes
 from tunedcomm.spec import Candidate, Mode, admits, check_candidate, format_shape, get_variant
 
 if TYPE_CHECKING:

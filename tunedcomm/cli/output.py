@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tunedcomm.errors import UnknownNameError, printable
+from tunedcomm.metrics import format_bytes
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op
 
 if TYPE_CHECKING:
@@ -62,13 +63,6 @@ def format_ratio(baseline_us: float | None, latency_us: float | None) -> str:
     if not baseline_us or not latency_us:
         return "-"
     return f"{baseline_us / latency_us:.2f}x"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """`96 KiB`, `1.5 MiB`: at most two decimals, binary units."""
-    power = min(max(num_bytes, 1).bit_length() - 1, 39) // 10
-    size = num_bytes / 1024**power
-    return f"{size:.2f}".rstrip("0").rstrip(".") + f" {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def counted(numbers: Mapping[str, int]) -> str:

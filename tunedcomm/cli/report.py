@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from tunedcomm.cli.options import JsonOption, LinkOption, bad_usage
-from tunedcomm.cli.output import emit, emit_json, format_bytes, note
+from tunedcomm.cli.output import emit, emit_json, note
 from tunedcomm.cli.stored import read_layers
+from tunedcomm.metrics import format_bytes
 
 
 def report(

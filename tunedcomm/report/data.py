@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from tunedcomm import kernels, metrics
 from tunedcomm.bench.csv import NEEDED, floor_us, known_link_gb_s
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Run, Trial
-from tunedcomm.db.store import Database
 from tunedcomm.dispatch import dispatcher
 from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
@@ -36,8 +34,6 @@ _OPS = "all_reduce all_gather reduce_scatter all_to_all all_to_all_v all_reduce_
 _UNSTEADY = 1.5
 _RULES = ("world_size", "rule", "regret_mean", "regret_worst")
 _HOST_COST = "host_cost:"
-# What `bench/regret.py` writes: several configs of any variant, one of them the library.
-_CANDIDATE = "candidate"
 _SOFTWARE = ("gpu", "fabric", "driver", "torch", "triton", "nccl", "tunedcomm")
 
 
@@ -192,7 +188,9 @@ def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
     ranked = sorted(found, key=lambda one: (one.date, one.is_chosen, -one.latency_p50_us))
     newest = {(one.group, one.shape, one.contender): one for one in ranked}
     library = {one.run: one.latency_p50_us for one in found if one.contender == LIBRARY}
-    grouped: dict[Group, list[Measured]] = {group: [] for group in in_order({one.group for one in found})}
+    grouped: dict[Group, list[Measured]] = {
+        group: [] for group in sorted({one.group for one in found}, key=lambda group: group.sort_key)
+    }
     for one in sorted(newest.values(), key=lambda one: (one.message_bytes, one.shape, one.contender)):
         library_us = one.library_us or (None if one.library_reckoned_us else library.get(one.run))
         against_us = one.library_reckoned_us or library_us
@@ -200,11 +198,6 @@ def group_up(found: Iterable[Measured]) -> dict[Group, list[Measured]]:
         is_steady = not own or not against_us or 1 / _UNSTEADY < against_us / own.latency_p50_us < _UNSTEADY
         grouped[one.group].append(replace(one, library_us=library_us, is_unsteady=not is_steady))
     return grouped
-
-
-def in_order(groups: Iterable[Group]) -> list[Group]:
-    """By op as people look for them, GEMMs last."""
-    return sorted(groups, key=lambda group: group.sort_key)
 
 
 def lines(found: Sequence[Measured]) -> dict[str, list[Measured]]:
@@ -230,11 +223,6 @@ def best_by_shape(found: Sequence[Measured]) -> dict[str, Measured]:
         if first.over_library is not None:
             best[shape] = first
     return best
-
-
-def speedup(found: Sequence[Measured]) -> dict[str, float]:
-    """Shape to how many times as fast as the library what dispatch runs is; see `best_by_shape`."""
-    return {shape: one.over_library for shape, one in best_by_shape(found).items() if one.over_library is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +262,6 @@ def read_csv(path: Path) -> BenchFile:
         ValueError: it cannot be read, or is neither rows of `tunedcomm bench` nor a table of regret.
     """
     found = BenchFile(path.name)
-    candidates: list[Measured] = []
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, restval="")
@@ -295,15 +282,12 @@ def read_csv(path: Path) -> BenchFile:
                 except (ValueError, TypeError) as error:
                     found.skipped[reader.line_num] = str(error)
                     continue
-                # bench/regret.py writes several configs of any variant, one of them the library.
-                is_candidate = measured.contender in (_CANDIDATE, LIBRARY) and "regret" in found.name
-                (candidates if is_candidate else found.rows).append(measured)
+                found.rows.append(measured)
                 software = {name: row.get(name, "") for name in _SOFTWARE}
                 if software not in found.software:
                     found.software.append(software)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    found.rules += _library_as_rule(candidates)
     return found
 
 
@@ -317,25 +301,6 @@ def _number(row: Mapping[str, str], name: str) -> float:
 def _rule(row: Mapping[str, str]) -> RegretRule:
     mean, worst = _number(row, "regret_mean"), _number(row, "regret_worst")
     return RegretRule(int(row["world_size"] or 0), row["rule"], mean, worst, row.get("sizes", ""))
-
-
-def _library_as_rule(candidates: Sequence[Measured]) -> list[RegretRule]:
-    """The loss of always running the library, by world size: its time over the best candidate's of the newest run."""
-    runs: dict[tuple[int, int], dict[tuple[str, str], list[Measured]]] = {}
-    for one in candidates:
-        by_run = runs.setdefault((one.group.world_size, one.message_bytes), {})
-        by_run.setdefault((one.date, one.run_id), []).append(one)
-    ratios: dict[int, list[float]] = {}
-    for (world_size, _), by_run in sorted(runs.items()):
-        members = by_run[max(by_run)]
-        library = [one.latency_p50_us for one in members if one.contender == LIBRARY]
-        others = [one.latency_p50_us for one in members if one.contender != LIBRARY]
-        if library and others:
-            ratios.setdefault(world_size, []).append(min(library) / min(others))
-    return [
-        RegretRule(world_size, "always the library", statistics.geometric_mean(found), max(found), str(len(found)))
-        for world_size, found in ratios.items()
-    ]
 
 
 def _bench_row(row: Mapping[str, str], origin: str) -> Measured:
@@ -377,29 +342,13 @@ class StoredFile:
 
     Attributes:
         name: of its layer, or the file's.
-        target: path or URL, without a password.
         trials, runs, environments: all of them, oldest first.
     """
 
     name: str
-    target: str
     trials: tuple[Trial, ...]
     runs: tuple[Run, ...]
     environments: tuple[Environment, ...]
-
-
-def read_layer(layer: Layer, *, name: str, op: str | None = None) -> StoredFile:
-    """Read one database.
-
-    Raises:
-        DatabaseError: it cannot be read.
-    """
-    immutable = True if layer.name == "packaged" else None
-    with Database.open(layer.target, readonly=True, immutable=immutable) as database:
-        trials = tuple(database.trials(op=op))
-        used = {trial.environment for trial in trials}
-        environments = tuple(there for there in database.environments() if there in used)
-        return StoredFile(name, str(database.path or database.url), trials, tuple(database.runs()), environments)
 
 
 class Chooser:
@@ -539,6 +488,10 @@ def gather(
         name = Path(layer.target).name if "://" not in layer.target else layer.name
         names[name] += 1
         name += f" ({names[name]})" if names[name] > 1 else ""
-        material.databases.append(read_layer(layer, name=name, op=op))
-    material.stored = group_up(one for database in material.databases for one in measurements(database, chooser))
+        with layer.open() as database:
+            trials = tuple(database.trials(op=op))
+            used = {trial.environment for trial in trials}
+            environments = tuple(there for there in database.environments() if there in used)
+            material.databases.append(StoredFile(name, trials, tuple(database.runs()), environments))
+    material.stored = group_up(one for stored in material.databases for one in measurements(stored, chooser))
     return material

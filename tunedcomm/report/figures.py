@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunedcomm.db.records import Trial
+from tunedcomm.metrics import format_bytes
 from tunedcomm.report.data import (
     CHOSEN,
     LIBRARY,
@@ -24,14 +25,28 @@ from tunedcomm.report.data import (
     RegretRule,
     StoredFile,
     best_by_shape,
-    in_order,
     lines,
-    speedup,
 )
 
 # After Okabe and Ito's colours, which can be told apart by the colour-blind, the darkest a little lighter.
 _COLOURS = "#2f86d6 #e69f00 #00a37a #d678ac #8b6cf0 #56b4e9 #a39a00 #b0764a #1fb5b0 #e06c75".split()
-_SYMBOLS = "circle square diamond triangle-up cross x triangle-down pentagon hexagram".split()
+# Plotly's names of markers to the key's characters and matplotlib's names; contenders take turns with the first nine.
+MARKS = {
+    "circle": ("●", "o"),
+    "square": ("■", "s"),
+    "diamond": ("◆", "D"),
+    "triangle-up": ("▲", "^"),
+    "cross": ("✚", "P"),
+    "x": ("✖", "X"),
+    "triangle-down": ("▼", "v"),
+    "pentagon": ("⬟", "p"),
+    "hexagram": ("✶", "h"),
+    "circle-open": ("○", "o"),
+    "star": ("★", "*"),
+    "star-open": ("☆", "*"),
+    "": ("—", ""),
+}
+_SYMBOLS = [*MARKS][:9]
 _STRONG, _GREY = "#e05a2b", "#8a94a6"
 _STATUS_COLOURS = {
     "infeasible": _GREY,
@@ -103,11 +118,9 @@ class Panel:
 
     Attributes:
         title, note: above the figures; the note is plain text.
-        anchor: unique on the page.
     """
 
     title: str
-    anchor: str
     note: str = ""
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
@@ -177,44 +190,22 @@ def _bar_figure(heading: str, title: str, bars: list[Trace], *, is_stacked: bool
     return Figure(heading, bars, layout)
 
 
-# Beside tables of rows of several runs.
-_HOW = (
-    "vs library is the library's time in the row's own run over the row's p50. Dispatch compares rows by that ratio, "
-    "so of two rows the one with more µs may be the faster. †: the time after the mark counts instead. That is the "
-    "library's median at that size where its time in that run is missing or was disturbed, and for eager calls, whose "
-    "host moves both, the root of their product. ‡: uncertain, for the time that counts is a half more or less than in "
-    "the library's own row."
-)
-
-
 def sections(material: Material) -> list[Section]:
     """All sections of the page."""
-    groups = {**material.bench, **material.stored}
+    measured = {**material.bench, **material.stored}
+    groups = {group: measured[group] for group in sorted(measured, key=lambda group: group.sort_key)}
+    heats = [heat_panel(group, found) for group, found in groups.items() if group.is_gemm]
     regret = [panel for file in material.files for panel in regret_panels(file)]
+    failures = failure_panels(material.databases)
+    beside = "Contenders that were measured beside each other, by message size. Tap a name to hide it."
+    best = "The best config of each variant at each size in the databases; a star marks what dispatch runs."
     return [
         Section("At a glance", "glance", panels=glance_panels(groups)),
-        Section(
-            "Benchmarks",
-            "benchmarks",
-            f"Contenders that were measured beside each other, by message size. Tap a name to hide it. {_HOW}",
-            _curves(material, material.bench),
-        ),
-        Section(
-            "Tuned",
-            "tuned",
-            f"The best config of each variant at each size in the databases; a star marks what dispatch runs. {_HOW}",
-            _curves(material, material.stored),
-        ),
-        Section(
-            "Fused GEMMs",
-            "gemms",
-            _HOW,
-            [heat_panel(group, groups[group]) for group in in_order(groups) if group.is_gemm],
-        ),
+        Section("Benchmarks", "benchmarks", beside, _curves(material, material.bench)),
+        Section("Tuned", "tuned", best, _curves(material, material.stored)),
+        Section("Fused GEMMs", "gemms", panels=heats),
         Section("Regret", "regret", "What is lost at sizes that were not tuned.", regret),
-        Section(
-            "Failures", "failures", "Trials that failed or could not run, by kind.", failure_panels(material.databases)
-        ),
+        Section("Failures", "failures", "Trials that failed or could not run, by kind.", failures),
         Section("Environment", "environment", panels=_environments(material)),
     ]
 
@@ -238,16 +229,6 @@ def styles_of(material: Material) -> dict[str, Style]:
     return {**_FIXED, **found}
 
 
-def size_text(num_bytes: int) -> str:
-    """`96 KiB`, at most one decimal."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f}".removesuffix(".0") + f" {unit}"
-        size /= 1024
-    return f"{size:.1f}".removesuffix(".0") + " GiB"
-
-
 def size_ticks(sizes: Sequence[int], most: int = 6) -> list[int]:
     """Powers of two over the range of `sizes`, few enough for a phone."""
     low, high = min(sizes).bit_length() - 1, max(sizes).bit_length()
@@ -268,7 +249,7 @@ def _log_axis(title: str, ticks: Mapping[float, str]) -> Axis:
 
 def axis_of_sizes(sizes: Sequence[int]) -> Axis:
     """A logarithmic axis in powers of two."""
-    return _log_axis("message", {tick: size_text(tick) for tick in size_ticks(sizes)})
+    return _log_axis("message", {tick: format_bytes(tick) for tick in size_ticks(sizes)})
 
 
 def axis_of_values(values: Sequence[float], title: str) -> Axis:
@@ -293,15 +274,13 @@ def axis_of_values(values: Sequence[float], title: str) -> Axis:
 
 def glance_panels(groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
     """The table of speed-ups of dispatch over the library, by op; none where nothing was compared with the library."""
-    rows, is_uncertain = [], False
-    for group in in_order(groups):
-        ordered = sorted(best_by_shape(groups[group]).values(), key=lambda one: one.over_library or 0.0)
+    rows = []
+    for group, found in groups.items():
+        ordered = sorted(best_by_shape(found).values(), key=lambda one: one.over_library or 0.0)
         if not ordered:
             continue
         mean = statistics.geometric_mean(one.over_library or 0.0 for one in ordered)
-        least, most = ordered[0], ordered[-1]
-        is_uncertain = is_uncertain or least.is_unsteady or most.is_unsteady
-        ends = (least.over_library_text, most.over_library_text)
+        ends = (ordered[0].over_library_text, ordered[-1].over_library_text)
         rows.append([group.title, f"{mean:.2f}×", *ends, str(len(ordered)), group.library, group.origin])
     if not rows:
         return []
@@ -309,10 +288,8 @@ def glance_panels(groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
         "Speed-up of what dispatch runs over the library: the geometric mean over the sizes, the least and the most. "
         "The column “over” names the library."
     )
-    if is_uncertain:
-        note += " ‡: the library's time behind it is a half more or less than in its own row: the number is uncertain."
     columns = ("problems", "mean", "least", "most", "sizes", "over", "from")
-    return [Panel("", "speedups", note, tables=[Table(columns, rows, summary="Speed-ups", is_open=True)])]
+    return [Panel("", note, tables=[Table(columns, rows, summary="Speed-ups", is_open=True)])]
 
 
 # Latency and bus bandwidth against size, for every contender of one group.
@@ -325,7 +302,6 @@ def curves_panel(
     link = group.link_gb_s(link_gb_s)
     return Panel(
         title=group.title,
-        anchor=group.slug,
         note=f"The library is {group.library}. From {group.origin}.",
         figures=curves(group, found, styles, link),
         tables=[rows_table(group, found, link)],
@@ -345,7 +321,7 @@ def curves(group: Group, found: Sequence[Measured], styles: Mapping[str, Style],
             }
             for name, points in drawn.items()
         ]
-        return [_bar_figure(f"Latency at {size_text(sizes[0])}, µs", "µs", bars, is_stacked=True)]
+        return [_bar_figure(f"Latency at {format_bytes(sizes[0])}, µs", "µs", bars, is_stacked=True)]
     values = [one.latency_p50_us for one in found]
     latency = _traces(drawn, styles, lambda one: one.latency_p50_us, "µs")
     floors = {size: floor for size in sizes if (floor := group.floor_us(size, link)) is not None}
@@ -379,7 +355,7 @@ def _traces(
     # Where what dispatch ran was measured as a contender of its own, its line says all.
     others = [one for name, line in drawn.items() if name != TUNED for one in line]
     if chosen := [one for one in others if one.is_chosen and value(one) is not None]:
-        hover = [f"{size_text(one.message_bytes)}: {one.config}{_wrapped(one.why)}" for one in chosen]
+        hover = [f"{format_bytes(one.message_bytes)}: {one.config}{_wrapped(one.why)}" for one in chosen]
         sizes = [one.message_bytes for one in chosen]
         stars = _line(CHOSEN, Style(_STRONG), sizes, map(value, chosen), hover, unit, note="what dispatch runs")
         marker = {"symbol": "star-open", "size": 13, "color": _STRONG, "line": {"width": 1.6}}
@@ -398,7 +374,7 @@ def _hover(one: Measured) -> str:
     if one.latency_p10_us is not None and one.latency_p90_us is not None:
         spread = f"<br>p10 {one.latency_p10_us:.2f}, p90 {one.latency_p90_us:.2f} µs"
     versus = "" if one.over_library is None else f"<br>{one.over_library_text} the library, {_library(one)} µs"
-    return f"{size_text(one.message_bytes)} ({one.shape}){spread}{versus}<br>{one.config}"
+    return f"{format_bytes(one.message_bytes)} ({one.shape}){spread}{versus}<br>{one.config}"
 
 
 def _wrapped(text: str, width: int = 60) -> str:
@@ -419,7 +395,7 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
         times = (one.latency_p10_us, one.latency_p50_us, one.latency_p90_us)
         rows.append(
             [
-                size_text(one.message_bytes),
+                format_bytes(one.message_bytes),
                 one.shape,
                 one.contender + (" ★" if one.is_chosen else ""),
                 *("–" if value is None else f"{value:.2f}" for value in times),
@@ -436,37 +412,23 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
 # Speed-up heat maps of fused GEMMs: the library's time over that of what dispatch runs, by M and by NxK.
 
 
-@dataclass(frozen=True, slots=True)
-class Heat:
-    """Speed-ups by column (M) and row (N×K); None where nothing was measured."""
-
-    columns: Sequence[str]
-    rows: Sequence[str]
-    values: Sequence[Sequence[float | None]]
-
-
-def heat_of(found: Sequence[Measured]) -> Heat:
-    """The speed-ups of one figure's GEMMs."""
-    ratios = {tuple(int(part) for part in shape.split("x")): value for shape, value in speedup(found).items()}
+def heat_figure(found: Sequence[Measured]) -> Figure:
+    """The heat map of one figure's GEMMs, with empty cells where nothing was measured."""
+    ratios = {tuple(map(int, shape.split("x"))): one.over_library for shape, one in best_by_shape(found).items()}
     three = {extents: value for extents, value in ratios.items() if len(extents) == 3}
     columns = sorted({m for m, _, _ in three})
     rows = sorted({(n, k) for _, n, k in three}, key=lambda nk: (nk[0] * nk[1], nk))
     values = [[three.get((m, n, k)) for m in columns] for n, k in rows]
-    return Heat([str(m) for m in columns], [f"{n}×{k}" for n, k in rows], values)
-
-
-def heat_figure(heat: Heat) -> Figure:
-    """The heat map."""
     ticks = {-MOST: "≤ 0.5×", math.log2(0.75): "0.75×", 0.0: "1×", math.log2(1.5): "1.5×", MOST: "≥ 2×"}
     trace = {
         "type": "heatmap",
-        "x": list(heat.columns),
-        "y": list(heat.rows),
-        "z": [[None if not value else math.log2(value) for value in line] for line in heat.values],
+        "x": [str(m) for m in columns],
+        "y": [f"{n}×{k}" for n, k in rows],
+        "z": [[None if not value else math.log2(value) for value in line] for line in values],
         "zmin": -MOST,
         "zmax": MOST,
         "colorscale": [list(stop) for stop in SCALE],
-        "text": [["" if value is None else f"{value:.2f}" for value in line] for line in heat.values],
+        "text": [["" if value is None else f"{value:.2f}" for value in line] for line in values],
         "texttemplate": "%{text}",
         "textfont": {"color": INK},
         "hovertemplate": "M %{x}, N×K %{y}: %{text}×<extra></extra>",
@@ -483,27 +445,24 @@ def heat_figure(heat: Heat) -> Figure:
     layout = {
         "xaxis": {"title": {"text": "M"}, "type": "category"},
         "yaxis": {"title": {"text": "N×K"}, "type": "category", "automargin": True},
-        "height": max(240, 130 + 34 * len(heat.rows)),
+        "height": max(240, 130 + 34 * len(rows)),
     }
     return Figure("Speed-up over the library", [trace], layout)
 
 
 def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
     """One heat map, or a table of one row or column; of the fastest contender where no row says what runs."""
-    heat = heat_of(found)
+    figure = heat_figure(found)
+    columns, names, cells = (figure.data[0][axis] for axis in ("x", "y", "text"))
     says = any(one.contender in (TUNED, CHOSEN) or one.is_chosen for one in found)
     what = "what dispatch runs" if says else "the fastest contender"
-    is_grid = len(heat.rows) > 1 and len(heat.columns) > 1
-    rows = [
-        [name, *("–" if value is None else f"{value:.2f}×" for value in line)]
-        for name, line in zip(heat.rows, heat.values, strict=True)
-    ]
-    table = Table(("N×K \\ M", *heat.columns), rows, summary="Table of speed-ups", is_open=not is_grid)
+    is_grid = len(names) > 1 and len(columns) > 1
+    rows = [[name, *(f"{text}×" if text else "–" for text in line)] for name, line in zip(names, cells, strict=True)]
+    table = Table(("N×K \\ M", *columns), rows, summary="Table of speed-ups", is_open=not is_grid)
     return Panel(
         title=group.title,
-        anchor=group.slug,
         note=f"Speed-up of {what} over {group.library} by problem MxNxK; above 1 it is faster. From {group.origin}.",
-        figures=[heat_figure(heat)] if is_grid else [],
+        figures=[figure] if is_grid else [],
         tables=[table, rows_table(group, found, None)],
     )
 
@@ -533,7 +492,6 @@ def _rules_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> P
     height = max(240, 110 + 44 * len(rules))
     return Panel(
         title=f"By rule of selection, {world_size} ranks",
-        anchor=f"regret-{origin}-{world_size}",
         note=f"Latency of each rule's choice over the best candidate's, at sizes that were not tuned. From {origin}.",
         figures=[_bar_figure("Regret, %", "% over the best candidate", bars, is_stacked=False, height=height)],
         tables=[Table(("rule", "sizes", "mean", "worst"), rows, summary=f"Table of {len(rows)} rules")],
@@ -559,7 +517,7 @@ def failure_panels(databases: Sequence[StoredFile]) -> list[Panel]:
     if panels or not databases:
         return panels
     pruned = sum(trial.status == _PRUNED for stored in databases for trial in stored.trials)
-    return [Panel("", "no-failures", f"None. {_of_pruned(pruned)}".strip())]
+    return [Panel("", f"None. {_of_pruned(pruned)}".strip())]
 
 
 def _of_pruned(count: int) -> str:
@@ -584,7 +542,6 @@ def _failures_of(stored: StoredFile) -> Panel | None:
     height = max(220, 110 + 28 * len(names))
     return Panel(
         title=f"{len(failed)} of {len(stored.trials)} trials in {stored.name}",
-        anchor=f"failures-{stored.name}",
         note=_of_pruned(sum(trial.status == _PRUNED for trial in stored.trials)),
         figures=[_bar_figure("Trials", "trials", bars, is_stacked=True, height=height)],
         tables=[_reasons(failed)],
@@ -616,26 +573,25 @@ def _environments(material: Material) -> list[Panel]:
     for file in material.files:
         if file.software:
             rows = [[software[name] or "–" for name in file.software[0]] for software in file.software]
-            panels.append(_plain(file.name, f"environment-{file.name}", list(file.software[0]), rows, "Measured with"))
+            panels.append(_plain(file.name, list(file.software[0]), rows, "Measured with"))
         if file.skipped:
             rows = [[str(line), reason] for line, reason in file.skipped.items()]
-            title = f"{file.name}: lines left out"
-            panels.append(_plain(title, f"skipped-{file.name}", ("line", "reason"), rows, "Lines"))
+            panels.append(_plain(f"{file.name}: lines left out", ("line", "reason"), rows, "Lines"))
     for database in material.databases:
         name = database.name
         found = [{"digest": there.digest[:8], **there.to_dict()} for there in database.environments]
         if found:
             rows = [[str(value) for value in row.values()] for row in found]
-            panels.append(_plain(name, f"environment-{name}", list(found[0]), rows, "Measured in"))
+            panels.append(_plain(name, list(found[0]), rows, "Measured in"))
         rows = [
             [str(run.id), run.command, run.started_at.strftime("%Y-%m-%d %H:%M"), run.budget, run.version]
             for run in database.runs
         ]
         if rows:
             columns = ("run", "command", "started", "budget", "tunedcomm")
-            panels.append(_plain(f"{name}: runs", f"runs-{name}", columns, rows, "Commands"))
+            panels.append(_plain(f"{name}: runs", columns, rows, "Commands"))
     return panels
 
 
-def _plain(title: str, anchor: str, columns: Sequence[str], rows: Sequence[Sequence[str]], summary: str) -> Panel:
-    return Panel(title, anchor, tables=[Table(columns, rows, summary=summary, is_open=len(rows) <= 12)])
+def _plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], summary: str) -> Panel:
+    return Panel(title, tables=[Table(columns, rows, summary=summary, is_open=len(rows) <= 12)])

@@ -8,28 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunedcomm.report.data import Group, Material
-from tunedcomm.report.figures import INK, MOST, SCALE, Figure, Trace, curves, heat_figure, heat_of, styles_of
+from tunedcomm.report.figures import INK, MARKS, MOST, SCALE, Figure, Trace, curves, heat_figure, styles_of
 from tunedcomm.report.page import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Plotly's names to matplotlib's.
-_MARKS = {
-    "circle": "o",
-    "circle-open": "o",
-    "square": "s",
-    "diamond": "D",
-    "triangle-up": "^",
-    "triangle-down": "v",
-    "cross": "P",
-    "x": "X",
-    "pentagon": "p",
-    "hexagram": "h",
-    "star": "*",
-    "star-open": "*",
-    "": "",
-}
 _DASHES = {"solid": "-", "dot": ":", "dash": "--"}
 _THEMES = {
     "": {"ground": "#ffffff", "text": "#1a2230", "grid": "#e3e7ed"},
@@ -55,7 +39,7 @@ def write_images(material: Material, folder: Path) -> list[Path]:
     written = []
     for group, found in {**material.bench, **material.stored}.items():
         if group.is_gemm:
-            figures = {"speedup": heat_figure(heat_of(found))}
+            figures = {"speedup": heat_figure(found)}
         elif len({one.message_bytes for one in found}) < 2:
             continue
         else:
@@ -118,7 +102,7 @@ def _draw_line(axes: Axes, trace: Trace) -> None:
         color=line["color"],
         linestyle="" if alone else _DASHES[line["dash"]],
         linewidth=line["width"],
-        marker=_MARKS[symbol],
+        marker=MARKS[symbol][1],
         markersize=12 if alone else 9 if symbol == "star" else 5,
         markerfacecolor="none" if symbol.endswith("-open") else line["color"],
         label=trace["name"],

@@ -11,25 +11,8 @@ from markupsafe import Markup
 from tunedcomm.db.records import utc_now
 from tunedcomm.errors import MissingPackageError
 from tunedcomm.report.data import Material
-from tunedcomm.report.figures import Figure, Table, sections
+from tunedcomm.report.figures import MARKS, Figure, Table, sections
 from tunedcomm.version import VERSION
-
-# The key's characters for plotly's markers.
-_SYMBOLS = {
-    "circle": "●",
-    "circle-open": "○",
-    "square": "■",
-    "diamond": "◆",
-    "triangle-up": "▲",
-    "triangle-down": "▼",
-    "cross": "✚",
-    "x": "✖",
-    "pentagon": "⬟",
-    "hexagram": "✶",
-    "star": "★",
-    "star-open": "☆",
-    "": "—",
-}
 
 
 def need(package: str) -> None:
@@ -76,6 +59,6 @@ def render(material: Material, *, title: str = "tunedcomm report") -> str:
         title=title,
         subtitle=f"Made {made} by tunedcomm {VERSION} from {', '.join(inputs) or 'nothing'}.",
         sections=shown,
-        symbols=_SYMBOLS,
+        marks=MARKS,
         plotly_js=get_plotlyjs() if has_figures else "",
     )
