@@ -13,15 +13,13 @@ same score of the same candidates in another window, minutes later on a host tha
 holds for all sizes, but candidates are few.
 
 Columns: `regret` is the choice's time by the truth over the least of those measured in both; `spread` the standard
-deviation of log(score / truth) without each problem's mean, of one window; `library_spread` that of the library's
-times; `fitted` the exponent that the rows themselves would have, by least squares; `past_library` the rows that were no
-faster than the library beside them and score faster by more than the noise.
+deviation of log(score / truth) without each problem's mean, of one window; `past_library` the rows that were no faster
+than the library beside them and score faster by more than the noise.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -98,20 +96,9 @@ class Pair:
 
     def errors(self, exponent: float) -> list[float]:
         """log(score / truth), without their mean."""
-        return _centred([math.log(self.eager.score(c, exponent) / self.true_us(c, exponent)) for c in self.both])
-
-    def movements(self) -> tuple[list[float], list[float]]:
-        """Distances of the library's time and the candidate's, in logarithms, without their means."""
-        library = [math.log(self.eager.rows[c].baseline_p50_us or math.nan) for c in self.both]
-        if self.is_again:
-            there = [math.log(self.truth.rows[c].baseline_p50_us or math.nan) for c in self.both]
-            library = [one - other for one, other in zip(library, there, strict=True)]
-        return _centred(library), self.errors(0.0)
-
-
-def _centred(values: Sequence[float]) -> list[float]:
-    mean = statistics.mean(values)
-    return [value - mean for value in values]
+        found = [math.log(self.eager.score(c, exponent) / self.true_us(c, exponent)) for c in self.both]
+        mean = statistics.mean(found)
+        return [value - mean for value in found]
 
 
 def pairs_of(eager: Mapping[Problem, Window], truth: Mapping[Problem, Window], *, is_again: bool) -> list[Pair]:
@@ -141,12 +128,10 @@ def lines(pairs: Sequence[Pair], truth: str, world_size: int, where: Environment
 
 
 def numbers(pairs: Sequence[Pair], exponent: float) -> dict[str, object]:
-    moved = [pair.movements() for pair in pairs]
-    library, own = ([value for pair in moved for value in pair[which]] for which in (0, 1))
-    # Of two windows each has half of the variance.
-    freedom = (len(library) - len(pairs)) * (2 if pairs[0].is_again else 1)
-    worst = max(pairs, key=lambda pair: pair.regret(exponent))
     errors = [error for pair in pairs for error in pair.errors(exponent)]
+    # Of two windows each has half of the variance.
+    freedom = (len(errors) - len(pairs)) * (2 if pairs[0].is_again else 1)
+    worst = max(pairs, key=lambda pair: pair.regret(exponent))
     mean, at = statistics.mean(pair.regret(exponent) for pair in pairs), worst.problem
     regrets = {
         "regret_mean": f"{mean:.4f}",
@@ -156,11 +141,9 @@ def numbers(pairs: Sequence[Pair], exponent: float) -> dict[str, object]:
     return {
         "exponent": exponent,
         "problems": len(pairs),
-        "candidates": len(library),
+        "candidates": len(errors),
         **(dict.fromkeys(regrets, "") if worst.is_again else regrets),
         "spread": f"{math.sqrt(sum(error**2 for error in errors) / freedom):.4f}",
-        "library_spread": f"{math.sqrt(sum(value**2 for value in library) / freedom):.4f}",
-        "fitted": f"{sum(map(operator.mul, library, own)) / sum(value**2 for value in library):.2f}",
         "past_library": sum(pair.eager.past_library(exponent) for pair in pairs),
     }
 

@@ -48,7 +48,6 @@ from tunedcomm.cli.stored import (
     environment_for,
     library_us,
     listed,
-    match_environments,
     on_hardware,
     open_to_write,
     pin_to_dict,
@@ -59,6 +58,7 @@ from tunedcomm.cli.stored import (
 )
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.metrics import format_bytes
+from tunedcomm.selection.snapshot import matches
 from tunedcomm.spec import Candidate, Mode, admits, check_candidate, format_shape, get_variant
 
 if TYPE_CHECKING:
@@ -491,7 +491,7 @@ def db_prune(
     before = None if older_than is None else datetime.now(timezone.utc) - parse_age(older_than)
     with Database.open(writable_database(db), readonly=not yes) as opened:
         stored = [] if environment is None else opened.environments()
-        matching = match_environments(environment or "", stored)
+        matching = [there for there in stored if matches(environment or "", there)]
         if environment is not None and not matching:
             why = f"no stored environment matches --environment {environment!r}; stored are: {listed(stored)}"
             raise UnknownNameError(why)

@@ -20,9 +20,9 @@ import typer
 from tunedcomm import settings
 from tunedcomm.cli.options import BorrowOption, JsonOption, borrowed
 from tunedcomm.cli.output import Line, emit_json, print_lines
-from tunedcomm.cli.stored import environment_here, nearest_stored, read_layers, stored_environments
+from tunedcomm.cli.stored import environment_here, read_layers, stored_environments
 from tunedcomm.errors import DatabaseError, SettingError
-from tunedcomm.hardware import advice
+from tunedcomm.hardware import advice, nearest
 from tunedcomm.version import VERSION
 
 OLDEST = {"torch": "2.9", "triton": "3.6"}
@@ -190,7 +190,7 @@ def check_this_machine() -> Iterator[Line]:
         since = f"; since then: {', '.join(drift)}" if drift and len(like) == 1 else ""
         yield Line("this machine", "ok", f"{here} is tuned{since}")
         return
-    found = nearest_stored(here, stored)
+    found = nearest(here, stored)
     if found is None:
         yield Line("this machine", "warn", f"no database holds anything, so {here} runs the library", _NONE_HERE)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunedcomm.cli.options import CallOptions, borrowed, takes
 from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, jsonable, message_of
-from tunedcomm.cli.stored import environment_for, nearest_stored, read_each, read_layers, stored_environments
+from tunedcomm.cli.stored import environment_for, read_each, read_layers, stored_environments
 from tunedcomm.errors import ConfigError
 from tunedcomm.selection.snapshot import gc_paused
 from tunedcomm.spec import Candidate, admits, check_candidate, variants
@@ -82,6 +82,7 @@ def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
     from tunedcomm import settings
     from tunedcomm.db.layers import load_snapshot
     from tunedcomm.dispatch import dispatcher
+    from tunedcomm.hardware import nearest
     from tunedcomm.symm.layout import limits_for
 
     with gc_paused():
@@ -104,8 +105,10 @@ def choose(options: CallOptions, *, with_left_out: bool = True) -> Choice:
             return Choice(problem, environment, decision)
         stored = _stored_reasons(problem, environment, layers)
         left_out = _left_out(problem, decision, limits, options.numerics, stored)
-        nearest = None if snapshot.rows else nearest_stored(environment, stored_environments(layers, is_quiet=True))
-        return Choice(problem, environment, decision, left_out, nearest)
+        other = None if snapshot.rows else nearest(environment, stored_environments(layers, is_quiet=True))
+        if other is not None and other.hard_key == environment.hard_key:
+            other = None
+        return Choice(problem, environment, decision, left_out, other)
 
 
 def _stored_reasons(problem: Problem, environment: Environment, layers: Sequence[Layer]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunedcomm.cli.output import attributes, kind_of, named_candidate, note, table_of
 from tunedcomm.errors import DatabaseError, UnknownNameError
+from tunedcomm.selection.snapshot import matches
 from tunedcomm.spec import Problem, format_shape
 
 if TYPE_CHECKING:
@@ -100,16 +101,6 @@ def stored_environments(
     return found
 
 
-def match_environments(text: str, environments: Iterable[Environment]) -> list[Environment]:
-    """Environments whose GPU name holds `text` or fits it as a pattern, or whose digest begins with it.
-
-    Each is returned as often as it is given.
-    """
-    from tunedcomm.selection.snapshot import matches
-
-    return [environment for environment in environments if matches(text, environment)]
-
-
 def listed(environments: Iterable[Environment]) -> str:
     """`NVIDIA H200 (1a2b3c4d), ...`, or none."""
     return ", ".join(sorted({f"{there.gpu} ({there.digest[:8]})" for there in environments})) or "none"
@@ -126,7 +117,7 @@ def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Prob
             note("no GPU here: answering for the host backend; use --hardware for stored GPU environments")
         return here
     stored = stored_environments(layers, serving)
-    matching = match_environments(hardware, stored)
+    matching = [there for there in stored if matches(hardware, there)]
     if not matching:
         raise UnknownNameError(f"no stored environment matches --hardware {hardware!r}; stored are: {listed(stored)}")
     preferred = [there for there in matching if stored[there]] or matching
@@ -134,14 +125,6 @@ def environment_for(hardware: str | None, layers: Sequence[Layer], serving: Prob
         choices = "; ".join(f"{there.digest[:8]} = {there}" for there in preferred)
         raise UnknownNameError(f"--hardware {hardware!r} matches several environments, give a digest: {choices}")
     return preferred[0]
-
-
-def nearest_stored(environment: Environment, stored: Iterable[Environment]) -> Environment | None:
-    """The stored environment that differs least in hardware; None where this very hardware is stored, or nothing."""
-    from tunedcomm.hardware import nearest
-
-    found = nearest(environment, stored)
-    return None if found is None or found.hard_key == environment.hard_key else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +194,8 @@ def on_hardware(hardware: str | None, records: list[R]) -> list[R]:
     """The records of hardware that matches."""
     if hardware is None:
         return records
-    wanted = {there.digest for there in match_environments(hardware, [record.environment for record in records])}
-    return [record for record in records if record.environment.digest in wanted]
+    wanted = {there for there in {record.environment for record in records} if matches(hardware, there)}
+    return [record for record in records if record.environment in wanted]
 
 
 def _order(contest: Contest) -> tuple[object, ...]:
