@@ -150,12 +150,9 @@ def test_it_is_said_once_what_is_borrowed_and_what_cannot_be(tmp_path: Path, cap
     assert unknown == "nothing is borrowed from 'B300': no database holds such hardware"
 
 
-def test_borrowed_rows_are_part_of_digest_and_json() -> None:
+def test_borrowed_rows_are_part_of_the_digest() -> None:
     found = snapshot([lent("lamport", 3.0), row("two_shot", 4.0)])
-    again = Snapshot.from_json(found.to_json())
-    assert again == found
-    assert again.digest == found.digest
-    assert [r.borrowed for r in again.rows] == [True, False]
+    assert [r.borrowed for r in found.rows] == [True, False]
     assert found.digest != snapshot([row("two_shot", 4.0)]).digest
     assert found.digest != snapshot([lent("lamport", 3.5), row("two_shot", 4.0)]).digest
     assert found.digest != snapshot([row("lamport", 3.0, environment=H100), row("two_shot", 4.0)]).digest

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,18 @@ import torch.distributed as dist
 from tunedcomm import kernels, settings
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import LayerFingerprint, differences, layer_fingerprints, load_snapshot
+from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, wrap_launch
 from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels.common import sync
 from tunedcomm.kernels.common.launch import within
-from tunedcomm.selection.snapshot import Snapshot
+from tunedcomm.selection.snapshot import Snapshot, gc_paused
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant, ops, variants
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
 from tunedcomm.symm.workspace import Workspace
-
-if TYPE_CHECKING:
-    from tunedcomm.dispatch.misses import Counter
 
 logger = logging.getLogger("tunedcomm")
 
@@ -70,6 +69,8 @@ class AgreedSettings:
             SettingError: a variable holds a value that it does not take.
         """
         every = [variant for op in ops() for variant in variants(op).values()]
+        with gc_paused():
+            sources = {f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every}
         return cls(
             device=device,
             interpreted=bool(sync.INTERPRET),
@@ -80,7 +81,7 @@ class AgreedSettings:
             node_of_rank=settings.node_of_rank(),
             peer_timeout_s=settings.peer_timeout_s(),
             workspace_bytes=settings.workspace_bytes(),
-            sources={f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every},
+            sources=sources,
         )
 
     def fields(self) -> dict[str, Any]:
@@ -265,23 +266,21 @@ class Communicator:
     def _agree_on_snapshot(self) -> Snapshot:
         """Rank 0's merged layers on every rank."""
 
-        def load() -> tuple[str, str, tuple[LayerFingerprint, ...]]:
+        def load() -> tuple[bytes, tuple[LayerFingerprint, ...]]:
             if self.rank != 0:
-                return "", "", layer_fingerprints()
+                return b"", layer_fingerprints()
             snapshot = load_snapshot(self.environment, self.world_size, borrow=self.settings.borrow)
-            return snapshot.to_json(), snapshot.digest, layer_fingerprints()
+            loaded.append(snapshot)
+            return pickle.dumps(snapshot), layer_fingerprints()
 
+        loaded: list[Snapshot] = []
         theirs = on_every_rank(self.group, "load the tuning databases", load)
-        text, digest, _ = theirs[0]
-        if self.rank == 0 and (found := differences([seen for _, _, seen in theirs])):
+        if self.rank == 0 and (found := differences([seen for _, seen in theirs])):
             warn_once(
                 f"the ranks of a group see different tuning databases: {'; '.join(found)}. All of them dispatch from "
                 "what rank 0 has; if that is not meant, set the same TUNEDCOMM_DB and TUNEDCOMM_DB_PATH everywhere"
             )
-        snapshot = self._agree_on_digest(lambda: Snapshot.from_json(text))
-        if snapshot.digest != digest:
-            raise AgreementError(f"the snapshot arrived changed: digest {snapshot.digest} instead of {digest}")
-        return snapshot
+        return self._agree_on_digest(lambda: loaded[0] if loaded else pickle.loads(theirs[0][0]))  # noqa: S301
 
     def _agree_on_digest(self, make: Callable[[], Snapshot]) -> Snapshot:
         return agree(self.group, "snapshot", make, lambda snapshot: {"digest": snapshot.digest})
@@ -367,12 +366,12 @@ class Communicator:
         looks = self.device.type == "cpu" and not variant.is_library
         return wrap_launch(launch, check_peers=self.check_peers if looks else None)
 
-    def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
+    def guarded(self, problem: Problem, launch: Launch, *, counter: misses.Counter | None = None) -> Launch:
         """A bound launch as dispatch may call it."""
         launch = self.in_turn(problem, launch, counter=counter)
         return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
 
-    def in_turn(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
+    def in_turn(self, problem: Problem, launch: Launch, *, counter: misses.Counter | None = None) -> Launch:
         """A bound launch without the search for NaN."""
         launch = wrap_launch(launch, device_type=self.device.type, counter=counter)
         return self._lane_order.eager(launch) if self._lane_order.taken and problem.mode == "eager" else launch
@@ -481,26 +480,19 @@ def release_communicators() -> None:
     """
     for communicator in _communicators.values():
         communicator.plans.clear()  # calls hold their communicator, and it them
-        communicator.forget_calls()
+        communicator.fast_calls.clear()
     _communicators.clear()
-    for callback in _on_release:
+    for callback in _on_forget:
         callback()
+    misses.flush()
 
 
 # A communicator that outlives its group keeps gloo's threads alive into the interpreter's end, which then aborts.
 atexit.register(release_communicators)
 
-_on_release: list[Callable[[], None]] = []
-
-
-def on_release(callback: Callable[[], None]) -> None:
-    """Call `callback` whenever communicators are released: for caches that hold them."""
-    _on_release.append(callback)
-
-
 _on_forget: list[Callable[[], None]] = []
 
 
 def on_forget(callback: Callable[[], None]) -> None:
-    """Call `callback` whenever a communicator drops its fast calls: for caches that hold some of them."""
+    """Call `callback` when communicators drop their fast calls or are released: for caches that hold some of them."""
     _on_forget.append(callback)

@@ -107,7 +107,7 @@ class Snapshot:
         rows: at most one for each (problem, candidate, source hash).
         pins: at most one a problem.
         notes: warnings for a person, e.g. that the rows were measured under older software.
-        digest: SHA-256 over the canonical JSON without trial ids.
+        digest: SHA-256 over the contents without trial ids.
     """
 
     environment: Environment
@@ -137,7 +137,7 @@ class Snapshot:
         put(self, "rows", tuple(row for _, _, row in rows))
         put(self, "failures", tuple(failure for _, _, failure in sorted(failures, key=place)))
         put(self, "pins", tuple(sorted(self.pins, key=lambda pin: pin.problem)))
-        put(self, "digest", hashlib.sha256(_dump(self._encode(with_ids=False)).encode()).hexdigest())
+        put(self, "digest", self._digest())
         family_of = [problem.family for problem in problems.values]
         families: dict[tuple[Problem, bool], list[Row]] = {}
         for (problem, borrowed), group in itertools.groupby(
@@ -150,9 +150,13 @@ class Snapshot:
         """Rows of all sizes of the family of `problem`: those of this hardware, or those that are borrowed."""
         return self._families.get((problem.family, borrowed), ())
 
-    def _encode(self, *, with_ids: bool) -> dict[str, Any]:
-        """Plain JSON values: each table by column, and values that repeat as numbers into one list of each kind."""
-        shared: dict[str, Numbers[Any]] = {kind: Numbers() for kind in _DECODERS}
+    def __reduce__(self) -> tuple[type[Snapshot], tuple[Any, ...]]:
+        """Pickle the contents alone: the digest of a snapshot that arrives is computed anew from what arrived."""
+        return Snapshot, (self.environment, self.world_size, self.rows, self.pins, self.failures, self.notes)
+
+    def _digest(self) -> str:
+        """SHA-256 over each table by column, with values that repeat as numbers into one list of each kind."""
+        shared: dict[str, Numbers[Any]] = {kind: Numbers() for kind in sorted({*_SHARED.values()})}
         tables: dict[str, dict[str, Any]] = {}
         for name, kind_of_row in _TABLES.items():
             columns: dict[str, Any] = {}
@@ -162,10 +166,10 @@ class Snapshot:
                 if column in _SHARED:
                     columns[column] = list(map(shared[_SHARED[column]].of, values))
                 elif column in _TIMES:
-                    columns[column] = _pack(list(values))
-                elif column != "trial_id" or with_ids:
+                    columns[column] = _packed(list(values))
+                elif column != "trial_id":
                     columns[column] = list(values)
-        return {
+        plain = {
             "format": _FORMAT,
             "environment": self.environment.to_dict(),
             "world_size": self.world_size,
@@ -176,34 +180,10 @@ class Snapshot:
             "texts": shared["texts"].values,
             **tables,
         }
-
-    def to_json(self) -> str:
-        """Canonical JSON; `from_json` gives an equal snapshot with the same digest."""
-        return _dump(self._encode(with_ids=True))
-
-    @classmethod
-    def from_json(cls, text: str) -> Snapshot:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: `text` is not a snapshot of this format.
-        """
-        try:
-            data = json.loads(text)
-            if data["format"] != _FORMAT:
-                raise ValueError(f"format {data['format']!r}")
-            shared = {kind: list(map(decode, data[kind])) for kind, decode in _DECODERS.items()}
-            return cls(
-                environment=Environment.from_dict(data["environment"]),
-                world_size=data["world_size"],
-                notes=tuple(data["notes"]),
-                **{name: tuple(_rows(of, data[name], shared)) for name, of in _TABLES.items()},
-            )
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError, struct.error) as error:
-            raise ValueError(f"not a tunedcomm snapshot of format {_FORMAT}: {text[:60]!r} ({error})") from None
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
-_PROBLEM = tuple(item.name for item in fields(Problem))
 _TABLES: Mapping[str, type[Any]] = {"rows": Row, "pins": Pinned, "failures": Failure}
 # Columns whose values repeat, and the list that holds them.
 _SHARED = {
@@ -213,36 +193,13 @@ _SHARED = {
     "source_hash": "texts",
     "layer": "texts",
 }
-_DECODERS: Mapping[str, Callable[[Any], Any]] = {
-    "environments": Environment.from_dict,
-    "problems": lambda values: Problem.from_dict(dict(zip(_PROBLEM, values, strict=True))),
-    "candidates": lambda values: Candidate.of(*values),
-    "texts": str,
-}
 _TIMES = frozenset({"latency_p50_us", "latency_p10_us", "latency_p90_us", "baseline_p50_us"})
-_problem_fields = attrgetter(*_PROBLEM)
+_problem_fields = attrgetter(*(item.name for item in fields(Problem)))
 
 
-def _rows(of: type[T], columns: Mapping[str, Any], shared: Mapping[str, list[Any]]) -> Iterator[T]:
-    """Rows from their columns as `Snapshot._encode` writes them."""
-
-    def decode(name: str, column: Any) -> Iterable[Any]:
-        if name in _SHARED:
-            return map(shared[_SHARED[name]].__getitem__, column)
-        return _unpack(column) if name in _TIMES else column
-
-    for values in zip(*itertools.starmap(decode, columns.items()), strict=True):
-        yield of(**dict(zip(columns, values, strict=True)))
-
-
-def _pack(times: Sequence[float | None]) -> str:
+def _packed(times: Sequence[float | None]) -> str:
     """Times as the hexadecimal digits of doubles: to write them as decimals takes longer than all the rest."""
     return struct.pack(f"<{len(times)}d", *(math.nan if time is None else time for time in times)).hex()
-
-
-def _unpack(text: str) -> list[float | None]:
-    """Inverse of `_pack`."""
-    return [None if math.isnan(time) else time for (time,) in struct.iter_unpack("<d", bytes.fromhex(text))]
 
 
 class Numbers(Generic[T]):
@@ -275,10 +232,6 @@ def _places(values: Sequence[T], key: Callable[[T], Any]) -> list[int]:
     for place, number in enumerate(sorted(range(len(values)), key=lambda number: key(values[number]))):
         places[number] = place
     return places
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 @contextmanager
