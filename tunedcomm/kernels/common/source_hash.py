@@ -115,19 +115,21 @@ def _bound_in(scope: ast.AST) -> Iterator[str]:
     args = getattr(scope, "args", None)
     if isinstance(args, ast.arguments):
         yield from (arg.arg for arg in _parameters(args))
-    pending = [node for node in ast.iter_child_nodes(scope) if node is not args]
+    pending = [node for node in ast.iter_child_nodes(scope) if node is not args][::-1]
     while pending:
-        node = pending.pop(0)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            yield node.id
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        node = pending.pop()
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, (ast.Store, ast.Del)):
+                yield node.id
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.ExceptHandler):
             yield node.name or ""
         elif isinstance(node, ast.alias):
             yield node.asname or node.name.partition(".")[0]
         if not isinstance(node, (*_SCOPES, ast.ClassDef)):
-            pending[:0] = ast.iter_child_nodes(node)
+            pending += [*ast.iter_child_nodes(node)][::-1]
 
 
 def _parameters(args: ast.arguments) -> list[ast.arg]:
