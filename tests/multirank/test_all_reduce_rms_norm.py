@@ -191,6 +191,25 @@ def forms_body(rank, world_size):
     return True
 
 
+def residual_is_x_body(rank, world_size):
+    """One tensor in two places has a fast call of its own, which refuses two tensors, and the other way round."""
+    weight, x = torch.ones(64), torch.randn(4, 64)
+    with tunedcomm.force(OP, "lamport"):
+        y, h = tunedcomm.all_reduce_rms_norm(x, weight, residual=x)
+        fast = paths[OP].last.get(dist.group.WORLD)
+        assert fast is not None
+        rest = (None, None, None, 1e-6, None, "default", None)
+        assert fast(x, weight, None, x.clone(), *rest) is None
+        assert same(fast(x, weight, None, x, *rest), y, h)
+        assert same(tunedcomm.all_reduce_rms_norm(x, weight, residual=x.clone()), y, h)
+        assert paths[OP].last[dist.group.WORLD](x, weight, None, x, *rest) is None
+    return True
+
+
+def test_a_residual_that_is_the_input_has_a_fast_call():
+    assert run_ranks(2, residual_is_x_body) == [True] * 2
+
+
 @pytest.mark.slow
 def test_public_call():
     assert run_ranks(2, forms_body, timeout=240) == [True] * 2

@@ -13,7 +13,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from tunedcomm import kernels, settings
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import LayerFingerprint, differences, layer_fingerprints, load_snapshot
-from tunedcomm.dispatch import misses
 from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, wrap_launch
 from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
@@ -33,6 +32,9 @@ from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
 from tunedcomm.symm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tunedcomm.dispatch.misses import Counter
 
 logger = logging.getLogger("tunedcomm")
 
@@ -366,12 +368,12 @@ class Communicator:
         looks = self.device.type == "cpu" and not variant.is_library
         return wrap_launch(launch, check_peers=self.check_peers if looks else None)
 
-    def guarded(self, problem: Problem, launch: Launch, *, counter: misses.Counter | None = None) -> Launch:
+    def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
         """A bound launch as dispatch may call it."""
         launch = self.in_turn(problem, launch, counter=counter)
         return launch if self.nan_watch is None else self.nan_watch.guard(problem, launch)
 
-    def in_turn(self, problem: Problem, launch: Launch, *, counter: misses.Counter | None = None) -> Launch:
+    def in_turn(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
         """A bound launch without the search for NaN."""
         launch = wrap_launch(launch, device_type=self.device.type, counter=counter)
         return self._lane_order.eager(launch) if self._lane_order.taken and problem.mode == "eager" else launch
@@ -482,13 +484,20 @@ def release_communicators() -> None:
         communicator.plans.clear()  # calls hold their communicator, and it them
         communicator.fast_calls.clear()
     _communicators.clear()
-    for callback in _on_forget:
+    for callback in (*_on_forget, *_on_release):
         callback()
-    misses.flush()
 
 
 # A communicator that outlives its group keeps gloo's threads alive into the interpreter's end, which then aborts.
 atexit.register(release_communicators)
+
+_on_release: list[Callable[[], None]] = []
+
+
+def on_release(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever communicators are released."""
+    _on_release.append(callback)
+
 
 _on_forget: list[Callable[[], None]] = []
 

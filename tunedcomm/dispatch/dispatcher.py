@@ -83,10 +83,10 @@ def note_force_mode(decision: Decision, mode: str) -> Decision:
     return replace(decision, why=f"{decision.why}; with TUNEDCOMM_MODE=force a call raises InfeasibleError")
 
 
-def check_max_sms(max_sms: int | None) -> None:
-    """Raise UnsupportedInputError unless `max_sms` is a number of SMs or None."""
-    if max_sms is not None and (not isinstance(max_sms, int) or isinstance(max_sms, bool) or max_sms < 0):
-        raise UnsupportedInputError(f"max_sms={max_sms!r} is no number of SMs; pass an integer from 0 on, or None")
+def check_limit(name: str, limit: int | None, unit: str) -> None:
+    """Raise UnsupportedInputError unless `limit`, the argument `name`, is a number of `unit` or None."""
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        raise UnsupportedInputError(f"{name}={limit!r} is no number of {unit}; pass an integer from 0 on, or None")
 
 
 def check_policy(policy: NumericsPolicy) -> None:

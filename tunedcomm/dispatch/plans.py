@@ -26,7 +26,7 @@ from tunedcomm.dispatch.communicator import (
 )
 from tunedcomm.dispatch.dispatcher import (
     MISSES,
-    check_max_sms,
+    check_limit,
     check_policy,
     decide,
     forced_candidate,
@@ -106,7 +106,7 @@ def library_plan(communicator: Communicator, problem: Problem) -> Plan:
 
 def _decision(communicator: Communicator, problem: Problem, policy: NumericsPolicy, max_sms: int | None) -> Decision:
     check_policy(policy)
-    check_max_sms(max_sms)
+    check_limit("max_sms", max_sms, "SMs")
     forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
     if forced is None and communicator.settings.mode == "off":
         forced = Candidate.of(problem.op, "library", {})

@@ -41,8 +41,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
-from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import MISSES
+from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget
+from tunedcomm.dispatch.dispatcher import MISSES, check_limit
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
 from tunedcomm.errors import UnsupportedInputError
@@ -218,7 +218,6 @@ def _forget_all() -> None:
 
 # Routings and plans are dropped together, so that a call here runs what the op's own path would run.
 on_forget(_forget_all)
-on_release(_forget_all)
 
 
 def _inside(call: Callable[[], Any]) -> Any:
@@ -542,8 +541,7 @@ def _register() -> None:
 def _enter(groups: tuple[dist.ProcessGroup | None, ...], max_count: int | None) -> tuple[RoutedGroup, ...]:
     """Intercept groups once more, collectively over each of them."""
     check_torch("tunedcomm.intercept()", "call tunedcomm.all_reduce and its like directly")
-    if max_count is not None and (not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0):
-        raise UnsupportedInputError(f"max_count={max_count!r} is no number of rows; pass an integer from 0 on, or None")
+    check_limit("max_count", max_count, "rows")
     # Collective; raises for a group that this rank is not in, or where there is no default group.
     communicators = [get_communicator(group) for group in groups or (None,)]
     with _lock:

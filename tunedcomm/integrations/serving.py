@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.errors import UnsupportedInputError
+from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
 from tunedcomm.ops.collectives import all_reduce
 
@@ -58,10 +58,7 @@ class ServingAllReduce:
         *,
         max_bytes: int | None = None,
     ) -> None:
-        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
-            raise UnsupportedInputError(
-                f"max_bytes={max_bytes!r} is no number of bytes; pass an integer from 0 on, or None"
-            )
+        check_limit("max_bytes", max_bytes, "bytes")
         communicator = get_communicator(group, None if device is None else torch.device(device))
         self.group, self.device = communicator.group, communicator.device
         self.rank, self.world_size = communicator.rank, communicator.world_size

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget, on_release
-from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy
+from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget
+from tunedcomm.dispatch.dispatcher import check_limit, check_policy
 from tunedcomm.dispatch.plans import Plan, library_plan, plan_for
 from tunedcomm.errors import NotInitializedError, UnsupportedInputError
 from tunedcomm.kernels.common.launch import AddressLaunch
@@ -298,8 +298,7 @@ class CallPath(Generic[Result]):
         self.last: dict[Group, Callable[..., Result | None]] = {}
         self._communicators: dict[tuple[Group, torch.device], Communicator] = {}
         paths[form.operator] = self
-        on_release(self._communicators.clear)
-        on_release(self.last.clear)
+        on_forget(self._communicators.clear)
         on_forget(self.last.clear)
 
     def call(
@@ -462,7 +461,7 @@ class CallPath(Generic[Result]):
                         "other's device"
                     )
         check_policy(numerics)
-        check_max_sms(max_sms)
+        check_limit("max_sms", max_sms, "SMs")
         form.check(inputs, options, world_size)
         return form.results(inputs, options, world_size)
 
@@ -633,9 +632,12 @@ def make_fast_call(
     tensors, results = served
     names = (*form.inputs, *form.outputs)
     of = dict(zip(names, tensors, strict=True))
+    # Outputs that are an input, and inputs that are an earlier one: a guard takes no tensor twice.
     alias = {out: form.inputs[i] for out, i in zip(form.outputs, asked.aliases, strict=True) if i >= 0}
+    first = {id(of[name]): name for name in reversed(form.inputs) if of[name] is not None}
+    alias |= {name: first[id(of[name])] for name in form.inputs if first.get(id(of[name]), name) != name}
     new = [name for name in form.outputs if of[name] is None]
-    there = [name for name in names if of[name] is not None and name not in alias]  # a guard takes no tensor twice
+    there = [name for name in names if of[name] is not None and name not in alias]
     if any(of[name].requires_grad for name in there):  # a guard tells that, but not whether gradients are recorded now
         return None
     looks_alike = make_guard(*(of[name] for name in there))

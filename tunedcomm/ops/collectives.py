@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 
+from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.errors import UnsupportedInputError
 from tunedcomm.kernels.all_reduce_rms_norm.op import add_and_norm, eps_bits
 from tunedcomm.kernels.all_to_all.op import layout_of
@@ -475,8 +476,7 @@ def all_to_all_v(
     op = _all_to_all_v.form.op
     check_input(op, x)
     check_plain(op, (x, out))
-    if max_count is not None and (not isinstance(max_count, int) or isinstance(max_count, bool) or max_count < 0):
-        raise UnsupportedInputError(f"max_count={max_count!r} is no number of rows; pass an integer from 0 on, or None")
+    check_limit("max_count", max_count, "rows")
     group = world._default_pg if group is None else group
     communicator = _all_to_all_v.communicator(x, group)
     send = _counts("send_counts", send_counts, communicator.world_size, max_count)

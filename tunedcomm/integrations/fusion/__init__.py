@@ -37,7 +37,7 @@ from torch._inductor import config, custom_graph_pass
 
 import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewritten to
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.dispatch.dispatcher import check_max_sms, check_policy, forced_here
+from tunedcomm.dispatch.dispatcher import check_limit, check_policy, forced_here
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
 from tunedcomm.integrations.fusion.match import LeftError, Node
@@ -259,6 +259,6 @@ def fusion_pass(
                 f"{name}={value!r} of fusion_pass is not one of {', '.join(map(repr, allowed))}"
             )
     check_policy(numerics)
-    check_max_sms(max_sms)
+    check_limit("max_sms", max_sms, "SMs")
     resolved = tuple(dict.fromkeys(get_communicator(group).group for group in groups or (None,)))
     return FusionPass(resolved, when, numerics, max_sms, mode, even_shards=even_shards)
