@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,3 +177,31 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, level: doctor.Level, code: i
     shown = CliRunner().invoke(main.app, ["doctor", "--json"])
     assert shown.exit_code == code
     assert json.loads(shown.stdout)[0]["level"] == level
+
+
+def test_a_package_whose_import_does_not_end_is_named(tmp_path: Path) -> None:
+    (tmp_path / "sleepy.py").write_text("import time; time.sleep(600)\n")
+    info = tmp_path / "sleepy_variants-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sleepy-variants\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tunedcomm.variants]\nnice = sleepy\n")
+    code = (
+        "from tunedcomm.cli import doctor, main\n"
+        "doctor.IMPORT_S, doctor.NOTE_S = 0.5, 0.2\n"
+        "main.run(['doctor', '--json'])\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "sleepy-variants" in done.stderr
+    lines = json.loads(done.stdout)
+    (stuck,) = [line for line in lines if line["level"] == "fail" and line["name"] == "variants"]
+    assert "sleepy-variants" in stuck["detail"]
+    assert lines[-1]["name"] != "variants", "the checks after it are made, too"

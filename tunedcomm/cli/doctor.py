@@ -5,6 +5,7 @@ Each check looks at one thing and says ok, warn or fail, and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -12,6 +13,8 @@ import platform
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +22,7 @@ import typer
 
 from tunedcomm import settings
 from tunedcomm.cli.options import BorrowOption, JsonOption, borrowed
-from tunedcomm.cli.output import Line, emit_json, print_lines
+from tunedcomm.cli.output import Line, emit_json, note, print_lines
 from tunedcomm.cli.stored import environment_here, read_layers, stored_environments
 from tunedcomm.errors import DatabaseError, SettingError
 from tunedcomm.hardware import advice, nearest
@@ -30,6 +33,8 @@ OLDEST_TRITON_HOST = "3.9"
 SHM = Path("/dev/shm")
 # Two ranks' workspaces at the default size fit in this with room to spare.
 SHM_BYTES_WANTED = 512 << 20
+# A package that brings variants is imported in well under a second, torch and Triton being imported already.
+IMPORT_S, NOTE_S = 20.0, 2.0
 _NONE_HERE = "tune it: tunedcomm tune --op all_reduce"
 
 
@@ -217,13 +222,43 @@ def check_borrowing(names: Sequence[str]) -> Iterator[Line]:
             yield Line("borrowing", "warn", f"{other} cannot: {refusal}", _NONE_HERE)
 
 
-def check_packages() -> Iterator[Line]:
-    """Other packages that bring variants."""
+def _discover() -> str:
+    """Import all variants; return the package whose import did not end in `IMPORT_S`, or "" if there is none.
+
+    The import runs in a thread of its own, which an import that never ends keeps.
+    """
     from tunedcomm import kernels
     from tunedcomm.kernels import plugins
 
+    def run() -> None:
+        with contextlib.suppress(Exception):  # which the call below raises again
+            kernels.discover()
+
+    thread, since_s = threading.Thread(target=run, daemon=True), time.monotonic()
+    if not plugins.loading:  # else an earlier check has waited for it
+        thread.start()
+    while thread.is_alive():
+        thread.join(NOTE_S)
+        waited_s = time.monotonic() - since_s
+        if thread.is_alive() and plugins.loading:
+            note(f"importing {plugins.loading[0]}, for {waited_s:.0f} s")
+            if waited_s > IMPORT_S:
+                break
+    if plugins.loading:
+        return plugins.loading[0]
     kernels.discover()
+    return ""
+
+
+def check_packages() -> Iterator[Line]:
+    """Other packages that bring variants."""
+    from tunedcomm.kernels import plugins
+
     found = False
+    if stuck := _discover():
+        late = f"the import of {stuck} has not ended after {IMPORT_S:.0f} s"
+        yield Line("variants", "fail", late, "fix or uninstall it; until then commands and programs wait for it")
+        found = True
     for package, names in plugins.brought.items():
         if names:
             yield Line("variants", "ok", f"{package} brings {', '.join(names)}")
@@ -246,10 +281,9 @@ def check_packages() -> Iterator[Line]:
 
 def check_variables() -> Iterator[Line]:
     """Environment variables that are set: valid, invalid, unknown."""
-    from tunedcomm import kernels
     from tunedcomm.spec import ops, variants
 
-    kernels.discover()
+    _discover()
     named = sorted(name for name in os.environ if name.startswith(settings.PREFIX))
     for name in named:
         yield Line(name, "ok", os.environ[name])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tunedcomm.cli.output import attributes, counted, format_ratio, format_us, jsonable, note
+from tunedcomm.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -131,7 +132,7 @@ class JsonLines:
             "bind_share": None if share is None else round(share, 4),
             "gangs": gangs,
         }
-        self._write(json.dumps(values, ensure_ascii=False, default=jsonable))
+        self._write(json.dumps(values, default=jsonable))
 
 
 def live_view(progress: Progress) -> RenderableType:
@@ -152,7 +153,7 @@ def live_view(progress: Progress) -> RenderableType:
     lines = []
     for gang in progress.gangs:
         doing = gang.step if gang.problem is None else f"{_standing(gang)}; {gang.step} {gang.candidate}"
-        lines.append(Text(f"gang {gang.slot}: {doing}", no_wrap=True, overflow="ellipsis"))
+        lines.append(Text(printable(f"gang {gang.slot}: {doing}"), no_wrap=True, overflow="ellipsis"))
     if progress.failures:
         lines.append(Text(f"failed: {_failures(progress.failures)}", style="yellow"))
     return Group(head, *lines)

@@ -16,18 +16,21 @@ from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.kernels.common.source_hash import source_hash
 from tunedcomm.spec import OpSpec, Variant, did_you_mean
 
-__all__ = ["GROUP", "brought", "failed", "load_plugins", "misspelt_groups"]
+__all__ = ["GROUP", "brought", "failed", "load_plugins", "loading", "misspelt_groups"]
 
 GROUP = "tunedcomm.variants"
 # Package to what it registered, `OP.VARIANT` each; package to why it brings nothing.
 brought: dict[str, list[str]] = {}
 failed: dict[str, str] = {}
+# The package that is being loaded now and its entry point, for who waits in another thread; at most one.
+loading: list[str] = []
 logger = logging.getLogger("tunedcomm")
 
 
 def load_plugins() -> None:
     """Register what installed packages bring, in the order of their names, the same on every machine."""
     for point in sorted(entry_points(group=GROUP), key=lambda point: (_package(point), point.name, point.value)):
+        loading.append(f"{_package(point)} ({point.value})")
         try:
             names = _load(point)
         except Exception as error:  # noqa: BLE001 - somebody else's code must not take this library along
@@ -37,6 +40,8 @@ def load_plugins() -> None:
         else:
             brought.setdefault(_package(point), []).extend(names)
             logger.info("%s brings %s", _package(point), ", ".join(names) or "nothing")
+        finally:
+            loading.clear()
 
 
 def misspelt_groups() -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunedcomm.db.records import Trial
+from tunedcomm.errors import printable
 from tunedcomm.metrics import format_bytes
 from tunedcomm.report.data import (
     CHOSEN,
@@ -92,8 +93,8 @@ class Figure:
 
     Attributes:
         heading: above it, which says what is drawn.
-        data: traces, from back to front. Traces of one name are shown and hidden together; `meta` is a note beside the
-            name in the key.
+        data: traces, from back to front; names and places on axes are plain text, `text` is for plotly. Traces of one
+            name are shown and hidden together; `meta` is a note beside the name in the key.
         layout: axes and the like; the page adds the theme.
     """
 
@@ -142,6 +143,11 @@ class Section:
     panels: Sequence[Panel] = ()
 
 
+def label(text: str) -> str:
+    """Text from a file or a database as plotly shows it, which takes some of HTML in its labels for markup."""
+    return html.escape(printable(text), quote=False)
+
+
 def _line(
     name: str,
     style: Style,
@@ -176,7 +182,7 @@ def _bars(name: str, colour: str, x: Sequence[float], y: Sequence[str], unit: st
         "x": list(x),
         "y": list(y),
         "marker": {"symbol": "square", "color": colour},
-        "hovertemplate": f"<b>%{{y}}</b> {html.escape(name)} %{{x:.4~g}} {unit}<extra></extra>",
+        "hovertemplate": f"<b>%{{y}}</b> {name} %{{x:.4~g}} {unit}<extra></extra>",
     }
 
 
@@ -355,7 +361,7 @@ def _traces(
     # Where what dispatch ran was measured as a contender of its own, its line says all.
     others = [one for name, line in drawn.items() if name != TUNED for one in line]
     if chosen := [one for one in others if one.is_chosen and value(one) is not None]:
-        hover = [f"{format_bytes(one.message_bytes)}: {one.config}{_wrapped(one.why)}" for one in chosen]
+        hover = [f"{format_bytes(one.message_bytes)}: {label(one.config)}{_wrapped(one.why)}" for one in chosen]
         sizes = [one.message_bytes for one in chosen]
         stars = _line(CHOSEN, Style(_STRONG), sizes, map(value, chosen), hover, unit, note="what dispatch runs")
         marker = {"symbol": "star-open", "size": 13, "color": _STRONG, "line": {"width": 1.6}}
@@ -374,11 +380,11 @@ def _hover(one: Measured) -> str:
     if one.latency_p10_us is not None and one.latency_p90_us is not None:
         spread = f"<br>p10 {one.latency_p10_us:.2f}, p90 {one.latency_p90_us:.2f} µs"
     versus = "" if one.over_library is None else f"<br>{one.over_library_text} the library, {_library(one)} µs"
-    return f"{format_bytes(one.message_bytes)} ({one.shape}){spread}{versus}<br>{one.config}"
+    return f"{format_bytes(one.message_bytes)} ({one.shape}){spread}{versus}<br>{label(one.config)}"
 
 
 def _wrapped(text: str, width: int = 60) -> str:
-    return "".join("<br>" + html.escape(part) for part in textwrap.wrap(text, width))
+    return "".join("<br>" + label(part) for part in textwrap.wrap(text, width))
 
 
 def _library(one: Measured) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunedcomm.errors import printable
 from tunedcomm.report.data import Group, Material
 from tunedcomm.report.figures import INK, MARKS, MOST, SCALE, Figure, Trace, curves, heat_figure, styles_of
 from tunedcomm.report.page import need
@@ -66,8 +67,10 @@ def _save(path: Path, theme: Mapping[str, str], group: Group, figure: Figure) ->
         axes.set_ylabel(figure.heading)
         _draw_curves(axes, figure)
         axes.grid(True, which="major", color=theme["grid"], linewidth=0.8)
-        axes.legend(loc="best", fontsize=9.5, frameon=False, ncols=2, labelcolor=theme["text"])
-    axes.set_title(group.title, color=theme["text"], fontsize=12, loc="left")
+        legend = axes.legend(loc="best", fontsize=9.5, frameon=False, ncols=2, labelcolor=theme["text"])
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # names are no formulas
+    axes.set_title(printable(group.title), color=theme["text"], fontsize=12, loc="left", parse_math=False)
     axes.tick_params(colors=theme["text"], which="both", labelsize=10)
     axes.xaxis.label.set_color(theme["text"])
     axes.yaxis.label.set_color(theme["text"])
@@ -105,7 +108,7 @@ def _draw_line(axes: Axes, trace: Trace) -> None:
         marker=MARKS[symbol][1],
         markersize=12 if alone else 9 if symbol == "star" else 5,
         markerfacecolor="none" if symbol.endswith("-open") else line["color"],
-        label=trace["name"],
+        label=printable(trace["name"]),
         zorder=5 if alone else 4 if line["width"] > 2.5 else 3,
     )
 

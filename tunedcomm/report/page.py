@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup
 
 from tunedcomm.db.records import utc_now
-from tunedcomm.errors import MissingPackageError
+from tunedcomm.errors import MissingPackageError, printable
 from tunedcomm.report.data import Material
-from tunedcomm.report.figures import MARKS, Figure, Table, sections
+from tunedcomm.report.figures import MARKS, Figure, Table, label, sections
 from tunedcomm.version import VERSION
 
 
@@ -30,8 +31,21 @@ def need(package: str) -> None:
 
 def _json(figure: Figure) -> Markup:
     """The figure's data; `</` would end the script that holds them."""
-    described = {"data": figure.data, "layout": {"showlegend": False, **figure.layout}}
+    labels = [{key: _labels(trace[key]) for key in ("name", "x", "y") if key in trace} for trace in figure.data]
+    data = [trace | names for trace, names in zip(figure.data, labels, strict=True)]
+    described = {"data": data, "layout": {"showlegend": False, **figure.layout}}
     return Markup(json.dumps(described, allow_nan=False, separators=(",", ":")).replace("</", r"<\/"))  # noqa: S704
+
+
+def _labels(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_labels(member) for member in value]
+    return label(value) if isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """A value that the page shows, with characters escaped that a terminal would obey."""
+    return printable(value) if type(value) is str else value
 
 
 def _numeric(table: Table) -> list[bool]:
@@ -53,8 +67,9 @@ def render(material: Material, *, title: str = "tunedcomm report") -> str:
     inputs = [*(database.name for database in material.databases), *(file.name for file in material.files)]
     shown = [section for section in sections(material) if section.panels]
     has_figures = any(panel.figures for section in shown for panel in section.panels)
-    environment = Environment(loader=PackageLoader("tunedcomm.report", ""), autoescape=select_autoescape())
-    environment.filters.update(json=_json, numeric=_numeric)
+    loader = PackageLoader("tunedcomm.report", "")
+    environment = Environment(loader=loader, autoescape=select_autoescape(), finalize=_plain)
+    environment.filters.update(json=_json, label=label, numeric=_numeric)
     return environment.get_template("page.html").render(
         title=title,
         subtitle=f"Made {made} by tunedcomm {VERSION} from {', '.join(inputs) or 'nothing'}.",
