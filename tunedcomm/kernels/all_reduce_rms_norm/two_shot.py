@@ -1,12 +1,12 @@
-"""two_shot, two_shot_split: rows in chunks through reduce-scatter, all-gather and norm, ordered by flags.
+"""two_shot: rows in chunks through reduce-scatter, all-gather and norm, ordered by flags.
 
 Of every row, slice j of the packets belongs to rank j. A chunk of `rows` rows goes three ways: push each slice to its
 owner's scatter area, exchange flags, sum the own slices in rank order and push them into every rank's gather area,
 exchange flags, take the gathered rows through bias, residual and norm. Only sums travel, for y follows from them on
-every rank. Chunk c of a block (or lane) of G has the rows block + (c · `rows` + j) · G for j < `rows`. Of the scatter
+every rank. Chunk c of block b of G has the rows b + (c · `rows` + j) · G for j < `rows`. Of the scatter
 area a chunk has `rows` × share packets from each rank, of the gather area whole rows.
 
-**two_shot.** Each block does all three. Chunks overlap: a chunk is summed `lag` rounds after it was pushed and finished
+Each block does all three. Chunks overlap: a chunk is summed `lag` rounds after it was pushed and finished
 `lag` rounds after that, so the norm of one runs beside the transfer of the next ones, and with a lag of 2 a block
 seldom waits for flags at all.
 
@@ -17,13 +17,8 @@ block waited for their push of chunk d, which they make after they finished that
 all_reduce's `two_shot`. Of one's own slices the sums go to the own gather area by plain stores, which the block
 barriers of the next flags order before the same block's reads.
 
-**two_shot_split.** Protocol, flags and lane rules are those of all_reduce's `two_shot_split`, with finishers for
-collectors, within a lane's part of the areas. A rank's own slices go through its own gather area too, so its reducers
-and finishers raise their flags for each other as they do for the peers'.
-
 Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
-Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy, and
-all_reduce's `two_shot_split`.
+Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy.
 """
 
 from __future__ import annotations
@@ -33,28 +28,14 @@ from collections.abc import Mapping
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce.two_shot import SPLIT_RING
 from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, row_packets, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    address_of,
-    arrive,
-    arrive_all_at,
-    arrive_at,
-    await_all_at,
-    await_at,
-    await_peers,
-    read_counter,
-    write_counter,
-)
+from tunedcomm.kernels.common.lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
-from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
+from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
-
-_KINDS = tl.constexpr(3)
 
 
 @triton.jit
@@ -174,98 +155,9 @@ def rms_norm_two_shot_kernel(
     write_counter(local, epoch + 2 * (num_chunks + lag), EPOCH_OFFSET)
 
 
-@triton.jit
-def rms_norm_two_shot_split_kernel(
-    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
-    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, scatter, gather, num_chunks, rows,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
-    BLOCK: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """Round c: pushers do chunk c, reducers chunk c − 1, finishers chunk c − 2, each as soon as its flags allow it.
+class TwoShot(RmsNormVariant):
+    """Blocks take `rows` rows at a time, one chunk; `num_rounds` is the number of a block's chunks."""
 
-    Interpreted blocks run one after another, so the first third does all three kinds of work in turn there.
-    """
-    peers = (q0, q1, q2, q3, q4, q5, q6)
-    epoch = read_counter(local, EPOCH_OFFSET)
-    num_lanes = tl.num_programs(0) // _KINDS
-    lane = tl.program_id(0) % num_lanes
-    kind = tl.program_id(0) // num_lanes
-    block, grid = lane.to(tl.int64), num_lanes.to(tl.int64)
-    share = (row + WORLD_SIZE - 1) // WORLD_SIZE
-    ring = tl.minimum(num_chunks, SPLIT_RING)
-    pushed, summed, finished = lane, lane + num_lanes, lane + 2 * num_lanes
-
-    for c in tl.range(0, num_chunks + 2):
-        if (c < num_chunks) & (kind == 0):
-            chunk, top = (c % ring * grid + block) * rows, block + c * rows * grid
-            if c >= ring:
-                await_at(local, summed, rank, epoch + c - ring + 1, timeout_ns, status, WORLD_SIZE)
-            push_chunk(x, peers, local, scatter, chunk, top, grid, rows, tokens, row, share, rank, WORLD_SIZE, BLOCK)
-            arrive_at(pushed, q0, q1, q2, q3, q4, q5, q6, rank, epoch + c + 1, WORLD_SIZE)
-        if (c >= 1) & (c <= num_chunks) & (kind == (0 if INTERPRET else 1)):
-            d = c - 1
-            chunk, top = (d % ring * grid + block) * rows, block + d * rows * grid
-            await_at(local, pushed, rank, epoch + d + 1, timeout_ns, status, WORLD_SIZE)
-            if d >= ring:
-                await_all_at(local, finished, epoch + d - ring + 1, timeout_ns, status, WORLD_SIZE)
-            reduce_chunk(
-                x, peers, local, scatter, gather, chunk, top, grid, rows, tokens, row, share, rank,
-                WORLD_SIZE, DTYPE, THREADS,
-            )  # fmt: skip
-            arrive_all_at(local, summed, q0, q1, q2, q3, q4, q5, q6, rank, epoch + d + 1, WORLD_SIZE)
-        if (c >= 2) & (kind == (0 if INTERPRET else 2)):
-            e = c - 2
-            chunk, top = (e % ring * grid + block) * rows, block + e * rows * grid
-            await_all_at(local, summed, epoch + e + 1, timeout_ns, status, WORLD_SIZE)
-            finish_chunk(
-                weight, bias, residual, scale, out, residual_out, eps, local + gather, chunk, top, grid, rows, tokens,
-                row, DTYPE, BIAS, RESIDUAL, FP8, BLOCK,
-            )  # fmt: skip
-            arrive_all_at(local, finished, q0, q1, q2, q3, q4, q5, q6, rank, epoch + e + 1, WORLD_SIZE)
-    write_counter(local, epoch + num_chunks, EPOCH_OFFSET)
-
-
-class _Chunked(RmsNormVariant):
-    """Kernels that take `rows` rows of a block (of each kind) at a time, one chunk; `num_rounds` is their number."""
-
-    kinds = 1
-    slots = 4  # what is worked out once for every packet of a row takes as many registers as packets of four ranks
-
-    def num_lanes(self, config: Config) -> int:
-        """Blocks of each kind."""
-        return int(config["num_blocks"]) // self.kinds
-
-    def num_rounds(self, problem: Problem, config: Config) -> int:
-        return -(-problem.shape[0] // (self.num_lanes(config) * int(config["rows"])))
-
-    def ring(self, config: Config) -> int:
-        """Chunks that have a place in the staging at once."""
-        raise NotImplementedError
-
-    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if reason := super().refuse_config(problem, config, limits):
-            return reason
-        blocks, rows = self.num_lanes(config), int(config["rows"])
-        if rows > 1 and blocks * rows > problem.shape[0]:
-            return f"{problem.shape[0]} rows are less than one chunk of {rows} for each of {blocks} blocks"
-        if blocks > problem.shape[0]:
-            return f"{problem.shape[0]} rows leave some of {blocks} blocks without work"
-        share = -(-row_packets(problem) // problem.world_size)
-        held = min(self.num_rounds(problem, config), self.ring(config))
-        needed = held * blocks * rows * problem.world_size * share * PACKET_BYTES
-        if needed > limits.staging_bytes:
-            return (
-                f"chunks of {rows} rows for {blocks} blocks need {needed} bytes of staging; there are "
-                f"{limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
-            )
-        return None
-
-    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
-        counted = {**config, "num_chunks": self.num_rounds(problem, config)}
-        return super().arguments(problem, counted, workspace)
-
-
-class TwoShot(_Chunked):
     name = "two_shot"
     summary = "rows in chunks through reduce-scatter, all-gather and norm, ordered by flags; best for many tokens"
     kernels = (rms_norm_two_shot_kernel,)
@@ -279,17 +171,33 @@ class TwoShot(_Chunked):
             "lag": Choice(1, 2, 3),
         }
     )
+    slots = 4  # what is worked out once for every packet of a row takes as many registers as packets of four ranks
 
-    def ring(self, config: Config) -> int:
-        return 2 * int(config["lag"]) + 1
+    def num_rounds(self, problem: Problem, config: Config) -> int:
+        return -(-problem.shape[0] // (int(config["num_blocks"]) * int(config["rows"])))
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := super().refuse_config(problem, config, limits):
             return reason
-        chunks, lag = self.num_rounds(problem, config), int(config["lag"])
+        blocks, rows, lag = int(config["num_blocks"]), int(config["rows"]), int(config["lag"])
+        if rows > 1 and blocks * rows > problem.shape[0]:
+            return f"{problem.shape[0]} rows are less than one chunk of {rows} for each of {blocks} blocks"
+        if blocks > problem.shape[0]:
+            return f"{problem.shape[0]} rows leave some of {blocks} blocks without work"
+        chunks, share = self.num_rounds(problem, config), -(-row_packets(problem) // problem.world_size)
+        needed = min(chunks, 2 * lag + 1) * blocks * rows * problem.world_size * share * PACKET_BYTES
+        if needed > limits.staging_bytes:
+            return (
+                f"chunks of {rows} rows for {blocks} blocks need {needed} bytes of staging; there are "
+                f"{limits.staging_bytes} (TUNEDCOMM_WORKSPACE_MIB)"
+            )
         if lag > 1 and chunks <= 2 * lag:
             return f"{chunks} chunks are pushed before the first is finished with a lag of {lag}"
         return None
+
+    def arguments(self, problem: Problem, config: Config, workspace: Workspace) -> tuple[int, ...]:
+        counted = {**config, "num_chunks": self.num_rounds(problem, config)}
+        return super().arguments(problem, counted, workspace)
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         tokens = problem.shape[0]
@@ -297,34 +205,4 @@ class TwoShot(_Chunked):
         return {"num_blocks": min(tokens, 132), "num_warps": row_warps(problem), "rows": rows, "lag": 1}
 
 
-class TwoShotSplit(_Chunked):
-    name = "two_shot_split"
-    summary = "as two_shot, by blocks that push, blocks that sum and blocks that normalise; best for many tokens"
-    kernels = (rms_norm_two_shot_split_kernel,)
-    areas = ("scatter", "gather", "num_chunks", "rows")
-    host_wish: Mapping[str, float] = {"num_blocks": 3, "num_warps": 16, "rows": 1}
-    space = Space(
-        {
-            "num_blocks": Choice(3, 24, 48, 96, 132, 198, 264),
-            "num_warps": PowerOfTwo(1, 16),
-            "rows": PowerOfTwo(1, 4),
-        }
-    )
-    kinds = _KINDS.value
-
-    def ring(self, config: Config) -> int:
-        return int(SPLIT_RING.value)
-
-    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
-        if limits.backend == "cuda" and int(config["num_warps"]) < 4:
-            return f"{config['num_warps']} warps a block leave the links idle"
-        return super().refuse_config(problem, config, limits)
-
-    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
-        tokens = problem.shape[0]
-        rows = 1 if tokens < 1024 else 2
-        return {"num_blocks": min(3 * tokens, 132), "num_warps": row_warps(problem), "rows": rows}
-
-
 TWO_SHOT = TwoShot().register()
-TWO_SHOT_SPLIT = TwoShotSplit().register()

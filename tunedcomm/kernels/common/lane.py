@@ -99,20 +99,3 @@ def address_of(peers, own, index, rank, WORLD_SIZE: tl.constexpr):
     for s in tl.static_range(WORLD_SIZE - 1):
         address = tl.where(step == s, peers[s], address)
     return address
-
-
-@triton.jit
-def arrive_all_at(local, row, q0, q1, q2, q3, q4, q5, q6, rank, epoch, WORLD_SIZE: tl.constexpr):
-    """`arrive_at` that raises the rank's own flag too, for what its own blocks hand to each other."""
-    step = tl.arange(0, _RANKS)
-    slot = row.to(tl.int64) * (_RANKS * 8) + rank * 8
-    target = tl.where(step == WORLD_SIZE - 1, local, by_step(q0, q1, q2, q3, q4, q5, q6))
-    signal(target + slot, epoch + step.to(tl.int64) * 0, step < WORLD_SIZE)
-
-
-@triton.jit
-def await_all_at(local, row, epoch, timeout_ns, status, WORLD_SIZE: tl.constexpr):
-    """`await_at` that waits for the rank's own flag too."""
-    peer = tl.arange(0, _RANKS)
-    flags = local + row.to(tl.int64) * (_RANKS * 8) + peer.to(tl.int64) * 8
-    wait(flags, epoch + peer.to(tl.int64) * 0, peer < WORLD_SIZE, peer, timeout_ns, status)
