@@ -67,7 +67,7 @@ def bench(
     Options with several values may be repeated or take them separated by commas.
 
     The contender cublas is the GEMM of a fused op alone. Fused GEMMs are timed with inputs that are not in the cache:
-    launches take copies of them in turn. All other ops find them there, as what was just produced is.
+    launches take turns with copies of them. Inputs of all other ops are in the cache, as if just produced.
 
     The results of --peers are compared with the reference before they are timed. A peer that is not installed, cannot
     run a problem or is wrong is left out, and stderr says why.

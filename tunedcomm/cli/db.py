@@ -233,8 +233,8 @@ def db_pin(
 ) -> None:
     """Have dispatch run one variant for one problem on this hardware, however fast others are; replaces an earlier pin.
 
-    Groups that are made from now on go by it. `tunedcomm explain` names the pin and its reason. What failed its check,
-    crashed or hung there is refused, and not run where a pin of it was made before.
+    Groups created from now on use it. `tunedcomm explain` names the pin and its reason. A candidate that failed its
+    check, crashed or hung there is refused, and an earlier pin of one is ignored.
 
     Example: tunedcomm db pin --op all_reduce --shape 98304 --world-size 4 --variant library --reason "until ticket 12"
     """
@@ -411,7 +411,7 @@ def format_age(then: datetime | None) -> str:
 def db_check(*, db: DatabaseOption = None, as_json: JsonOption = False) -> None:
     """Look at a file, its schema and every row of it; exit code 1 if something is not sound.
 
-    Each finding is ok, warn (it works, and somebody should know) or fail, with what to do. Nothing is changed.
+    Each finding is ok, warn (it works, but you should know) or fail, with what to do. Nothing is changed.
 
     Example: tunedcomm db check --db cluster.db
     """
@@ -471,9 +471,9 @@ def db_prune(
 ) -> None:
     """Count the trials that all of the options given apply to, and with --yes remove them.
 
-    With them goes what nothing refers to any more, and the file is compacted. Pins stay. A later `tunedcomm tune` of
-    the same problems tries again what was removed. With the failures of a candidate go its good trials, which they keep
-    from being used; a failure that hides good trials of another database stays.
+    Rows that nothing else refers to are removed too, and the file is compacted. Pins are kept. A later `tunedcomm tune`
+    of the same problems measures again what was removed. --failed also removes good trials of the same candidate, which
+    its failures keep from being used, and keeps failures that hide good trials of another database.
 
     Example: tunedcomm db prune --superseded --older-than 30d --yes
     """
@@ -521,7 +521,7 @@ def _print_pruned(done: Pruned) -> None:
         note(f"good trials among them, of candidates that failed since or at another size: {done.along}")
     if done.kept:
         note(
-            f"failures that stay, for they keep good trials of other databases from being used: {done.kept}; "
+            f"failures kept, because they keep good trials of other databases from being used: {done.kept}; "
             "`tunedcomm tune --retry` tries those candidates again"
         )
     emit(f"{'would be removed' if done.dry_run else 'removed'} from {done.target}: {what}")
@@ -539,7 +539,7 @@ def db_upgrade(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if an upgrade is due.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Upgrade a database of an older tunedcomm, all or nothing; a file is copied to NAME.bak-REVISION before.
+    """Upgrade a database of an older tunedcomm, all or nothing; a file is first copied to NAME.bak-REVISION.
 
     Example: tunedcomm db upgrade --db cluster.db
     """
@@ -717,10 +717,10 @@ def db_merge(
     into: Annotated[str, typer.Option(metavar="TARGET", help="File or URL that takes all.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Add everything that databases hold to another one, which is made if there is none; nothing is lost or doubled.
+    """Add all rows of databases to another one, which is created if needed; no row is lost or added twice.
 
-    Rows of different environments are never compared: each keeps its own. It says for how many problems of each
-    environment another candidate is chosen now.
+    Rows of different environments are never compared: each keeps its own. The output says for how many problems of each
+    environment the choice has changed.
 
     Example: tunedcomm db merge per-host/ --into cluster.db
     """
@@ -756,10 +756,10 @@ def db_diff(
     limit: Annotated[int, typer.Option(min=1, help="Most problems to print of each kind.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what two databases answer differently. As of diff, exit code 1 if they differ and 0 if they do not.
+    """Print what two databases answer differently. Like diff, exit code 1 if they differ and 0 if they do not.
 
-    They are compared as dispatch would choose if all of their kernels could run and were current. A latency is another
-    one if it differs by more than the noise of both measurements.
+    They are compared as dispatch would choose if all of their kernels could run and were current. Latencies differ if
+    they are further apart than the noise of both measurements.
 
     Example: tunedcomm db diff before.db after.db
     """

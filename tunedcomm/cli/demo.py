@@ -41,7 +41,7 @@ def demo(
     backend = backend_or_default()
     on_gpu = backend == "cuda"
     shapes = GPU_SHAPES if on_gpu else tuple(op.default_shapes(backend, 2))
-    note(f"1/3 tune all_reduce on {ranks} {'GPUs' if on_gpu else 'host ranks (no two GPUs found)'}")
+    note(f"1/3 tune all_reduce on {ranks} {'GPUs' if on_gpu else 'host ranks (fewer than two GPUs found)'}")
     budget_s = GPU_BUDGET_S if on_gpu else HOST_BUDGET_S
     spec = SweepSpec(op=op.name, shapes=shapes, modes=("eager",), world_size=ranks, backend=backend, budget_s=budget_s)
     outcome, url = run_sweep(replace(spec, command="tunedcomm demo"), db)

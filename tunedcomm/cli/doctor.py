@@ -94,7 +94,7 @@ def check_gpus() -> Iterator[Line]:
             fix = "install a CUDA build of torch that the driver supports, and check CUDA_VISIBLE_DEVICES"
             yield Line("gpus", "fail", f"the driver has GPUs, torch {torch.__version__} cannot use them", fix)
         else:
-            fix = "nothing, if this is meant: the host backend runs all, slowly, on CPUs"
+            fix = "nothing, if this is intended: the host backend runs everything on CPUs, slowly"
             yield Line("gpus", "warn", "none found", fix)
         return
     count = torch.cuda.device_count()
@@ -107,7 +107,7 @@ def check_gpus() -> Iterator[Line]:
     fix = "" if Fabric.parse(first.fabric).can_share_memory else fix
     yield Line("fabric", "warn" if fix else "ok", f"{first.fabric}: {first.fabric_in_words}", fix)
     if first.multicast:
-        yield Line("multicast", "ok", "NVLink multicast is there")
+        yield Line("multicast", "ok", "NVLink multicast is available")
     elif multicast_disabled():
         off = "switched off by TORCH_SYMM_MEM_DISABLE_MULTICAST or NCCL_NVLS_ENABLE"
         yield Line("multicast", "warn", off, "unset them, unless multicast does not work on this machine")

@@ -123,7 +123,7 @@ class CallOptions(ProblemOptions):
     """The options that name one problem, how a caller asks for it, and where: of `lookup` and of `explain`."""
 
     numerics: Annotated[NumericsPolicy, typer.Option(help="Numerics classes that may run.")] = "default"
-    max_sms: Annotated[int | None, typer.Option(min=0, help="SMs at most that the kernel may take.")] = None
+    max_sms: Annotated[int | None, typer.Option(min=0, help="Most SMs that the kernel may take.")] = None
     hardware: HardwareOption = None
     borrow: BorrowOption = None
     db: DatabaseOption = None
@@ -140,7 +140,7 @@ class SweepOptions:
     tp: Annotated[int | None, typer.Option(min=2, help="Tensor parallelism of --model, the world size.")] = None
     tokens: Annotated[
         list[str] | None,
-        typer.Option(help=f"Tokens a step of --model; by default powers of two to {DEFAULT_TOKENS[-1]}."),
+        typer.Option(help=f"Tokens per step of --model; by default powers of two to {DEFAULT_TOKENS[-1]}."),
     ] = None
     dtype: Annotated[list[str] | None, typer.Option(help="Dtypes. By default the models', else bfloat16.")] = None
     world_size: Annotated[int | None, typer.Option(min=2, help="Ranks; by default all GPUs.")] = None

@@ -99,7 +99,7 @@ def tune(
     *,
     context: typer.Context,
     models: Annotated[bool, typer.Option("--list-models", help="Print what --model may name, and end.")] = False,
-    from_misses: Annotated[bool, typer.Option("--from-misses", help="Tune what was called here untuned.")] = False,
+    from_misses: Annotated[bool, typer.Option("--from-misses", help="Tune the untuned problems called here.")] = False,
     backend: BackendOption = None,
     reduction: Annotated[list[str] | None, typer.Option(help="Reductions. By default the op's first.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="Layouts (docs/ops.md). By default the op's first.")] = None,
@@ -107,7 +107,7 @@ def tune(
     in_place: Annotated[SweptPlace, typer.Option(help="Whether the result overwrites the input.")] = "no",
     variants: Annotated[list[str] | None, typer.Option(help="Only these variants, besides `library`.")] = None,
     budget: Annotated[str | None, typer.Option(help="Time for the whole sweep, e.g. 90s, 10m, 1h30m.")] = None,
-    trials: Annotated[int | None, typer.Option(min=1, help="Most candidates a problem.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Most candidates per problem.")] = None,
     gangs: GangsOption = "auto",
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the search and of the inputs.")] = 0,
     db: WrittenOption = None,
@@ -116,12 +116,12 @@ def tune(
 ) -> None:
     """Find the fastest kernel for every problem of a sweep and store it.
 
-    Options with several values may be repeated or take them separated by commas. Every trial is stored as it ends: stop
-    the command at any time, the same command goes on. Exit code 1 if a problem ended without a candidate that runs, or
-    if a variant named by --variants failed wherever it was tried.
+    Options with several values may be repeated or take them separated by commas. Every trial is stored when it ends, so
+    the command can be stopped at any time, and the same command resumes. Exit code 1 if a problem ended without a
+    candidate that runs, or if a variant named by --variants failed wherever it was tried.
 
     With --json, stdout holds one object, the summary, and stderr one object a line: {"event": "note", "text": ...},
-    {"event": "progress", ...} about once a second, and {"event": "end", ...} at last. The latter two have elapsed_s,
+    {"event": "progress", ...} about once a second, and finally {"event": "end", ...}. The latter two have elapsed_s,
     seconds_left (null while unknown), problems, problems_done, trials, trials_planned, trials_per_minute, failures by
     status, num_gangs started, num_compiled and bind_share (trials that had to wait for the compiler, and the share of
     the gangs' time in binding after 30 s), and gangs: slot, step, problem, candidate, final, best_us, library_us.
@@ -267,7 +267,7 @@ def report(outcome: SweepOutcome, url: str) -> None:
         share = "" if outcome.bind_share is None else f"; {outcome.bind_share:.1%} of it went into binding in all"
         emit(f"{outcome.num_compiled} trials had to wait for the compiler{waited}{share}")
     if outcome.dropped:
-        note(f"left alone after they had cost several gangs: {', '.join(outcome.dropped)}")
+        note(f"not tried any more, because they cost several gangs: {', '.join(outcome.dropped)}")
 
 
 def _best_us(result: ProblemResult) -> float | None:
@@ -461,17 +461,17 @@ def db_verify(
     db: Annotated[
         str | None, typer.Option(help="Database to verify and to write; by default every layer, and the user database.")
     ] = None,
-    no_store: Annotated[bool, typer.Option("--no-store", help="Keep the new timings to yourself.")] = False,
+    no_store: Annotated[bool, typer.Option("--no-store", help="Do not store the new timings.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time the stored winners for this machine again, beside the library, and say which do not hold any more.
 
     Winners, runners-up and the library are checked as `tunedcomm tune` checks them, then timed as in its finals. The
-    new timings are stored, so that dispatch goes by them: after a new driver or a new torch this is all that is needed.
+    new timings are stored and dispatch uses them: after a new driver or a new torch this is all that is needed.
 
-    Exit code 1 if a winner is slower than the library, takes longer than it did by more than --tolerance, by itself and
-    against the library, fails, or could not be measured; or if nothing is stored for this machine. Progress on stderr
-    is that of `tunedcomm tune`.
+    Exit code 1 if a winner fails, cannot be measured, is slower than the library, or became slower by more than
+    --tolerance, both in µs and relative to the library; or if nothing is stored for this machine. Progress on stderr is
+    that of `tunedcomm tune`.
 
     Example: tunedcomm db verify --tolerance 5% --no-store
     """
