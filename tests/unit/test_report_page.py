@@ -16,6 +16,7 @@ pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
 import chromium
 from report_samples import gemm_csv, recorded_database
 
+from tunedcomm.bench.csv import NEEDED
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.data import gather
 from tunedcomm.report.figures import INK
@@ -142,3 +143,22 @@ def test_tables_are_there_without_scripts(browser: chromium.Chromium, page: Path
         assert browser.evaluate("document.querySelectorAll('.figure svg').length") == 0
     finally:
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_names_are_no_markup(browser: chromium.Chromium, tmp_path: Path) -> None:
+    """Bars of one size, whose names stand on an axis, and lines of two, whose names a key shows and hides."""
+    name, table, path = "<i>a</i> &lt; $b$", tmp_path / "bench.csv", tmp_path / "names.html"
+    problems = [("all_reduce", 512), ("all_gather", 512), ("all_gather", 1024)]
+    rows = [f"{op},{shape},{2 * shape},bfloat16,4,graph,{name},5.0" for op, shape in problems]
+    table.write_text("\n".join([",".join(NEEDED), *rows]), encoding="utf-8")
+    path.write_text(render(gather([], [table])), encoding="utf-8")
+    browser.resize(1280, 900)
+    browser.open(path, until=READY)
+    assert browser.evaluate("[...document.querySelectorAll('.ytick text')].map(text => text.textContent)").count(name)
+    assert browser.evaluate("document.querySelectorAll('.figure tspan').length") == 0, "plotly made a part italic"
+    assert name in browser.evaluate("document.querySelector('.key button').textContent")
+    browser.evaluate("document.querySelector('.key button').click()")
+    shown = (
+        "[...document.querySelector('.key').closest('.panel').querySelectorAll('.figure')].map(f => f.data[0].visible)"
+    )
+    assert set(browser.evaluate(shown)) == {False}

@@ -475,6 +475,8 @@ def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
 
 # Regret: loss at sizes that were not tuned, by rule of selection.
 
+_MOST_REGRET = 1.5
+
 
 def regret_panels(file: BenchFile) -> list[Panel]:
     """One for each world size of a file: mean and worst regret of each rule."""
@@ -489,13 +491,15 @@ def _percent(ratio: float) -> float:
 
 
 def _rules_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> Panel:
-    names = [rule.rule for rule in rules]
+    # Beside a bar of several hundred percent, such as the library's, the others would not be seen; the table has it.
+    drawn = [rule for rule in rules if rule.mean < _MOST_REGRET] or rules
+    names = [rule.rule for rule in drawn]
     bars = [
-        _bars("mean", "#2f86d6", [_percent(rule.mean) for rule in rules], names, "%"),
-        _bars("worst", "#e69f00", [_percent(rule.worst) for rule in rules], names, "%"),
+        _bars("mean", "#2f86d6", [_percent(rule.mean) for rule in drawn], names, "%"),
+        _bars("worst", "#e69f00", [_percent(rule.worst) for rule in drawn], names, "%"),
     ]
     rows = [[r.rule, r.sizes or "–", f"{_percent(r.mean):.1f} %", f"{_percent(r.worst):.1f} %"] for r in rules]
-    height = max(240, 110 + 44 * len(rules))
+    height = max(240, 110 + 44 * len(drawn))
     return Panel(
         title=f"By rule of selection, {world_size} ranks",
         note=f"Latency of each rule's choice over the best candidate's, at sizes that were not tuned. From {origin}.",
