@@ -80,6 +80,14 @@ class NanInputError(TunedCommError, ValueError):
     """
 
 
+class WrongResultError(TunedCommError, RuntimeError):
+    """A kernel's result differs from the library's, and `TUNEDCOMM_CHECK` is on.
+
+    The message names the variant, which the group does not use any more. Measure it again with
+    `tunedcomm db verify`, and report it; graphs that were captured with it have to be captured anew.
+    """
+
+
 class PeerTimeoutError(TunedCommError, TimeoutError):
     """A peer did not arrive within `TUNEDCOMM_PEER_TIMEOUT_S`; the group refuses further calls.
 

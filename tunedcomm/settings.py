@@ -87,6 +87,11 @@ def _yes_or_no(text: str) -> bool:
     return _one_of(*_ON, *_OFF)(text) in _ON
 
 
+def _count_and_way(text: str) -> tuple[int, bool]:
+    count, _, way = text.partition(",")
+    return _whole(count.strip()), _one_of("raise", "fallback")(way.strip() or "raise") == "fallback"
+
+
 def _seconds(*, is_zero_allowed: bool, most: float = sys.float_info.max) -> Callable[[str], float]:
     def parse(text: str) -> float:
         seconds = float(text)
@@ -136,6 +141,17 @@ borrow: Setting[tuple[str, ...]] = Setting(
     "capability, kind of fabric, multicast and number of hosts. Its kernels are ranked by them, its times predict "
     "nothing. All ranks of a group must agree on it.",
 )
+check = Setting(
+    name="TUNEDCOMM_CHECK",
+    default=(0, False),
+    default_in_words="0",
+    parse=_count_and_way,
+    allowed="`0` for no check, a whole number, or one with `,raise` or `,fallback` behind it, e.g. `100,fallback`",
+    meaning="Compares every so many-th eager call of each plan that runs a kernel with the library, on fresh memory. A "
+    "variant whose result differs is not used by the group any more, and the library serves in its place. The call "
+    "raises `WrongResultError` on every rank, or returns the library's result with `fallback`. The calls between run "
+    "as they do without. All ranks of a group must agree on it.",
+)
 db_url: Setting[str | None] = Setting(
     name="TUNEDCOMM_DB",
     default=None,
@@ -166,6 +182,16 @@ db_patience_s = Setting(
     parse=_seconds(is_zero_allowed=True),
     allowed="a number of seconds >= 0",
     meaning="How long `tunedcomm tune` waits for a database that is away or locked before it gives up.",
+)
+debug = Setting(
+    name="TUNEDCOMM_DEBUG",
+    default=False,
+    default_in_words="0",
+    parse=_yes_or_no,
+    allowed="`1` for yes, `0` for no",
+    meaning="Compares what the ranks of a group ask for before each eager call: op, sizes, dtype and options. Where "
+    "they differ, `AgreementError` says in what on every rank and nothing is launched. For finding errors: every call "
+    "waits for all ranks. All ranks of a group must agree on it.",
 )
 _force: Setting[str | None] = Setting(
     name="TUNEDCOMM_FORCE_<OP>",

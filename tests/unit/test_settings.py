@@ -22,6 +22,8 @@ def test_table_is_sorted_and_complete() -> None:
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TUNEDCOMM_DB", raising=False)
     assert settings.borrow() == ()
+    assert settings.check() == (0, False)
+    assert settings.debug() is False
     assert settings.db_url() is None
     assert settings.db_network() == "auto"
     assert settings.db_path() == ()
@@ -53,6 +55,12 @@ def test_values_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.mode() == "off"
     monkeypatch.setenv("TUNEDCOMM_NAN_CHECK", "Yes")
     monkeypatch.setenv("TUNEDCOMM_NODE_OF_RANK", "0, 0,1 ,1")
+    monkeypatch.setenv("TUNEDCOMM_CHECK", "100")
+    assert settings.check() == (100, False)
+    monkeypatch.setenv("TUNEDCOMM_CHECK", " 8, Fallback")
+    assert settings.check() == (8, True)
+    monkeypatch.setenv("TUNEDCOMM_DEBUG", "on")
+    assert settings.debug() is True
     assert settings.nan_check() is True
     assert settings.node_of_rank() == (0, 0, 1, 1)
     assert settings.peer_timeout_s() == 0.5
@@ -98,6 +106,10 @@ def test_site_databases(monkeypatch: pytest.MonkeyPatch, text: str, expected: tu
         ("TUNEDCOMM_DB_NETWORK", "nfs", settings.db_network),
         ("TUNEDCOMM_DB_PATIENCE_S", "-1", settings.db_patience_s),
         ("TUNEDCOMM_DB_PATIENCE_S", "ages", settings.db_patience_s),
+        ("TUNEDCOMM_CHECK", "often", settings.check),
+        ("TUNEDCOMM_CHECK", "-1", settings.check),
+        ("TUNEDCOMM_CHECK", "3,library", settings.check),
+        ("TUNEDCOMM_DEBUG", "2", settings.debug),
         ("TUNEDCOMM_MODE", "fast", settings.mode),
         ("TUNEDCOMM_NAN_CHECK", "maybe", settings.nan_check),
         ("TUNEDCOMM_NODE_OF_RANK", "0,,1", settings.node_of_rank),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from tunedcomm import kernels, settings
 from tunedcomm.db.engine import warn_once
 from tunedcomm.db.layers import LayerFingerprint, differences, layer_fingerprints, load_snapshot
-from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, wrap_launch
+from tunedcomm.dispatch.launches import SHARE_OF_EAGER, LaneOrder, Launch, NanWatch, no_intercept, wrap_launch
 from tunedcomm.errors import AgreementError, GroupError, InfeasibleError, NotInitializedError, WorkspaceError
 from tunedcomm.hardware import HARD_FIELDS, Environment, detect
 from tunedcomm.kernels.common import sync
@@ -48,7 +49,8 @@ class AgreedSettings:
     Attributes:
         device: `cuda` or `cpu`.
         interpreted: kernels were made for Triton's interpreter.
-        mode, forced, borrow, nan_check, node_of_rank, peer_timeout_s, workspace_bytes: the environment variables.
+        mode, forced, borrow, check, debug, nan_check, node_of_rank, peer_timeout_s, workspace_bytes: the environment
+            variables.
         sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
     """
 
@@ -57,6 +59,8 @@ class AgreedSettings:
     mode: str
     forced: Mapping[str, str]
     borrow: tuple[str, ...]
+    check: tuple[int, bool]
+    debug: bool
     nan_check: bool
     node_of_rank: tuple[int, ...]
     peer_timeout_s: float
@@ -79,6 +83,8 @@ class AgreedSettings:
             mode=settings.mode(),
             forced=settings.forced_all(),
             borrow=settings.borrow(),
+            check=settings.check(),
+            debug=settings.debug(),
             nan_check=settings.nan_check(),
             node_of_rank=settings.node_of_rank(),
             peer_timeout_s=settings.peer_timeout_s(),
@@ -200,6 +206,7 @@ class Communicator:
         nodes: the node of every rank.
         node_groups: symmetric memory of the own node, and the group across nodes, where the group spans several.
         plans: the dispatcher's cache.
+        quarantined: op and variant to the reason why the group does not run it any more.
         fast_calls: the ops' cache of plans with all that a call needs besides.
 
     Raises:
@@ -220,6 +227,7 @@ class Communicator:
         self.nan_watch = NanWatch(device, self.rank) if self.settings.nan_check else None
         self.snapshot = self._agree_on_snapshot()
         self.plans: dict[Any, Any] = {}
+        self.quarantined: dict[tuple[str, str], str] = {}
         self.fast_calls: dict[Any, Any] = {}
         self.any_symmetric = False
         self._lane_order = LaneOrder(weakref.WeakMethod(self.forget_eager_plans))
@@ -235,6 +243,31 @@ class Communicator:
     def exchange(self, value: object) -> list[Any]:
         """Every rank's `value`, by rank; collective."""
         return exchange(self.group, value)
+
+    def exchange_faults(self, fault: str) -> list[str]:
+        """The faults that ranks have found, each with its rank; the same on every rank. Collective."""
+        found = torch.tensor([int(bool(fault))], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        if not found.item():
+            return []
+        return [f"rank {rank}: {text}" for rank, text in enumerate(self.exchange(fault)) if text]
+
+    def agree_on_call(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """With TUNEDCOMM_DEBUG compare what the ranks ask for; collective then, and not for captures.
+
+        Raises:
+            AgreementError: on every rank, where they differ or where another rank's `describe` raised.
+            Exception: what the caller's own `describe` raised.
+        """
+        if not self.settings.debug or self.world_size == 1:
+            return
+        with no_intercept():
+            everyone = on_every_rank(self.group, "make its call", describe)
+        if difference := first_difference(everyone):
+            raise AgreementError(
+                f"the ranks of the group make different calls: {difference}; nothing was launched. Make the same calls "
+                "in the same order on every rank"
+            )
 
     def _agree_on_hardware(self) -> Environment:
         self.nodes = nodes_of(self.exchange(node_name(self.settings.node_of_rank)))
@@ -308,6 +341,11 @@ class Communicator:
         self.plans = {key: plan for key, plan in self.plans.items() if key[-1]}
         self.forget_calls()
 
+    def quarantine(self, candidate: Candidate, reason: str) -> None:
+        """Run the candidate's variant no more in this group; to be called on every rank."""
+        self.quarantined[candidate.op, candidate.variant] = reason
+        self.forget_plans()
+
     def captured(self, plan: Any) -> None:
         """Note that a graph replays this plan: the buffers it owns stay for as long as the communicator.
 
@@ -335,7 +373,7 @@ class Communicator:
 
     def forget_calls(self) -> None:
         """Drop what makes calls fast; it is made anew with the next ones."""
-        self.fast_calls.clear()
+        self.fast_calls = {}
         for callback in _on_forget:
             callback()
 
@@ -448,6 +486,11 @@ def get_communicator(group: dist.ProcessGroup | None = None, device: torch.devic
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     resolved = dist.group.WORLD if group is None else group
+    if resolved in _groups_of_parent:
+        raise GroupError(
+            "the process group was made before this process was forked, and this process is none of its ranks; start "
+            "ranks with torchrun or the start method 'spawn', or make a group of this process's own"
+        )
     if not _is_member(resolved):
         raise GroupError(
             f"rank {dist.get_rank()} is not a member of the group {group!r}, or the group was destroyed; only the "
@@ -487,6 +530,19 @@ def release_communicators() -> None:
     for callback in (*_on_forget, *_on_release):
         callback()
 
+
+def _disown() -> None:
+    """Leave the parent's groups to the parent, in a forked child: its copies of their memory are the parent's."""
+    _kept_for_parent.append(dict(_communicators))  # what they would give back at their end is not this process's
+    _groups_of_parent.update(getattr(dist.distributed_c10d._world, "pg_map", ()) if dist.is_available() else ())
+    _communicators.clear()
+    for callback in _on_forget:
+        callback()
+
+
+_groups_of_parent: set[dist.ProcessGroup] = set()
+_kept_for_parent: list[dict[Any, Communicator]] = []
+os.register_at_fork(after_in_child=_disown)
 
 # A communicator that outlives its group keeps gloo's threads alive into the interpreter's end, which then aborts.
 atexit.register(release_communicators)

@@ -31,7 +31,7 @@ import torch
 from tunedcomm.errors import NanInputError
 from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.nan import NAN_BITS, NUM_CELLS, WIDTHS, count_nan_request
-from tunedcomm.spec import Problem, ops
+from tunedcomm.spec import Problem, get_op, ops
 
 if TYPE_CHECKING:
     from tunedcomm.dispatch.misses import Counter
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 Launch: TypeAlias = Callable[[tuple[Any, ...], tuple[Any, ...], int], None]
 # Of the GPU; two kernels that take no more than this fit side by side.
 SHARE_OF_EAGER = 0.5
+# Times an op's tolerance that a kernel's result may differ from the library's.
+_ALLOWED = 4
+_SIXTEEN_BITS = 2  # bytes
 _NAMES = {getattr(torch, name): name for name in NAN_BITS}
 
 # Not empty while any group is intercepted.
@@ -134,6 +137,50 @@ def _counted(launch: Callable[..., None], counter: Counter) -> Callable[..., Non
         launch(*arguments)
 
     return count_and_launch
+
+
+def fresh_copies(
+    inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]
+) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    """A call's inputs in memory of their own, and memory for its outputs; outputs that are an input stay so."""
+    copies = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in inputs)
+    copy_at = {
+        value.data_ptr(): copy for value, copy in zip(inputs, copies, strict=True) if isinstance(value, torch.Tensor)
+    }
+    found = [copy_at.get(output.data_ptr()) for output in outputs]
+    return copies, tuple(
+        torch.empty_like(output) if copy is None else copy if copy.shape == output.shape else copy.view(output.shape)
+        for copy, output in zip(found, outputs, strict=True)
+    )
+
+
+def fault_of(
+    problem: Problem, outputs: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], size: float
+) -> str:
+    """The first difference between a kernel's results and the library's, in words; "" if they agree.
+
+    Ops that move bytes must give the same bytes. Others may differ by what both may differ from the exact result, and
+    twice that, since real inputs cancel more than random ones. Where the library's sum is not finite, nothing is asked.
+
+    Args:
+        problem: of the call.
+        outputs, expected: the kernel's and the library's.
+        size: norm of the first input, for reductions whose terms cancel; 0 for other ops.
+    """
+    tolerance = get_op(problem.op).tolerance.get(problem.scaling or problem.dtype, 0.0)
+    for number, (output, due) in enumerate(zip(outputs, expected, strict=True)):
+        if tolerance and output.is_floating_point():
+            wide = torch.float32 if output.element_size() <= _SIXTEEN_BITS else torch.float64
+            finite = due.to(wide).isfinite()
+            got, wanted = output.to(wide)[finite], due.to(wide)[finite]
+            error, scale = float((got - wanted).norm()), max(float(wanted.norm()), size)
+            if not error <= _ALLOWED * tolerance * scale:
+                return f"output {number} is off by {error / scale if scale else error:.3g} of its norm"
+        else:
+            differs = output.reshape(-1).view(torch.uint8) != due.reshape(-1).view(torch.uint8)
+            if count := int(differs.view(-1, output.element_size()).any(1).sum()):
+                return f"output {number} differs in {count} of {output.numel()} elements"
+    return ""
 
 
 class LaneOrder:

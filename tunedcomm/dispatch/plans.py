@@ -7,6 +7,7 @@ What a call costs after that is one look-up and the kernel's C launcher. `force`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +35,8 @@ from tunedcomm.dispatch.dispatcher import (
     forced_ops,
     note_force_mode,
 )
-from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError
+from tunedcomm.dispatch.launches import Launch, fault_of, fresh_copies, no_intercept
+from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError, WrongResultError
 from tunedcomm.selection.select import Decision
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem, admits, get_op, get_variant
@@ -86,7 +88,47 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
     logger.info("%s: %s (%s)", problem, candidate, decision.why)
     counter = misses.counter(communicator, problem, source) if source in MISSES else None
     launch = communicator.guarded(problem, launch, counter=counter)
+    if communicator.settings.check[0] and problem.mode == "eager" and candidate.variant != "library":
+        launch = _checked(communicator, problem, candidate, policy, launch)
     return Plan(problem, decision, launch, candidate.variant != "library", policy)
+
+
+def _checked(
+    communicator: Communicator, problem: Problem, candidate: Candidate, policy: NumericsPolicy, launch: Launch
+) -> Launch:
+    """`launch`, compared with the library at every N-th call (TUNEDCOMM_CHECK); ranks count alike and vote.
+
+    Raises:
+        WrongResultError: by the launch, on every rank, if a result was wrong on any and the library may not serve.
+    """
+    every, falls_back = communicator.settings.check
+    plain = replace(problem, input_kind="plain")
+    by_library = communicator.in_turn(plain, communicator.bind(plain, Candidate.of(problem.op, "library", {})))
+    calls = itertools.count(1)
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        number = next(calls)
+        if number % every:
+            launch(inputs, outputs, stream)
+            return
+        copies, expected = fresh_copies(inputs, outputs)
+        size = float(inputs[0].norm()) if problem.reduction and inputs[0].is_floating_point() else 0.0
+        launch(inputs, outputs, stream)
+        by_library(copies, expected, stream)
+        with no_intercept():
+            faults = communicator.exchange_faults(fault_of(problem, outputs, expected, size))
+        if not faults:
+            return
+        reason = f"call {number} of {problem} gave another result than the library ({'; '.join(faults)})"
+        communicator.quarantine(candidate, f"{reason}; it is not used in this group any more (TUNEDCOMM_CHECK)")
+        said = f"{candidate} is wrong: {reason}. The group runs the library in its place from here on"
+        if not falls_back or not admits(policy, "library"):
+            raise WrongResultError(f"{said}; graphs that were captured before still run it, so capture them anew")
+        logger.warning("%s, in this call too; graphs that were captured before still run it", said)
+        for output, due in zip(outputs, expected, strict=True):
+            output.copy_(due)
+
+    return run
 
 
 def _library_instead(decision: Decision, reason: str) -> Decision:
@@ -110,7 +152,15 @@ def _decision(communicator: Communicator, problem: Problem, policy: NumericsPoli
     forced = forced_candidate(problem, communicator.limits, agreed=communicator.settings.forced)
     if forced is None and communicator.settings.mode == "off":
         forced = Candidate.of(problem.op, "library", {})
-    return decide(problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms)
+    decision = decide(
+        problem, communicator.snapshot, communicator.limits, policy=policy, forced=forced, max_sms=max_sms
+    )
+    reason = communicator.quarantined.get((problem.op, decision.candidate.variant))
+    if reason is None:
+        return decision
+    if not admits(policy, "library"):
+        raise InfeasibleError(f"{decision.candidate}: {reason}, and numerics={policy!r} does not admit the library")
+    return _library_instead(decision, reason)
 
 
 def explain(

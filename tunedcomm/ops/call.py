@@ -158,6 +158,10 @@ class Form(ABC):
         """False for calls that the library serves because ranks have nothing in common to choose a kernel by."""
         return True
 
+    def common_options(self, options: Any) -> Any:
+        """The options that every rank passes alike."""
+        return options
+
     def served(self, inputs: Tensors) -> Tensors:
         """Inputs to launch with: those of the call, or others that give the same results."""
         return inputs
@@ -362,10 +366,11 @@ class CallPath(Generic[Result]):
         present = tuple([tensor is not None for tensor in tensors]) if form.repeats else ()
         asked = Asked(options, present, self._aliases(tensors), numerics, max_sms, is_capturing())
         known: tuple[FastCall, ...] | None = None
-        if form.repeats:
+        calls = communicator.fast_calls  # another one if the call itself makes the group choose anew
+        if form.repeats and not communicator.settings.debug:
             key = (form.operator, form.key(tensors), x.dtype, asked)
             with contextlib.suppress(TypeError):  # an option that cannot even be a key: the checks say so
-                known = communicator.fast_calls.get(key, ())
+                known = calls.get(key, ())
         if known is None:
             return _unpacked(self._serve(communicator, tensors, asked)[0])  # type: ignore[no-any-return]
         last = self.last.get(group)
@@ -375,10 +380,10 @@ class CallPath(Generic[Result]):
                 self.last[group] = fast
                 return result
         results, plan = self._serve(communicator, tensors, asked)
-        if plan is not None and len(known) < _MAX_FAST_CALLS:
+        if plan is not None and len(known) < _MAX_FAST_CALLS and calls is communicator.fast_calls:
             made = make_fast_call(communicator, form, plan, (tensors, results), asked)
             if made is not None:
-                communicator.fast_calls[key] = (*known, made)
+                calls[key] = (*known, made)
                 self.last[group] = made
         return _unpacked(results)  # type: ignore[no-any-return]
 
@@ -416,6 +421,8 @@ class CallPath(Generic[Result]):
         """Check and run; the results, and the plan if a fast call may be made of it."""
         num_inputs = len(self.form.inputs)
         inputs, outputs = tensors[:num_inputs], tensors[num_inputs:]
+        if not asked.capturing:
+            communicator.agree_on_call(lambda: self._described(communicator, inputs, outputs, asked))
         wanted = self._check(inputs, outputs, asked, communicator.world_size)
         x = inputs[0]
         if x.is_cuda and x.get_device() != current_device():
@@ -481,6 +488,23 @@ class CallPath(Generic[Result]):
                     check_apart(other, output, may_be_other=alias == other_name, name=name, other_name=other_name)
         check_differentiable(form.op, (*inputs, *outputs))
         return wanted
+
+    def _described(self, communicator: Communicator, inputs: Tensors, outputs: Tensors, asked: Asked) -> dict[str, Any]:
+        """The parts of a call that every rank must ask for alike; refuses what the call would be refused for."""
+        form = self.form
+        self._check(inputs, outputs, asked, communicator.world_size)
+        problem = form.problem(tuple(map(detached, inputs)), asked.options, communicator.world_size)
+        if form.tells_memory:
+            in_place = self._aliases((*inputs, *outputs), by_memory=True)[0] == 0
+            is_symmetric = communicator.is_symmetric(inputs[0]) and form.is_direct(inputs, asked.options)
+            problem = replace(problem, in_place=in_place, input_kind="symmetric" if is_symmetric else "plain")
+        return {
+            "op": form.operator,
+            **problem.to_dict(),
+            "options": form.common_options(asked.options),
+            "numerics": asked.numerics,
+            "max_sms": asked.max_sms,
+        }
 
     def _launch(self, communicator: Communicator, inputs: Tensors, targets: Tensors, asked: Asked) -> Plan | None:
         """Plan and launch; the plan, if it is kept and kernels took all tensors as they are."""
@@ -611,7 +635,7 @@ def make_fast_call(
                 return None
             if status[0]:
                 communicator.check_peers()
-            if stream != last_streams[capturing]:
+            if stream != last_streams[0]:
                 communicator.order_streams(capturing, stream)
             try:
                 launch(stream, at_x, at_out)
@@ -702,7 +726,7 @@ def make_fast_call(
         *([f"if {' or '.join(unfit)}:", "    return None"] if unfit else []),
         *made,
         "if status[0]:", "    communicator.check_peers()",
-        "if stream != last_streams[capturing]:", "    communicator.order_streams(capturing, stream)",
+        f"if stream != last_streams[{int(asked.capturing)}]:", "    communicator.order_streams(capturing, stream)",
         *([launch] if len(elsewhere) > 1 else ["try:", f"    {launch}", *refused]),
         f"return {', '.join(form.outputs)}",
     ]  # fmt: skip
