@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -199,12 +200,17 @@ def _as_int64(value: int) -> Any:
     return tl.tensor(TensorHandle(np.array([value], dtype=np.int64), tl.int64), tl.int64)
 
 
+# Triton's interpreter keeps the running program in globals. Kernels of one process follow each other.
+_interpreter = threading.Lock()
+
+
 def _interpreted(request: CompileRequest, grid: int) -> BoundKernel:
     kernel, constants = request.resolve(), dict(request.constants)
 
     def launch(stream: int, *args: int) -> None:
         del stream
-        kernel[(grid,)](*(_as_int64(value) for value in args), **constants)
+        with _interpreter:
+            kernel[(grid,)](*(_as_int64(value) for value in args), **constants)
 
     return BoundKernel(functools.partial(_fill_in, launch))
 
