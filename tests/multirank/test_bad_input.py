@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,7 +216,45 @@ def out_that_does_not_fit(rank: int) -> None:
         tunedcomm.all_reduce(square, out=square.t())
 
 
+def arrays_of_numpy(rank: int) -> None:
+    array, matrix, x, square = np.ones(8, np.float32), np.ones((8, 8), np.float32), torch.ones(8), torch.ones(8, 8)
+    serving = tunedcomm.ServingAllReduce()
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "x": [
+            lambda: tunedcomm.all_reduce(array), lambda: tunedcomm.all_reduce_(array),
+            lambda: tunedcomm.all_gather(array), lambda: tunedcomm.reduce_scatter(array),
+            lambda: tunedcomm.all_to_all(array), lambda: tunedcomm.all_to_all_v(array, [4, 4], [4, 4]),
+            lambda: tunedcomm.all_reduce_bias(array, x), lambda: tunedcomm.all_reduce_rms_norm(array, x),
+            lambda: tunedcomm.register_symmetric(array), lambda: serving.should_use(array),
+            lambda: serving.all_reduce(array), lambda: serving.custom_all_reduce(array),
+        ],
+        "bias": [lambda: tunedcomm.all_reduce_bias(x, array)],
+        "weight": [lambda: tunedcomm.all_reduce_rms_norm(x, array)],
+        "a": [lambda: tunedcomm.ag_gemm(matrix, square), lambda: tunedcomm.gemm_rs(matrix, square)],
+        "b": [lambda: tunedcomm.gemm_ar(square, matrix)],
+    }  # fmt: skip
+    for name, several in calls.items():
+        for call in several:
+            with pytest.raises(tunedcomm.UnsupportedInputError, match=rf"torch\.from_numpy\({name}\)"):
+                call()
+
+
+def work_objects(rank: int) -> None:
+    """Before a fast call is there, and where one would serve."""
+    x = torch.ones(8)
+    for _ in range(3):
+        for call in (tunedcomm.all_reduce, tunedcomm.all_reduce_, tunedcomm.all_gather, tunedcomm.reduce_scatter,
+                     tunedcomm.all_to_all):  # fmt: skip
+            with pytest.raises(tunedcomm.UnsupportedInputError, match=r"tunedcomm\.intercept\(\)"):
+                call(x, async_op=True)
+            assert isinstance(call(x.clone(), async_op=False), torch.Tensor)
+        with pytest.raises(tunedcomm.UnsupportedInputError, match=r"tunedcomm\.intercept\(\)"):
+            tunedcomm.all_to_all_v(x, [4, 4], [4, 4], async_op=True)
+
+
 INPUT_CASES: dict[str, Case] = {
+    "arrays of numpy": arrays_of_numpy,
+    "work objects": work_objects,
     "integer dtype": integers,
     "complex": complex_numbers,
     "lazy negation": lazy_negation,

@@ -263,7 +263,7 @@ def untuned_calls_go_to_the_library(rank: int) -> None:
         y = funcol.all_reduce(x, "sum", dist.group.WORLD) + 0
     assert torch.equal(y, torch.full((64,), 6.0))
     assert calls.num_served == 0
-    assert calls.num_passed_on >= 2
+    assert calls.num_passed_on == 2, "a functional collective is one call, though the library makes one of c10d of it"
     assert all(told.why for told in calls.calls())
 
 

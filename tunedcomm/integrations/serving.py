@@ -27,6 +27,7 @@ import torch.distributed as dist
 from tunedcomm.dispatch.communicator import get_communicator
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
+from tunedcomm.ops.checks import check_tensor
 from tunedcomm.ops.collectives import all_reduce
 
 
@@ -73,6 +74,7 @@ class ServingAllReduce:
         and not on how `x` lies in memory: copies see to that. In a capture only problems that were asked for before it
         are served; engines run each size once before they capture it.
         """
+        check_tensor("ServingAllReduce", x)
         if self.disabled or (self.max_bytes is not None and x.nbytes > self.max_bytes):
             return False
         return self._routed.serves("ServingAllReduce.all_reduce", "all_reduce", x, "sum")
@@ -86,6 +88,7 @@ class ServingAllReduce:
             UnsupportedInputError: a dtype or an `out` that cannot be served.
             PeerTimeoutError: an earlier call on the group timed out waiting for a peer.
         """
+        check_tensor("ServingAllReduce", x)
         x = x.detach()
         plain = self._routed.plain(x)
         if plain is x or out is None or out.data_ptr() != x.data_ptr():

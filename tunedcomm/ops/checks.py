@@ -38,14 +38,29 @@ MOVED: Mapping[torch.dtype, str] = {
 }
 
 
-def check_input(op: str, x: Any, name: str = "") -> None:
-    """Refuse anything but a dense tensor; `name` is the argument's, where there are several."""
-    if isinstance(x, torch.Tensor) and x.layout is torch.strided:
-        return
-    said = f"{name} of {op}" if name else op
+def check_tensor(op: str, x: Any, name: str = "") -> None:
+    """Refuse anything but a tensor; `name` is the argument's, where there are several."""
     if not isinstance(x, torch.Tensor):
-        raise UnsupportedInputError(f"{said} wants a torch.Tensor, got {type(x).__name__}")
-    raise UnsupportedInputError(f"{said} wants a dense tensor, got layout {x.layout}; call .to_dense() first")
+        said = f"{name} of {op}" if name else op
+        advice = f"; pass torch.from_numpy({name or 'x'})" if type(x).__module__ == "numpy" else ""
+        raise UnsupportedInputError(f"{said} wants a torch.Tensor, got {type(x).__name__}{advice}")
+
+
+def check_input(op: str, x: Any, name: str = "") -> None:
+    """Refuse anything but a dense tensor."""
+    check_tensor(op, x, name)
+    if x.layout is not torch.strided:
+        said = f"{name} of {op}" if name else op
+        raise UnsupportedInputError(f"{said} wants a dense tensor, got layout {x.layout}; call .to_dense() first")
+
+
+def refuse_async(op: str, async_op: bool) -> None:
+    """Refuse `async_op=True`, with the way to a work object."""
+    if async_op:
+        raise UnsupportedInputError(
+            f"{op} returns tensors and no work objects; leave async_op out, or call the collectives of "
+            "torch.distributed with async_op=True inside of tunedcomm.intercept()"
+        )
 
 
 def check_dtype(op: str, x: torch.Tensor, dtypes: Mapping[torch.dtype, str], complex_advice: str = "") -> None:

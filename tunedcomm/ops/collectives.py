@@ -31,6 +31,7 @@ from tunedcomm.ops.checks import (
     check_plain,
     check_reduction,
     normal_dim,
+    refuse_async,
 )
 from tunedcomm.spec import NumericsPolicy, Problem
 
@@ -83,6 +84,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     numerics: NumericsPolicy = "default",
     max_sms: int | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Reduce `x` elementwise over all ranks of `group`; every rank gets the result.
 
@@ -99,6 +101,8 @@ def all_reduce(
         max_sms: SMs at most that the kernel may take, a whole number, the same on every rank, for callers that compute
             beside it. The best candidate that takes no more runs, or, where there is none, the variant `library`, which
             chooses for itself. None: no limit.
+        async_op: False, as in `torch.distributed`. Calls are enqueued on the current stream and return tensors;
+            `tunedcomm.intercept` serves those of `torch.distributed` that return a work object.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
@@ -114,12 +118,13 @@ def all_reduce(
     `tunedcomm.all_reduce_(x)` is the same with `out=x`. Can be captured in CUDA graphs; enqueues on the current stream;
     never synchronises the host.
     """
-    if not is_dynamo_compiling():
+    if not (async_op or is_dynamo_compiling()):
         fast = _all_reduce.last.get(world._default_pg if group is None else group)
         if fast is not None:
             result = fast(x, out, op, numerics, max_sms)
             if result is not None:
                 return result
+    refuse_async("all_reduce", async_op)
     return _all_reduce.call((x, out), (op,), group, numerics, max_sms)
 
 
@@ -130,9 +135,10 @@ def all_reduce_(
     group: dist.ProcessGroup | None = None,
     numerics: NumericsPolicy = "default",
     max_sms: int | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """`all_reduce` in place: `x` holds the result and is returned."""
-    return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms)
+    return all_reduce(x, op=op, group=group, out=x, numerics=numerics, max_sms=max_sms, async_op=async_op)
 
 
 def _leads(x: torch.Tensor, dim: int) -> bool:
@@ -192,6 +198,7 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
     max_sms: int | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Concatenate the tensors of all ranks of `group` along `dim`, in rank order; every rank gets the result.
 
@@ -204,6 +211,7 @@ def all_gather(
         out: where to write: of the result's shape, dtype and device, any strides; must not overlap `x`. None allocates
             it.
         max_sms: as in `all_reduce`. 0 admits copy engines alone.
+        async_op: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype with `dim` `world_size` times as long.
@@ -214,12 +222,13 @@ def all_gather(
     Moves bytes: every bit arrives as it was, NaN payloads and the sign of zeros included. Can be captured in CUDA
     graphs; enqueues on the current stream; never synchronises the host.
     """
-    if not is_dynamo_compiling():
+    if not (async_op or is_dynamo_compiling()):
         fast = _all_gather.last.get(world._default_pg if group is None else group)
         if fast is not None:
             result = fast(x, out, dim, "default", max_sms)
             if result is not None:
                 return result
+    refuse_async("all_gather", async_op)
     return _all_gather.call((x, out), (dim,), group, "default", max_sms)
 
 
@@ -274,6 +283,7 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     numerics: NumericsPolicy = "default",
     max_sms: int | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Reduce `x` elementwise over all ranks of `group`; rank r gets the r-th of as many equal chunks along `dim`.
 
@@ -290,6 +300,7 @@ def reduce_scatter(
         numerics: as in `all_reduce`. Ordered: summed in fp32 in rank order, rounded once at the end; the bits do not
             depend on tuning and are those of the same part of an ordered `all_reduce`.
         max_sms: as in `all_reduce`.
+        async_op: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s dtype, `dim` divided by the group's size.
@@ -299,12 +310,13 @@ def reduce_scatter(
 
     Can be captured in CUDA graphs; enqueues on the current stream; never synchronises the host.
     """
-    if not is_dynamo_compiling():
+    if not (async_op or is_dynamo_compiling()):
         fast = _reduce_scatter.last.get(world._default_pg if group is None else group)
         if fast is not None:
             result = fast(x, out, op, dim, numerics, max_sms)
             if result is not None:
                 return result
+    refuse_async("reduce_scatter", async_op)
     return _reduce_scatter.call((x, out), (op, dim), group, numerics, max_sms)
 
 
@@ -339,6 +351,7 @@ def all_to_all(
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
     max_sms: int | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Send chunk j of `x` to rank j of `group`; chunk i of the result comes from rank i.
 
@@ -350,6 +363,7 @@ def all_to_all(
         out: where to write: same shape, dtype and device as `x`, any strides; no memory in common with `x`. None
             allocates it.
         max_sms: as in `all_reduce`. 0 admits copy engines alone.
+        async_op: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor of `x`'s shape and dtype.
@@ -360,12 +374,13 @@ def all_to_all(
     Every bit comes through as it was sent, NaN payloads and negative zeros included. Can be captured in CUDA graphs;
     enqueues on the current stream; never synchronises the host.
     """
-    if not is_dynamo_compiling():
+    if not (async_op or is_dynamo_compiling()):
         fast = _all_to_all.last.get(world._default_pg if group is None else group)
         if fast is not None:
             result = fast(x, out, "default", max_sms)
             if result is not None:
                 return result
+    refuse_async("all_to_all", async_op)
     return _all_to_all.call((x, out), (), group, "default", max_sms)
 
 
@@ -389,6 +404,9 @@ class _AllToAllV(Form):
 
     def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
         return _rows_problem(math.prod(inputs[0].shape[1:]), inputs[0].dtype, options[2], world_size)
+
+    def common_options(self, options: Any) -> Any:
+        return options[2:]
 
     def is_bounded(self, options: Any) -> bool:
         return options[2] is not None
@@ -444,6 +462,7 @@ def all_to_all_v(
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
     max_sms: int | None = None,
+    async_op: bool = False,
 ) -> torch.Tensor:
     """Send the first `send_counts[0]` rows of `x` to rank 0, the next `send_counts[1]` to rank 1, and so on.
 
@@ -463,6 +482,7 @@ def all_to_all_v(
         out: where to write: `sum(recv_counts)` rows of `x`'s dtype and device, any strides; no memory in common with
             `x`. None allocates it.
         max_sms: as in `all_reduce`.
+        async_op: as in `all_reduce`.
 
     Returns:
         `out`, or a new contiguous tensor: the rows from rank 0, then those from rank 1, and so on.
@@ -474,6 +494,7 @@ def all_to_all_v(
     enqueues on the current stream; never synchronises the host. Every rank must make the call, also one without rows.
     """
     op = _all_to_all_v.form.op
+    refuse_async(op, async_op)
     check_input(op, x)
     check_plain(op, (x, out))
     check_limit("max_count", max_count, "rows")

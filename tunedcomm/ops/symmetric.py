@@ -77,6 +77,7 @@ def register_symmetric(x: torch.Tensor, *, group: dist.ProcessGroup | None = Non
         UnsupportedInputError: not a CUDA tensor.
         WorkspaceError: not symmetric memory, or a graph is being captured.
     """
+    check_input("register_symmetric", x)
     if not x.is_cuda:
         raise UnsupportedInputError(
             f"only CUDA tensors come from PyTorch's symmetric memory, not {x.device}; tunedcomm.symmetric_empty() "
