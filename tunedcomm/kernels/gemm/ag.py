@@ -37,10 +37,7 @@ import triton.language as tl
 from tunedcomm.kernels.common.copies import NUM_STREAMS, Copies, copies_of
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.launch import BoundKernel, bind_kernel
-from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.gemm import tiles
-from tunedcomm.kernels.gemm.op import rows_of, wanted_of
-from tunedcomm.kernels.gemm.panels import (
+from tunedcomm.kernels.common.panels import (
     COUNTERS,
     DATA,
     Sender,
@@ -51,6 +48,9 @@ from tunedcomm.kernels.gemm.panels import (
     call_number,
     is_last,
 )
+from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.gemm import tiles
+from tunedcomm.kernels.gemm.op import rows_of, wanted_of
 from tunedcomm.kernels.gemm.tiles import (
     element_type,
     matrix,

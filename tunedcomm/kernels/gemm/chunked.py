@@ -65,11 +65,7 @@ from tunedcomm.kernels.common.copies import NUM_STREAMS, copies_of
 from tunedcomm.kernels.common.feasibility import Launch, grid_rounds
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, sum_packets, write_elements
-from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import VariantBase
-from tunedcomm.kernels.gemm import ag, library
-from tunedcomm.kernels.gemm.op import Operands, operands_of, out_itemsize, product, ready_to_cut, rows_of, wanted_of
-from tunedcomm.kernels.gemm.panels import (
+from tunedcomm.kernels.common.panels import (
     DATA,
     Sender,
     announce,
@@ -82,6 +78,10 @@ from tunedcomm.kernels.gemm.panels import (
     call_number,
     is_last,
 )
+from tunedcomm.kernels.common.sync import load_packets, store_packets
+from tunedcomm.kernels.common.variant import VariantBase
+from tunedcomm.kernels.gemm import ag, library
+from tunedcomm.kernels.gemm.op import Operands, operands_of, out_itemsize, product, ready_to_cut, rows_of, wanted_of
 from tunedcomm.kernels.gemm.rs import slot_bytes
 from tunedcomm.kernels.gemm.tiles import refuse_gemm, refuse_streams, whole_packets
 from tunedcomm.space import Choice, Config, Space, Value

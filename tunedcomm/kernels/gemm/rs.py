@@ -52,10 +52,7 @@ from tunedcomm.kernels.common.feasibility import refuse_multicast
 from tunedcomm.kernels.common.lane import address_of
 from tunedcomm.kernels.common.launch import AddressLaunch, bind_kernel
 from tunedcomm.kernels.common.packets import PACKET_BYTES, _mean, load_reduce, mean_packets, num_packets, write_elements
-from tunedcomm.kernels.common.sync import INTERPRET
-from tunedcomm.kernels.gemm import tiles
-from tunedcomm.kernels.gemm.op import out_itemsize, rows_of
-from tunedcomm.kernels.gemm.panels import (
+from tunedcomm.kernels.common.panels import (
     COUNTERS,
     DATA,
     Sender,
@@ -67,6 +64,9 @@ from tunedcomm.kernels.gemm.panels import (
     call_number,
     is_last,
 )
+from tunedcomm.kernels.common.sync import INTERPRET
+from tunedcomm.kernels.gemm import tiles
+from tunedcomm.kernels.gemm.op import out_itemsize, rows_of
 from tunedcomm.kernels.gemm.tiles import element_type, matrix, operand_b, rounded, scaled, tile_of, tile_product
 from tunedcomm.space import Axis, Choice, Config, Value
 from tunedcomm.spec import Limits, Numerics, Problem

@@ -19,10 +19,10 @@ import triton.language as tl
 from tunedcomm.kernels.common.feasibility import refuse_kernels
 from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.kernels.common.packets import PACKET_BYTES, _round_bfloat16, narrow
+from tunedcomm.kernels.common.panels import begin_panels_kernel, begin_request
 from tunedcomm.kernels.common.sync import INTERPRET
 from tunedcomm.kernels.common.variant import VariantBase
 from tunedcomm.kernels.gemm.op import DTYPES, OUT_DTYPES, operands_of, out_itemsize, wanted_of
-from tunedcomm.kernels.gemm.panels import begin_panels_kernel, begin_request
 from tunedcomm.space import Axis, Choice, Config, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem, get_op
 

@@ -1,4 +1,4 @@
-"""Panels of fused GEMMs: how a call begins, and how chunks are announced, waited for, counted and sent.
+"""Panels: how a call begins, and how chunks of matrices are announced, waited for, counted and sent.
 
 Flags hold the number of the call that raised them, which only grows, so nothing is reset, and graphs can be replayed.
 The layout and the rule by which calls share panels are in `symm.layout`.
