@@ -7,15 +7,15 @@ first, and after each chunk raises that chunk's flag in the peers' memory. A ker
 Flags hold the number of the gather that raised them, which only grows, so nothing is ever reset. That number lives in
 device memory, so graphs can be replayed. Three kernels:
 
-- `begin_kernel`, on the caller's stream, exchanges the lane's flags and counts the gather. A rank gets there when all
-  that read its output before has ended (stream order), so from then on peers may write it.
+- `begin_panels_kernel`, on the caller's stream, exchanges the lane's flags and counts the gather. A rank gets there
+  when all that read its output before has ended (stream order), so from then on peers may write it.
 - `progress_kernel`, on a side stream or the caller's, sends. Several blocks send a chunk; each adds to a counter when
   its part is stored, and the one that finds all others done raises the flags. The counter's addition releases what the
   block stored and acquires what the others did, and the flag's store releases all of it at system scope.
 - `end_kernel`, on the caller's stream once the side stream has joined it, waits for every chunk of every rank.
 
-Flags and counters lie in an allocation of their own, one part a lane; only `begin_kernel` uses the lane, so other
-calls may come between beginning and end.
+Flags and counters lie in an allocation of their own, a part a lane, laid out as panels that hold no data; only
+`begin_panels_kernel` uses the lane, so other calls may come between beginning and end.
 
 Numerics: nothing is computed. Graph-safe.
 Source: the progress counters of asynchronous tensor parallelism in PyTorch and of fused all-gather GEMMs.
@@ -30,31 +30,21 @@ import triton
 import triton.language as tl
 
 from tunedcomm.kernels.common.copies import EVENTS_OF_PROGRESS, NUM_STREAMS, copies_of
-from tunedcomm.kernels.common.lane import (
-    EPOCH_OFFSET,
-    arrive,
-    await_peers,
-    block_range,
-    by_step,
-    read_counter,
-    write_counter,
-)
+from tunedcomm.kernels.common.lane import block_range
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel
-from tunedcomm.kernels.common.sync import INTERPRET, load_packets, signal, store_packets, wait
+from tunedcomm.kernels.common.panels import CHUNKS, announce, announce_to, begin_request, call_number, is_last
+from tunedcomm.kernels.common.sync import load_packets, store_packets, wait
 from tunedcomm.spec import Mode, Problem
-from tunedcomm.symm.layout import LANES, MAX_WORLD_SIZE, rotate
+from tunedcomm.symm.layout import LANES, MAX_WORLD_SIZE, PANEL_DATA, rotate
 
 if TYPE_CHECKING:  # readers of databases import kernels and shall not wait for torch
     from tunedcomm.symm.buffer import SymmetricBuffer
     from tunedcomm.symm.workspace import Workspace
 
 MAX_CHUNKS = 64
-# An area: flags [rank, chunk], counters [own or pushed, chunk], the number of the last gather; 8 bytes each.
-_COUNTERS = tl.constexpr(MAX_WORLD_SIZE * MAX_CHUNKS * 8)
-_NUMBER = tl.constexpr(_COUNTERS.value + 2 * MAX_CHUNKS * 8)
-_CHUNKS = tl.constexpr(MAX_CHUNKS)
+AREA_BYTES = PANEL_DATA
+_PUSHED = tl.constexpr(MAX_CHUNKS)  # the first counter of chunks in the peers' outputs, behind those in the own one
 _RANKS = tl.constexpr(MAX_WORLD_SIZE)
-AREA_BYTES = 8 * 1024
 _STREAM = NUM_STREAMS - 2
 _BEGUN, _SENT = EVENTS_OF_PROGRESS
 _NUM_WARPS, _ITEMS = 16, 2
@@ -73,36 +63,10 @@ def wait_chunk(flags, source, chunk, timeout_ns, status):
     """
     peer = tl.arange(0, _RANKS)
     none = peer.to(tl.int64) * 0
-    number = tl.load((flags + _NUMBER).to(tl.pointer_type(tl.int64)))
-    at = flags + (none + source * _CHUNKS + chunk) * 8
+    number = call_number(flags)
+    at = flags + (none + source * CHUNKS + chunk) * 8
     # Of a kernel that was launched with plain numbers, small ones come with 32 bits.
     wait(at, number + none, peer == 0, (none + source).to(tl.int32), timeout_ns.to(tl.int64), status.to(tl.int64))
-
-
-@triton.jit
-def begin_kernel(local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, flags, WORLD_SIZE: tl.constexpr):
-    """One block: all ranks are done with their outputs; count the gather."""
-    epoch = read_counter(local, EPOCH_OFFSET)
-    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
-    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
-    place = (flags + _NUMBER).to(tl.pointer_type(tl.int64))
-    number = tl.load(place)
-    if not INTERPRET:
-        tl.debug_barrier()  # all threads have read before one writes
-    tl.store(place, number + 1)
-    write_counter(local, epoch + 1, EPOCH_OFFSET)
-
-
-@triton.jit
-def _is_last(flags, index):
-    """True for the block that comes here last, of all blocks of the grid; the counter is 0 again then."""
-    if not INTERPRET:
-        tl.debug_barrier()  # all threads of the block have stored
-    counter = (flags + _COUNTERS + index * 8).to(tl.pointer_type(tl.int64))
-    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1
-    if last:
-        tl.store(counter, tl.num_programs(0) * 0)
-    return last
 
 
 @triton.jit
@@ -115,10 +79,9 @@ def progress_kernel(
     `o0` … are the peers' outputs and `f0` … their flags, from rank + 1 on.
     """
     peers = (o0, o1, o2, o3, o4, o5, o6)
-    number = tl.load((flags + _NUMBER).to(tl.pointer_type(tl.int64)))
+    number = call_number(flags)
     lanes, first, step = block_range(BLOCK)
     mine = rank * nbytes
-    peer = tl.arange(0, _RANKS)
     for c in tl.range(0, num_chunks):
         end = tl.minimum((c + 1) * chunk, nbytes) // 16
         if x != out + mine:
@@ -127,9 +90,8 @@ def progress_kernel(
                 here = packet < end
                 w0, w1, w2, w3 = load_packets(x + packet * 16, here)
                 store_packets(out + mine + packet * 16, w0, w1, w2, w3, here)
-        if _is_last(flags, c):
-            own = flags + (peer.to(tl.int64) * 0 + rank * _CHUNKS + c) * 8
-            signal(own, number + peer.to(tl.int64) * 0, peer == 0)
+        if is_last(flags, c, tl.num_programs(0)):
+            announce_to(flags, rank, c, number)
     for c in tl.range(0, num_chunks):
         end = tl.minimum((c + 1) * chunk, nbytes) // 16
         for start in tl.range(c * chunk // 16 + first, end, step):
@@ -138,18 +100,17 @@ def progress_kernel(
             w0, w1, w2, w3 = load_packets(x + packet * 16, here)
             for i in tl.static_range(WORLD_SIZE - 1):
                 store_packets(peers[i] + mine + packet * 16, w0, w1, w2, w3, here)
-        if _is_last(flags, _CHUNKS + c):
-            theirs = by_step(f0, f1, f2, f3, f4, f5, f6) + (rank * _CHUNKS + c) * 8
-            signal(theirs, number + peer.to(tl.int64) * 0, peer < WORLD_SIZE - 1)
+        if is_last(flags, _PUSHED + c, tl.num_programs(0)):
+            announce(f0, f1, f2, f3, f4, f5, f6, rank, c, number, WORLD_SIZE)
 
 
 @triton.jit
 def end_kernel(flags, timeout_ns, status, num_chunks, WORLD_SIZE: tl.constexpr):
     """One block: every chunk of every rank is there."""
     peer = tl.arange(0, _RANKS)
-    number = tl.load((flags + _NUMBER).to(tl.pointer_type(tl.int64))) + peer.to(tl.int64) * 0
+    number = call_number(flags) + peer.to(tl.int64) * 0
     for c in tl.range(0, num_chunks):
-        at = flags + (peer.to(tl.int64) * _CHUNKS + c) * 8
+        at = flags + (peer.to(tl.int64) * CHUNKS + c) * 8
         wait(at, number, peer < WORLD_SIZE, peer, timeout_ns, status)
 
 
@@ -157,7 +118,7 @@ def compile_requests(world_size: int) -> tuple[CompileRequest, CompileRequest, C
     """The binaries of the three kernels."""
     block = 32 * _NUM_WARPS * _ITEMS
     return (
-        CompileRequest.of(begin_kernel, {"WORLD_SIZE": world_size}, num_warps=1),
+        begin_request(world_size),
         CompileRequest.of(progress_kernel, {"WORLD_SIZE": world_size, "BLOCK": block}, num_warps=_NUM_WARPS),
         CompileRequest.of(end_kernel, {"WORLD_SIZE": world_size}, num_warps=1),
     )
