@@ -24,9 +24,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tunedcomm.kernels.all_reduce.lamport import Lamport, TwoShotLamport
-from tunedcomm.kernels.all_reduce.library import library_reduction
 from tunedcomm.kernels.all_reduce.one_shot import OneShot
-from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_empty_slices, refuse_rows
+from tunedcomm.kernels.all_reduce.op import library_reduction, refuse_empty_slices, refuse_rows
 from tunedcomm.kernels.all_reduce.two_shot import RING, TwoShot
 from tunedcomm.kernels.all_reduce.unfused import SUM_KERNELS, UnfusedVariant, sum_space
 from tunedcomm.kernels.common.feasibility import Launch, packets_a_block
@@ -42,7 +41,15 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import add_extras, arm, insert_own, packets_of, sum_packets
-from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, outputs_like, row_shapes, with_extras
+from tunedcomm.kernels.common.reference import (
+    SUM_DTYPES,
+    draw,
+    generator_of,
+    ordered_sum,
+    outputs_like,
+    row_shapes,
+    with_extras,
+)
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
 from tunedcomm.kernels.common.variant import LibraryVariant, Workspace
 from tunedcomm.metrics import busbw_factor
@@ -74,7 +81,7 @@ ALL_REDUCE_BIAS = register_op(
         name="all_reduce_bias",
         summary="the ranks' sum plus a bias",
         reductions=("sum",),
-        dtypes=KERNEL_DTYPES,
+        dtypes=SUM_DTYPES,
         shape_help="rows x columns, the bias has one element a column, e.g. 64x8192",
         rank_of_shape=2,
         make_inputs=_make_inputs,

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
-from tunedcomm.kernels.all_reduce.library import library_reduction
-from tunedcomm.kernels.all_reduce.op import AllReduceVariant
+from tunedcomm.kernels.all_reduce.op import AllReduceVariant, library_reduction
 from tunedcomm.kernels.common.feasibility import Launch, blocks_and_threads
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.launch import CompileRequest, bind_kernel

@@ -1,15 +1,26 @@
-"""all_reduce: every rank gets the elementwise reduction of all ranks' inputs; the base class of its variants."""
+"""all_reduce: every rank gets the elementwise reduction of all ranks' inputs; the base class of its variants.
+
+Its variants by libraries are here too. `library` is NCCL on GPUs, gloo on CPUs, and takes whatever the backend takes
+(numerics: library; graph-safe on NCCL). `torch_one_shot` and `torch_two_shot` are PyTorch's symmetric-memory operators,
+which sum in fp32 in an order of their own (numerics: library; graph-safe). A lost peer leaves them spinning, so they
+only run when they are forced.
+"""
 
 from __future__ import annotations
 
-from tunedcomm.kernels.common.feasibility import packets_a_block, refuse_kernels
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels.common.feasibility import Launch, packets_a_block, refuse_kernels
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.kernels.common.reference import register_reduction
-from tunedcomm.kernels.common.variant import KernelVariant
+from tunedcomm.kernels.common.reference import SUM_DTYPES, register_reduction
+from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace
 from tunedcomm.space import Config, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 
-KERNEL_DTYPES = ("bfloat16", "float16", "float32")
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 ALL_REDUCE = register_reduction(
     "all_reduce",
@@ -35,7 +46,7 @@ def refuse_empty_slices(problem: Problem) -> str | None:
 
 def refuse_rows(problem: Problem, limits: Limits) -> str | None:
     """Return why no kernel can sum the rows of a matrix, which must be whole packets; None if one might."""
-    if reason := refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum",)):
+    if reason := refuse_kernels(problem, limits, SUM_DTYPES, ("sum",)):
         return reason
     if problem.shape[-1] * ITEMSIZE[problem.dtype] % PACKET_BYTES:
         return f"rows of {problem.shape[-1]} {problem.dtype} are no whole packets of {PACKET_BYTES} bytes"
@@ -49,7 +60,7 @@ class AllReduceVariant(KernelVariant):
     sliced = False
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
-        return refuse_kernels(problem, limits, KERNEL_DTYPES, ("sum", "avg"))
+        return refuse_kernels(problem, limits, SUM_DTYPES, ("sum", "avg"))
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {
@@ -63,3 +74,118 @@ class AllReduceVariant(KernelVariant):
 
     def work_packets(self, problem: Problem) -> int:
         return slice_packets(problem) if self.sliced else packets_of(problem.nbytes)
+
+
+def library_reduction(reduction: str, group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
+    """A function that reduces a tensor in place over `group`, on the current stream."""
+    import torch.distributed as dist
+
+    ops = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+    all_reduce, op = dist.all_reduce, ops[reduction]
+
+    def reduce(out: torch.Tensor) -> None:
+        if reduction == "avg" and not out.is_cuda:  # gloo has no average
+            all_reduce(out, dist.ReduceOp.SUM, group=group)
+            out.div_(dist.get_world_size(group))
+        else:
+            all_reduce(out, op, group=group)
+
+    return reduce
+
+
+class Library(LibraryVariant):
+    op = "all_reduce"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        reduce = library_reduction(problem.reduction, workspace.group)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            if outputs[0] is not inputs[0]:
+                outputs[0].copy_(inputs[0])
+            reduce(outputs[0])
+
+        return run
+
+
+class _TorchVariant(LibraryVariant):
+    """An operator of PyTorch, on a tensor that is known to PyTorch under the group's own name."""
+
+    op = "all_reduce"
+    bounded = False
+
+    def granularity(self, problem: Problem) -> int:
+        """Bytes of which the message must be a multiple."""
+        return 16
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if limits.backend != "cuda" or not limits.symmetric:
+            return "PyTorch's symmetric-memory operators need GPUs that address each other's memory"
+        if problem.dtype not in ("bfloat16", "float32"):
+            return f"PyTorch's operators sum bfloat16 and float32, not {problem.dtype}"
+        if problem.reduction != "sum":
+            return f"PyTorch's operators do sum, not {problem.reduction}"
+        if problem.world_size not in (2, 4, 8):
+            return f"PyTorch's operators serve 2, 4 or 8 ranks, not {problem.world_size}"
+        if problem.numel == 0 or problem.nbytes % self.granularity(problem):
+            return f"PyTorch's operators want a multiple of {self.granularity(problem)} bytes, not {problem.nbytes}"
+        if problem.input_kind == "plain" and problem.nbytes + PACKET_BYTES > limits.staging_bytes:
+            return (
+                f"{problem.nbytes} bytes exceed the staging of {limits.staging_bytes} bytes (TUNEDCOMM_WORKSPACE_MIB)"
+            )
+        return None
+
+    def staging(self, problem: Problem, workspace: Workspace) -> torch.Tensor:
+        """The lane's staging, made known to PyTorch; collective."""
+        import torch
+        import torch.distributed._symmetric_memory as symm_mem
+
+        staging = workspace.staging(problem.mode, getattr(torch, problem.dtype), problem.numel)
+        symm_mem.rendezvous(workspace.buffers[problem.mode].local, workspace.group)
+        return staging
+
+
+class TorchOneShot(_TorchVariant):
+    name = "torch_one_shot"
+    summary = "PyTorch's symmetric-memory one-shot"
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if problem.nbytes > 8 * limits.one_shot_bytes:
+            return f"one-shots are out of the question at {problem.nbytes} bytes"
+        return super().infeasible(problem, config, limits)
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        name, known = workspace.group.group_name, torch.ops.symm_mem
+        if problem.input_kind == "symmetric" and not problem.in_place:
+            return lambda inputs, outputs, stream: known.one_shot_all_reduce_out(inputs[0], "sum", name, outputs[0])
+        staging, reduce = self.staging(problem, workspace), known.one_shot_all_reduce_copy_out
+        return lambda inputs, outputs, stream: reduce(staging, inputs[0].view(-1), "sum", name, outputs[0].view(-1))
+
+
+class TorchTwoShot(_TorchVariant):
+    name = "torch_two_shot"
+    summary = "PyTorch's symmetric-memory two-shot"
+
+    def granularity(self, problem: Problem) -> int:
+        return 16 * problem.world_size
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        import torch
+
+        name, reduce = workspace.group.group_name, torch.ops.symm_mem.two_shot_all_reduce_
+        if problem.input_kind == "symmetric" and problem.in_place:
+            return lambda inputs, outputs, stream: reduce(inputs[0], "sum", name)
+        staging = self.staging(problem, workspace)
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            staging.copy_(inputs[0].view(-1))
+            reduce(staging, "sum", name)
+            outputs[0].view(-1).copy_(staging)
+
+        return run
+
+
+LIBRARY = Library().register()
+TORCH_ONE_SHOT = TorchOneShot().register()
+TORCH_TWO_SHOT = TorchTwoShot().register()

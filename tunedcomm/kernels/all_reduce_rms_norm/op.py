@@ -12,12 +12,11 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tunedcomm.kernels.all_reduce.library import library_reduction
-from tunedcomm.kernels.all_reduce.op import KERNEL_DTYPES, refuse_rows
+from tunedcomm.kernels.all_reduce.op import library_reduction, refuse_rows
 from tunedcomm.kernels.all_reduce_rms_norm.rows import MAX_ROW_PACKETS, row_block
 from tunedcomm.kernels.common.feasibility import Launch, refuse_residence
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
-from tunedcomm.kernels.common.reference import draw, generator_of, ordered_sum, row_shapes, with_extras
+from tunedcomm.kernels.common.reference import SUM_DTYPES, draw, generator_of, ordered_sum, row_shapes, with_extras
 from tunedcomm.kernels.common.variant import KernelVariant, LibraryVariant, Workspace
 from tunedcomm.metrics import busbw_factor
 from tunedcomm.space import Config, Value
@@ -160,7 +159,7 @@ ALL_REDUCE_RMS_NORM = register_op(
         name="all_reduce_rms_norm",
         summary="the ranks' sum plus bias and residual, and the RMS norm of that",
         reductions=("sum",),
-        dtypes=KERNEL_DTYPES,
+        dtypes=SUM_DTYPES,
         shape_help="tokens x hidden, e.g. 64x8192",
         rank_of_shape=2,
         make_inputs=_make_inputs,

@@ -38,7 +38,6 @@ class CompileRequest:
         num_warps: warps a block.
         launch_pdl: built for programmatic dependent launch.
         num_stages: loads in flight in loops over operands of matrix products.
-        num_ctas: blocks that share one tile.
         max_registers: that a thread may take; 0 for as many as there are.
     """
 
@@ -48,23 +47,15 @@ class CompileRequest:
     num_warps: int
     launch_pdl: bool = False
     num_stages: int = 1
-    num_ctas: int = 1
     max_registers: int = 0
 
     @classmethod
     def of(
-        cls,
-        kernel: Any,
-        constants: dict[str, Value],
-        *,
-        num_warps: int,
-        launch_pdl: bool = False,
-        num_stages: int = 1,
-        num_ctas: int = 1,
+        cls, kernel: Any, constants: dict[str, Value], *, num_warps: int, launch_pdl: bool = False, num_stages: int = 1
     ) -> CompileRequest:
         """Name a Triton function by where it was defined."""
         named = (kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items())))
-        return cls(*named, num_warps, launch_pdl, num_stages, num_ctas)
+        return cls(*named, num_warps, launch_pdl, num_stages)
 
     def resolve(self) -> Any:
         """The Triton function."""
@@ -90,7 +81,6 @@ def _compile(request: CompileRequest, target: Any) -> Any:
     options = {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,
-        "num_ctas": request.num_ctas,
         "enable_fp_fusion": False,  # bits are promised: no contraction behind our back
         "launch_pdl": request.launch_pdl,
         **({"maxnreg": request.max_registers} if request.max_registers else {}),
@@ -264,14 +254,13 @@ def _through_triton(
 
 def _resident(num_registers: int, compiled: Any, request: CompileRequest, properties: Any) -> int:
     """Blocks of a binary that would fit at once if its threads took so many registers."""
-    found = resident_blocks(
+    return resident_blocks(
         num_registers,
         compiled.metadata.shared,
         request.num_warps * 32,
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
     )
-    return found // request.num_ctas
 
 
 def _loaded(request: CompileRequest, properties: Any) -> tuple[Any, int]:
@@ -313,6 +302,6 @@ def bind_kernel(request: CompileRequest, grid: int, device: torch.device) -> Bou
     constants = dict(request.constants)
     names = request.resolve().arg_names
     tail = tuple(constants[name] for name in names if name in constants)
-    needed = compiled.metadata.global_scratch_size * request.num_ctas * grid
+    needed = compiled.metadata.global_scratch_size * grid
     scratch = torch.empty(needed, dtype=torch.uint8, device=device) if needed else None
     return BoundKernel(functools.partial(_through_triton, compiled, grid, tail, scratch))
