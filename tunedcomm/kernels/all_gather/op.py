@@ -9,7 +9,7 @@ from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.reference import draw_any, register_move
 from tunedcomm.kernels.common.variant import LibraryVariant, MoveVariant, Workspace, all_gather_single
 from tunedcomm.space import Config
-from tunedcomm.spec import Numerics, Problem
+from tunedcomm.spec import Problem
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Library(LibraryVariant):
     """NCCL (gloo on CPUs). Dtypes that the backend does not know travel as bytes. Graph-safe on NCCL."""
 
     op = "all_gather"
-    numerics: Numerics = "ordered"  # nothing is computed
+    numerics = "ordered"  # nothing is computed
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
         import torch

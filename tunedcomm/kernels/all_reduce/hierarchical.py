@@ -42,7 +42,7 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import lane_arguments
 from tunedcomm.space import Choice, Config, Space
-from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Hierarchical(AllReduceVariant):
     """The two kernels on the ranks of a node (`Workspace.nodes`), with the library's all_reduce between them."""
 
     name = "hierarchical"
-    numerics: Numerics = "library"
+    numerics = "library"
     summary = "over several nodes: reduce-scatter and all-gather within them, NCCL (gloo on CPUs) between them"
     kernels = (scatter_slices_kernel, gather_slices_kernel)
     space = Space(

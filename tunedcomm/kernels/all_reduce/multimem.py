@@ -32,7 +32,7 @@ from tunedcomm.kernels.common.packets import (
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.space import Choice, PowerOfTwo, Space
-from tunedcomm.spec import Limits, Numerics, Problem
+from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
@@ -119,7 +119,7 @@ class _Multimem(AllReduceVariant):
 
 class MultimemOneShot(_Multimem):
     name = "multimem_one_shot"
-    numerics: Numerics = "unordered"
+    numerics = "unordered"
     summary = "every rank loads sums that the switch makes (NVLink multicast)"
     kernels = (multimem_one_shot_kernel,)
     areas = ("multicast", "one_shot", "one_shot_bytes")
@@ -127,7 +127,7 @@ class MultimemOneShot(_Multimem):
 
 class MultimemTwoShot(_Multimem):
     name = "multimem_two_shot"
-    numerics: Numerics = "library"
+    numerics = "library"
     summary = "the switch sums each slice for its owner, whose one store reaches every rank (NVLink multicast)"
     kernels = (multimem_two_shot_kernel,)
     areas = ("multicast", "scatter", "gather")

@@ -62,7 +62,7 @@ from tunedcomm.kernels.gemm.tiles import (
     tile_product,
 )
 from tunedcomm.space import Choice, Config, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA
 
 if TYPE_CHECKING:
@@ -403,7 +403,6 @@ class QueueVariant(tiles.GemmVariant):
     """
 
     op = "ag_gemm"
-    numerics: Numerics = "ordered"
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return (

@@ -92,7 +92,7 @@ from tunedcomm.kernels.gemm.tiles import (
     tile_words,
 )
 from tunedcomm.space import Choice, Config, Space, Value
-from tunedcomm.spec import ITEMSIZE, Limits, Numerics, Problem
+from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import PANEL_DATA
 
 if TYPE_CHECKING:
@@ -581,7 +581,6 @@ class SlotVariant(tiles.GemmVariant):
     """
 
     op = "gemm_ar"
-    numerics: Numerics = "ordered"
     space = tiles.tile_space(num_blocks=Choice(1, 2, 64, 128, 132, 264))
     scatters = True  # partial tiles lie in their owner's panels, one of every rank
     gathers = True  # sums lie behind the partial tiles, and are copied to the result

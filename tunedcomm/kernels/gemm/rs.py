@@ -69,7 +69,7 @@ from tunedcomm.kernels.gemm import tiles
 from tunedcomm.kernels.gemm.op import out_itemsize, rows_of
 from tunedcomm.kernels.gemm.tiles import element_type, matrix, operand_b, rounded, scaled, tile_of, tile_product
 from tunedcomm.space import Axis, Choice, Config, Value
-from tunedcomm.spec import Limits, Numerics, Problem
+from tunedcomm.spec import Limits, Problem
 from tunedcomm.symm.layout import PANEL_COUNTERS_OFFSET, PANEL_DATA
 
 if TYPE_CHECKING:
@@ -462,7 +462,6 @@ class ScatterVariant(tiles.GemmVariant):
     """
 
     op = "gemm_rs"
-    numerics: Numerics = "ordered"
 
     def room(self, problem: Problem) -> int:
         """Bytes of panels."""

@@ -27,7 +27,7 @@ from tunedcomm.kernels.common.packets import (
 from tunedcomm.kernels.common.sync import store_packets
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, PowerOfTwo, Space
-from tunedcomm.spec import Limits, Numerics, Problem
+from tunedcomm.spec import Limits, Problem
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def multimem_kernel(
 
 class Multimem(ReduceScatterVariant):
     name = "multimem"
-    numerics: Numerics = "library"
+    numerics = "library"
     summary = "the switch sums each chunk for its owner (NVLink multicast)"
     kernels = (multimem_kernel,)
     space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
