@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE
-from tunedcomm.kernels.all_gather.lamport import LAMPORT as LAMPORT_GATHER
+from tunedcomm.kernels.all_gather.one_shot import LAMPORT as LAMPORT_GATHER
 from tunedcomm.kernels.all_gather.push import PUSH as PUSH_GATHER
 from tunedcomm.kernels.all_reduce.bias import BIAS_LAMPORT, BIAS_TWO_SHOT, BIAS_TWO_SHOT_LAMPORT
 from tunedcomm.kernels.all_reduce.lamport import LAMPORT, TWO_SHOT_LAMPORT
@@ -48,7 +48,7 @@ from tunedcomm.kernels.gemm.op import (
     wanted_of,
 )
 from tunedcomm.kernels.gemm.tiles import refuse_gemm, whole_packets
-from tunedcomm.kernels.reduce_scatter.lamport import LAMPORT as LAMPORT_SCATTER
+from tunedcomm.kernels.reduce_scatter.one_shot import LAMPORT as LAMPORT_SCATTER
 from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT as ONE_SHOT_SCATTER
 from tunedcomm.kernels.reduce_scatter.push import PUSH as PUSH_SCATTER
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value

@@ -1,21 +1,35 @@
-"""one_shot: every rank reads its chunk of all ranks' inputs and sums; one flag exchange a block.
+"""lamport, one_shot, multimem: every chunk goes to its owner, or is read by it, in one piece.
 
-Plain input: each rank copies the other ranks' chunks of its input into its own one-shot area, each from a whole packet
-on, the blocks exchange flags, and everybody reads its chunk of everybody's copy. Symmetric input: peers read the input
-itself, whatever its size. Flags and areas are used as by `all_gather`'s `pull`.
+**lamport.** Every rank pushes its chunks to their owners without flags; packets announce themselves. The protocol is
+that of all_reduce's `lamport`, with its two stages and its proof, but rank j is sent chunk j alone, and the own chunk
+never leaves. No chunk is empty, so every peer is sent at least one packet.
 
-Numerics: ordered; loads are issued for all ranks at once and added in rank order. Graph-safe.
-Source: the pull scheme of the one-shot all_reduce, of which each rank needs a part.
+**one_shot.** Every rank reads its chunk of all ranks' inputs and sums; one flag exchange a block. Plain input: each
+rank copies the other ranks' chunks of its input into its own one-shot area, each from a whole packet on, the blocks
+exchange flags, and everybody reads its chunk of everybody's copy. Symmetric input: peers read the input itself,
+whatever its size. Flags and areas are used as by all_gather's `pull`. Loads are issued for all ranks at once and added
+in rank order.
+
+**multimem.** The switch sums each rank's chunk of all ranks' copies with `multimem.ld_reduce`. The input is copied into
+the scatter area, chunk j from packet j × total on, flags, each rank loads the sums of its chunk through the multicast
+address, flags, after which nobody reads the scatter areas any more. Refused where the fabric reports no multicast.
+
+Numerics: ordered; multimem library (each element is summed once, for its one owner, in an order that is the switch's).
+Graph-safe: call counters and epochs live in the lane.
+Source: as all_reduce's `lamport`, the first half of a two-shot; the pull scheme of the one-shot all_reduce, of which
+each rank needs a part; NVLink SHARP as PyTorch's multimem operators use it.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_one_shot
+from tunedcomm.kernels.common.feasibility import blocks_and_threads, refuse_multicast, refuse_one_shot
 from tunedcomm.kernels.common.lane import (
     EPOCH_OFFSET,
+    STATE_OFFSET,
     address_of,
     arrive,
     await_peers,
@@ -23,12 +37,74 @@ from tunedcomm.kernels.common.lane import (
     read_counter,
     write_counter,
 )
-from tunedcomm.kernels.common.packets import insert_own, load_bytes, num_packets, sum_packets, write_elements
-from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import PullVariant
+from tunedcomm.kernels.common.packets import (
+    PACKET_BYTES,
+    arm,
+    insert_own,
+    load_bytes,
+    load_reduce,
+    mean_packets,
+    num_packets,
+    packets_of,
+    sum_packets,
+    write_elements,
+)
+from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
+from tunedcomm.kernels.common.variant import LamportVariant, PullVariant
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
+
+
+@triton.jit
+def lamport_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, arena, stage_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Push chunks to their owners, poll the own one, sum. Slot r of a stage holds rank r's packets, tightly packed."""
+    if PDL and not INTERPRET:
+        gdc_wait()
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    calls = read_counter(local, STATE_OFFSET)
+    stage = arena + (calls & 1) * stage_bytes
+    total = num_packets(numel, WIDTH)
+    nbytes = numel.to(tl.int64) * WIDTH
+    lanes, first, step = block_range(BLOCK)
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        left = nbytes - packet * 16
+        place = stage + (rank * total + packet) * 16
+        words = ()
+        for i in tl.static_range(WORLD_SIZE - 1):
+            owner = (rank + 1 + i) % WORLD_SIZE
+            words = words + load_bytes(x + owner * nbytes + packet * 16, left, here, ALIGN)
+        for i in tl.static_range(WORLD_SIZE - 1):
+            w0, w1, w2, w3 = arm(words[4 * i]), arm(words[4 * i + 1]), arm(words[4 * i + 2]), arm(words[4 * i + 3])
+            store_packets(peers[i] + place, w0, w1, w2, w3, here, REMOTE=True)
+    if PDL and not INTERPRET:
+        gdc_launch_dependents()
+
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        own = load_bytes(x + rank * nbytes + packet * 16, nbytes - packet * 16, here, ALIGN)
+        place = local + stage + packet * 16
+        words = poll_packets(place, total * 16, here, rank, timeout_ns, status, WORLD_SIZE)
+        empty = tl.full((BLOCK,), SENTINEL, tl.int32)
+        for i in tl.static_range(WORLD_SIZE):
+            store_packets(place + i * total * 16, empty, empty, empty, empty, here & (rank != i))
+        s0, s1, s2, s3 = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
+    write_counter(local, calls + 1, STATE_OFFSET)
+
+
+class Lamport(LamportVariant, ReduceScatterVariant):
+    name = "lamport"
+    summary = "chunks pushed to their owners without flags: packets announce themselves; best at small sizes"
+    kernels = (lamport_kernel,)
 
 
 @triton.jit
@@ -114,4 +190,61 @@ class OneShot(PullVariant, ReduceScatterVariant):
         )
 
 
+@triton.jit
+def multimem_kernel(
+    x, out, numel, local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, multicast, scatter,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, AVG: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Block b publishes and sums the same positions of every chunk, so blocks b wait for each other alone."""
+    peers = (q0, q1, q2, q3, q4, q5, q6)
+    epoch = read_counter(local, EPOCH_OFFSET)
+    total = num_packets(numel, WIDTH)
+    nbytes = numel.to(tl.int64) * WIDTH
+    lanes, first, step = block_range(BLOCK)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        for i in tl.static_range(WORLD_SIZE):
+            at = x + i * nbytes + packet * 16
+            w0, w1, w2, w3 = load_bytes(at, nbytes - packet * 16, here, ALIGN)
+            store_packets(local + scatter + (i * total + packet) * 16, w0, w1, w2, w3, here)
+    # Releases the copies, acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+    for start in tl.range(first, total, step):
+        packet = start + lanes
+        here = packet < total
+        offset = scatter + (rank * total + packet) * 16
+        sums = load_reduce(multicast, peers, local, offset, here, DTYPE, WORLD_SIZE)
+        s0, s1, s2, s3 = mean_packets(sums, DTYPE, AVG, WORLD_SIZE)
+        write_elements(out, packet, numel, s0, s1, s2, s3, here, WIDTH, ALIGN < 16)
+    # Says that this rank reads no scatter area any more.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 2, WORLD_SIZE)
+    await_peers(local, rank, epoch + 2, timeout_ns, status, WORLD_SIZE)
+    write_counter(local, epoch + 2, EPOCH_OFFSET)
+
+
+class Multimem(ReduceScatterVariant):
+    name = "multimem"
+    numerics = "library"
+    summary = "the switch sums each chunk for its owner (NVLink multicast)"
+    kernels = (multimem_kernel,)
+    space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
+    areas = ("multicast", "scatter")
+
+    def refuse(self, problem: Problem, limits: Limits) -> str | None:
+        if reason := refuse_multicast(limits) or super().refuse(problem, limits):
+            return reason
+        needed = problem.world_size * packets_of(problem.nbytes) * PACKET_BYTES
+        if needed > limits.staging_bytes:
+            return f"{problem.world_size} chunks take {needed} bytes; there are {limits.staging_bytes} of staging"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}
+
+
+LAMPORT = Lamport().register()
 ONE_SHOT = OneShot().register()
+MULTIMEM = Multimem().register()

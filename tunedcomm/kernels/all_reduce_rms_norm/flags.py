@@ -1,12 +1,17 @@
-"""two_shot: rows in chunks through reduce-scatter, all-gather and norm, ordered by flags.
+"""one_shot, two_shot: rows summed and taken through the norm, ordered by flags.
 
-Of every row, slice j of the packets belongs to rank j. A chunk of `rows` rows goes three ways: push each slice to its
-owner's scatter area, exchange flags, sum the own slices in rank order and push them into every rank's gather area,
-exchange flags, take the gathered rows through bias, residual and norm. Only sums travel, for y follows from them on
-every rank. Chunk c of block b of G has the rows b + (c · `rows` + j) · G for j < `rows`. Of the scatter
-area a chunk has `rows` × share packets from each rank, of the gather area whole rows.
+**one_shot.** Every rank reads all ranks' rows and takes their sums through the norm; one flag exchange a block. Areas,
+flags and lane rules are those of all_reduce's `one_shot` on plain input, row by row: a block copies its rows into the
+one-shot area, exchanges flags with the blocks of its number, and reads from the peers the rows that those copied.
 
-Each block does all three. Chunks overlap: a chunk is summed `lag` rounds after it was pushed and finished
+**two_shot.** Rows go in chunks through reduce-scatter, all-gather and norm. Of every row, slice j of the packets
+belongs to rank j. A chunk of `rows` rows goes three ways: push each slice to its owner's scatter area, exchange flags,
+sum the own slices in rank order and push them into every rank's gather area, exchange flags, take the gathered rows
+through bias, residual and norm. Only sums travel, for y follows from them on every rank. Chunk c of block b of G has
+the rows b + (c · `rows` + j) · G for j < `rows`. Of the scatter area a chunk has `rows` × share packets from each rank,
+of the gather area whole rows.
+
+Each block of two_shot does all three. Chunks overlap: a chunk is summed `lag` rounds after it was pushed and finished
 `lag` rounds after that, so the norm of one runs beside the transfer of the next ones, and with a lag of 2 a block
 seldom waits for flags at all.
 
@@ -17,8 +22,9 @@ block waited for their push of chunk d, which they make after they finished that
 all_reduce's `two_shot`. Of one's own slices the sums go to the own gather area by plain stores, which the block
 barriers of the next flags order before the same block's reads.
 
-Numerics: ordered (every element is summed once, by its slice's owner). Graph-safe.
-Source: the two-shot scheme of PyTorch's symmetric memory operators, with the norm in place of the last copy.
+Numerics: ordered (every element is summed in rank order; in two_shot once, by its slice's owner). Graph-safe.
+Source: all_reduce's `one_shot`, with the norm behind it as in Kraken's one-shot; the two-shot scheme of PyTorch's
+symmetric memory operators, with the norm in place of the last copy.
 """
 
 from __future__ import annotations
@@ -30,12 +36,71 @@ import triton.language as tl
 
 from tunedcomm.kernels.all_reduce_rms_norm.op import RmsNormVariant, row_packets, row_warps
 from tunedcomm.kernels.all_reduce_rms_norm.rows import finish_row, row_extras
+from tunedcomm.kernels.common.feasibility import refuse_one_shot
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, address_of, arrive, await_peers, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, insert_own, sum_packets
 from tunedcomm.kernels.common.sync import load_packets, store_packets
 from tunedcomm.kernels.common.variant import HOST_GRID, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space
 from tunedcomm.spec import Limits, Problem
+
+
+@triton.jit
+def rms_norm_one_shot_kernel(
+    x, weight, bias, residual, scale, out, residual_out, eps, tokens, row,
+    local, q0, q1, q2, q3, q4, q5, q6, rank, timeout_ns, status, area, area_bytes,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Publish own rows, exchange flags; then row by row: read all ranks', sum, add, normalise."""
+    epoch = read_counter(local, EPOCH_OFFSET)
+    mine = area + (epoch & 1) * area_bytes
+    peers = (q0 + mine, q1 + mine, q2 + mine, q3 + mine, q4 + mine, q5 + mine, q6 + mine)
+    at = tl.arange(0, BLOCK).to(tl.int64)
+    here = at < row
+    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        packet = at + r * row
+        w0, w1, w2, w3 = load_packets(x + packet * 16, here)
+        store_packets(local + mine + packet * 16, w0, w1, w2, w3, here)
+
+    # Releases the copies, acquires the peers'.
+    arrive(local, q0, q1, q2, q3, q4, q5, q6, rank, epoch + 1, WORLD_SIZE)
+    of_row = load_packets(weight + at * 16, here & (tl.program_id(0) < tokens))
+    await_peers(local, rank, epoch + 1, timeout_ns, status, WORLD_SIZE)
+
+    for r in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        packet = at + r * row
+        own = load_packets(x + packet * 16, here)
+        b, extra = row_extras(bias, residual, at, packet, here, BIAS, RESIDUAL)
+        words = ()
+        for i in tl.static_range(WORLD_SIZE):
+            source = address_of(peers, x, i, rank, WORLD_SIZE)
+            words = words + load_packets(source + packet * 16, here & (rank != i))
+        s = sum_packets(insert_own(words, own, rank, WORLD_SIZE), DTYPE, False, WORLD_SIZE)
+        finish_row(
+            s, b, extra, of_row, out, residual_out, scale, eps, row, packet, here, DTYPE, BIAS, RESIDUAL, FP8, BLOCK
+        )
+    write_counter(local, epoch + 1, EPOCH_OFFSET)
+
+
+class OneShot(RmsNormVariant):
+    name = "one_shot"
+    summary = "every rank reads all ranks' rows, sums and normalises them; one exchange of flags"
+    kernels = (rms_norm_one_shot_kernel,)
+    areas = ("one_shot", "one_shot_bytes")
+    space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 128), "num_warps": PowerOfTwo(1, 32)})
+
+    host_wish = HOST_GRID
+
+    def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if reason := super().refuse_config(problem, config, limits) or refuse_one_shot(problem, limits):
+            return reason
+        if int(config["num_blocks"]) > problem.shape[0]:
+            return f"{config['num_blocks']} blocks for {problem.shape[0]} rows: the others would have nothing to do"
+        return None
+
+    def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
+        return {"num_blocks": min(problem.shape[0], 128), "num_warps": row_warps(problem)}
 
 
 @triton.jit
@@ -205,4 +270,5 @@ class TwoShot(RmsNormVariant):
         return {"num_blocks": min(tokens, 132), "num_warps": row_warps(problem), "rows": rows, "lag": 1}
 
 
+ONE_SHOT = OneShot().register()
 TWO_SHOT = TwoShot().register()
