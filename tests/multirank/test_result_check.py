@@ -102,6 +102,10 @@ def right_kernels_pass(rank: int) -> None:
     odd = torch.randn(NUMEL)
     odd[::7], odd[1::7], odd[2::7] = float("nan"), float("inf"), -1e38
     held = torch.randn(4, 64)
+
+    def small(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(torch.float8_e4m3fn)
+
     symmetric_of = functools.partial(tunedcomm.symmetric_empty, dtype=torch.float32)
     calls = {
         ("all_reduce", "lamport"): [
@@ -126,6 +130,9 @@ def right_kernels_pass(rank: int) -> None:
         ("gemm_ar", "two_shot"): [
             lambda: tunedcomm.gemm_ar(torch.randn(16, 64).bfloat16(), torch.randn(32, 64).bfloat16().t())
         ],
+        ("gemm_rs", "push_reduce"): [
+            lambda: tunedcomm.gemm_rs(small(16, 64), small(32, 64).t(), scale_a=torch.ones(1), scale_b=torch.ones(1))
+        ],
         ("ag_gemm", "sm_persistent"): [
             lambda: tunedcomm.ag_gemm(torch.randn(16, 64).bfloat16(), torch.randn(64, 32).bfloat16())
         ],
@@ -139,6 +146,18 @@ def right_kernels_pass(rank: int) -> None:
             assert get_communicator().quarantined == {}, (op, variant)
 
 
+def numbers_that_are_not_finite_hide_nothing(rank: int) -> None:
+    """Nor do those whose squares are too large for fp32."""
+    launches.clear()
+    with settings({"TUNEDCOMM_CHECK": "6"}), tunedcomm.force("all_reduce", "stale"):
+        x = torch.ones(NUMEL)
+        x[:4] = torch.tensor([float("inf"), float("nan"), -float("inf"), 3e30])
+        for number in range(1, 6):
+            tunedcomm.all_reduce(x * number)
+        with pytest.raises(tunedcomm.WrongResultError, match="rank 1: output 0"):
+            tunedcomm.all_reduce(x * 6)
+
+
 def ranks_must_agree(rank: int) -> None:
     with settings({"TUNEDCOMM_CHECK": str(rank)}), pytest.raises(tunedcomm.AgreementError, match="check"):
         tunedcomm.all_reduce(torch.ones(5))
@@ -148,7 +167,8 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         off_asks_nothing, it_raises_on_every_rank_and_the_library_takes_over, it_falls_back_where_that_is_set,
-        the_caller_who_wants_ordered_sums_gets_no_others, right_kernels_pass, ranks_must_agree,
+        the_caller_who_wants_ordered_sums_gets_no_others, right_kernels_pass,
+        numbers_that_are_not_finite_hide_nothing, ranks_must_agree,
     )
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ from tunedcomm.dispatch.dispatcher import (
     forced_ops,
     note_force_mode,
 )
-from tunedcomm.dispatch.launches import Launch, fault_of, fresh_copies, no_intercept
+from tunedcomm.dispatch.launches import Launch, fault_of, fresh_copies, no_intercept, norm_of
 from tunedcomm.errors import AgreementError, InfeasibleError, UnsupportedInputError, WrongResultError
 from tunedcomm.selection.select import Decision
 from tunedcomm.space import Value
@@ -112,7 +112,7 @@ def _checked(
             launch(inputs, outputs, stream)
             return
         copies, expected = fresh_copies(inputs, outputs)
-        size = float(inputs[0].norm()) if problem.reduction and inputs[0].is_floating_point() else 0.0
+        size = norm_of(inputs[0]) if problem.reduction and inputs[0].is_floating_point() else 0.0
         launch(inputs, outputs, stream)
         by_library(copies, expected, stream)
         with no_intercept():
