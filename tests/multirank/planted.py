@@ -44,24 +44,25 @@ def ordered_reference(problem: Problem, inputs: Sequence[Tensors], rank: int) ->
     return (total,)
 
 
-register_op(
-    OpSpec(
-        name=OP,
-        summary="sum over ranks",
-        reductions=("sum",),
-        dtypes=("float32",),
-        shape_help="number of elements",
-        rank_of_shape=1,
-        make_inputs=make_inputs,
-        make_outputs=lambda problem, device: (torch.empty(problem.numel),),
-        reference=reference,
-        tolerance={"float32": 1e-6},
-        message_bytes=lambda problem: problem.nbytes,
-        busbw_factor=None,
-        default_shapes=lambda backend, itemsize: [(64,), (1024,)],
-        ordered_reference=ordered_reference,
+def plant_op(name: str) -> None:
+    register_op(
+        OpSpec(
+            name=name,
+            summary="sum over ranks",
+            reductions=("sum",),
+            dtypes=("float32",),
+            shape_help="number of elements",
+            rank_of_shape=1,
+            make_inputs=make_inputs,
+            make_outputs=lambda problem, device: (torch.empty(problem.numel),),
+            reference=reference,
+            tolerance={"float32": 1e-6},
+            message_bytes=lambda problem: problem.nbytes,
+            busbw_factor=None,
+            default_shapes=lambda backend, itemsize: [(64,), (1024,)],
+            ordered_reference=ordered_reference,
+        )
     )
-)
 
 
 def add_up(inputs: Tensors, outputs: Tensors) -> None:
@@ -73,6 +74,7 @@ def plant(
     name: str,
     bind: Callable[[Problem, Config, Any], Launch],
     *,
+    op: str = OP,
     space: Space | None = None,
     numerics: Numerics = "ordered",
     infeasible: Callable[[Problem, Config, Limits], str | None] = lambda problem, config, limits: None,
@@ -84,7 +86,7 @@ def plant(
 
     register_variant(
         Variant(
-            op=OP,
+            op=op,
             name=name,
             numerics=numerics,
             summary=name,
@@ -212,6 +214,7 @@ def never_feasible(problem: Problem, config: Config, limits: Limits) -> str | No
     return "planted: not on this machine"
 
 
+plant_op(OP)
 plant("library", good, numerics="library")
 # Far enough apart to be told apart on a busy machine; the fastest one is not for everybody.
 plant("good", good, space=Space({"delay_ms": Choice(40, 20, 100)}))

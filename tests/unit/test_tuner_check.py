@@ -110,6 +110,7 @@ def test_candidate_that_leaves_packets_in_an_arena_is_wrong() -> None:
     runner._gang = SimpleNamespace(
         communicator=SimpleNamespace(workspace=workspace), synchronize=bool, barrier=bool, vote=Vote
     )
+    runner._bench, runner._odd = None, []
     found = runner._left_clean(problem_of(), TrialResult(status="ok"))
     assert found.status == "incorrect"
     assert "4 words" in found.reason
@@ -264,3 +265,52 @@ def test_what_bind_raises_outside_of_the_compiler_says_where() -> None:
     wrapped = ValueError("wrapped")
     wrapped.__cause__ = compiler
     assert _bind_reason(wrapped) == "ValueError: wrapped"
+
+
+@pytest.mark.parametrize(
+    "like",
+    [torch.empty(5), torch.empty(4, 3, dtype=torch.bfloat16).t(), torch.empty(0), torch.empty(7, dtype=torch.uint8)],
+    ids=str,
+)
+@pytest.mark.parametrize("is_input", [False, True])
+def test_bytes_around_a_tensor_are_watched(like: torch.Tensor, is_input: bool) -> None:
+    guarded = check.guard(like, "it", is_input=is_input)
+    tensor = guarded.tensor
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
+    assert tensor.data_ptr() % 16 == 0
+    tensor.fill_(3)
+    assert not check.find_damage([guarded])
+    guarded.before[-20:-16] = 1
+    guarded.behind[9] = 2
+    said = check.find_damage([guarded])
+    assert "4 bytes before it, up to 20 bytes away" in said
+    assert "1 bytes behind it, up to 10 bytes away" in said
+    assert not check.find_damage([guarded]), "damage is told once"
+
+
+def test_memory_that_is_given_is_guarded_behind() -> None:
+    room = torch.zeros(32 + check.GUARD_BYTES + 100, dtype=torch.uint8)
+    guarded = check.guard(torch.empty(8), "it", is_input=True, room=room)
+    assert guarded.tensor.data_ptr() == room.data_ptr()
+    room[31] = 1
+    assert not check.find_damage([guarded])
+    room[32] = 1
+    assert "1 bytes behind it, up to 1 bytes away" in check.find_damage([guarded])
+    assert not room[-100:].any()
+
+
+@pytest.mark.parametrize(
+    ("done", "latency_us", "final", "more"),
+    [
+        (1500, 1.0, False, 0),
+        (10, 10.0, False, 1022),
+        (10, 300.0, False, 126),
+        (10, 3000.0, False, 62),
+        (10, 1e5, False, 0),
+        (150, 100.0, False, 0),
+        (150, 100.0, True, 882),
+        (10, 5e3, True, 126),
+    ],
+)
+def test_launches_until_a_late_check_cost_little(done: int, latency_us: float, final: bool, more: int) -> None:
+    assert check.launches_to_go(done, latency_us, final=final) == more

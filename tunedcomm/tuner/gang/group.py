@@ -125,24 +125,23 @@ class Gang:
         """Have the current stream wait until every rank's has come here: nothing waits on the host."""
         dist.all_reduce(self._token)
 
-    def input_buffers(self, problem: Problem, like: tuple[torch.Tensor, ...], slot: int) -> tuple[torch.Tensor, ...]:
-        """Tensors of the shapes of `like` to put inputs into: symmetric ones where the problem says so; collective.
+    def symmetric_rooms(self, problem: Problem, sizes: Sequence[int], slot: int) -> list[torch.Tensor | None]:
+        """Symmetric memory of these bytes, uint8, for each input; None where the problem takes any; collective.
 
-        Buffers of the same slot are used again by the next problem.
+        Memory of the same slot is used again by the next problem.
         """
         workspace = self.communicator.workspace
         if problem.input_kind == "plain" or workspace is None:
-            return tuple(torch.empty_like(tensor) for tensor in like)
-        tensors = []
-        for index, tensor in enumerate(like):
+            return [None] * len(sizes)
+        rooms: list[torch.Tensor | None] = []
+        for index, nbytes in enumerate(sizes):
             held = self._symmetric.get((slot, index))
-            if held is None or held.nbytes < tensor.nbytes:
-                held = allocate(self.communicator.group, self.device, max(tensor.nbytes, _MIN_BUFFER_BYTES))
+            if held is None or held.nbytes < nbytes:
+                held = allocate(self.communicator.group, self.device, max(nbytes, _MIN_BUFFER_BYTES))
                 self._symmetric[slot, index] = held
-            buffer = held.local[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            workspace.register(buffer, held)
-            tensors.append(buffer)
-        return tuple(tensors)
+            workspace.register(held.local, held)
+            rooms.append(held.local[:nbytes])
+        return rooms
 
     def synchronize(self) -> None:
         """Wait on the host for the device; raises whatever went wrong on it."""

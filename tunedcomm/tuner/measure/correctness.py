@@ -6,6 +6,9 @@ Two depths, because a check costs more than a measurement:
   numbers, random again) and no wait on the host between them, then one launch at each odd size near the shape;
 - *light*, at every further shape: one launch with random and one with whole numbers.
 
+What was timed well is launched with other inputs once more, after enough launches that counters have passed 64, 128 and
+1024, where that costs little: flags that wrap and buffers that are used again go wrong late.
+
 Every launch finds its outputs filled with NaN and every rank delayed by its own random time. Inputs are overwritten in
 stream order as soon as the rank's own launch is over, so that a variant whose peers still read them is found out.
 `ordered` variants must give the op's exact bits. Others may be off by the op's tolerance on random inputs, and by
@@ -14,6 +17,7 @@ nothing on whole numbers that the dtype can hold.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +39,20 @@ _MAX_DELAY_S = 0.002
 
 # What bits are compared with, by the reduction; without one nothing is computed.
 _ORDERED = {"sum": "ordered sum", "avg": "ordered average", "max": "maximum", "min": "minimum"}
+
+# Bytes on either side of what launches read and write. Those of inputs are NaN, so that a result which depends on them
+# is wrong; those of outputs differ, so that bytes which are copied from the one to the other are found.
+GUARD_BYTES = 16 << 10
+_INPUT_GUARD, _OUTPUT_GUARD = 0xFF, 0xA5
+
+# Launches after which a candidate is checked again, each with the most µs that getting there may cost in a search. The
+# finals may spend ten times as long.
+_LATE = ((1024, 20_000.0), (128, 100_000.0), (64, 250_000.0))
+_PAST = 8  # launches beyond the count
+_FINAL_FACTOR = 10
+
+# A process that takes less memory than this in a trial does not leak.
+LEAK_BYTES = 8 << 20
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -104,6 +122,90 @@ def fill_sentinel(tensors: Sequence[torch.Tensor]) -> None:
     """Fill outputs with what no right result holds: NaN, or the least whole number."""
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guarded:
+    """A tensor and the bytes around it that nobody may write.
+
+    Attributes:
+        tensor: what launches are given.
+        name: what it is in sentences.
+        before, behind: uint8, next to the tensor; `before` is empty where it begins an allocation.
+        pattern: what every guard byte holds.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    before: torch.Tensor
+    behind: torch.Tensor
+    pattern: int
+
+    def fill(self) -> None:
+        """Put the pattern into every guard byte."""
+        self.before.fill_(self.pattern)
+        self.behind.fill_(self.pattern)
+
+    def damage(self) -> torch.Tensor:
+        """Numbers of the guard bytes before and behind that were changed, int64."""
+        return torch.stack([(side != self.pattern).sum() for side in (self.before, self.behind)])
+
+    def explain(self) -> str:
+        """Say what was changed, and how far away the farthest byte is."""
+        found = []
+        for side, where in ((self.before.flip(0), "before"), (self.behind, "behind")):
+            if changed := (side != self.pattern).nonzero().flatten().tolist():
+                found.append(f"{len(changed)} bytes {where} {self.name}, up to {changed[-1] + 1} bytes away")
+        return " and ".join(found)
+
+
+def guard(like: torch.Tensor, name: str, *, is_input: bool, room: torch.Tensor | None = None) -> Guarded:
+    """A tensor like `like`, strides included, with guard bytes around it.
+
+    `room` is memory to take instead of new one, uint8: the tensor begins where it does.
+    """
+    span = like.element_size() * (1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)))
+    # The offset is a multiple of what allocators align to: the tensor lies as if it were alone.
+    begin, size = (GUARD_BYTES, span if like.numel() else 0) if room is None else (0, like.nbytes)
+    if room is None:
+        padded = -(-size // 16) * 16
+        room = torch.empty(2 * GUARD_BYTES + padded, dtype=torch.uint8, device=like.device)
+    room = room[: begin + size + GUARD_BYTES]
+    elements = room[begin : begin + size].view(like.dtype)
+    tensor = elements.as_strided(like.shape, like.stride(), elements.storage_offset())
+    guarded = Guarded(tensor, name, room[:begin], room[begin + size :], _INPUT_GUARD if is_input else _OUTPUT_GUARD)
+    guarded.fill()
+    return guarded
+
+
+def find_damage(guarded: Sequence[Guarded]) -> str:
+    """Say which guard bytes were changed, and restore them; empty if none were. Waits for the device."""
+    changed = torch.stack([one.damage() for one in guarded]).sum(1).tolist() if guarded else []
+    found = [one for one, count in zip(guarded, changed, strict=True) if count]
+    text = "; ".join(one.explain() for one in found)
+    for one in found:
+        one.fill()
+    return text and f"wrote out of bounds: {text}"
+
+
+def launches_to_go(done: int, latency_us: float, *, final: bool) -> int:
+    """Further launches before a candidate that has made `done` is checked again, as many as cost little."""
+    for count, most_us in _LATE:
+        if done >= count + _PAST:
+            return 0
+        if (count + _PAST - done) * latency_us <= most_us * (_FINAL_FACTOR if final else 1):
+            return count + _PAST - done
+    return 0
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory that this process holds on the host, and what is taken on the device but for PyTorch's cache."""
+    with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - read many times
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if device.type != "cuda":
+        return resident
+    free, total = torch.cuda.mem_get_info(device)
+    return resident + total - free - torch.cuda.memory_reserved(device) + torch.cuda.memory_allocated(device)
 
 
 def rank_delay(seed: int, rank: int, step: int, device: torch.device) -> None:

@@ -29,7 +29,7 @@ from tunedcomm.tuner.gang.protocol import (
 )
 from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
-from tunedcomm.tuner.measure.correctness import Case, Judgement, Launch, Tensors
+from tunedcomm.tuner.measure.correctness import Case, Guarded, Judgement, Launch, Tensors
 from tunedcomm.tuner.measure.timing import Contender
 
 
@@ -52,6 +52,10 @@ class CompileCount:
 # (kind, number) of the cases to launch.
 Plan: TypeAlias = list[tuple[str, int]]
 _SLOT_OF_SECOND = 3  # behind those of the odd shapes
+# What a candidate is launched with after it was timed: timed launches have other inputs.
+_LATE_PLAN: Plan = [("integers", 0)]
+# Launches of a candidate that seems to leak: it does if every batch takes more memory.
+_LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -84,6 +88,7 @@ class Bench:
         self._slot = slot
         self.inputs: Tensors = ()
         self.outputs: Tensors = ()
+        self._guarded: list[Guarded] = []
         self._second: tuple[Tensors, Tensors] | None = None  # inputs and outputs of every other launch of a graph
 
     def make_cases(self, plan: Plan) -> None:
@@ -99,8 +104,22 @@ class Bench:
             self._second = self._buffers(_SLOT_OF_SECOND)
 
     def _buffers(self, slot: int) -> tuple[Tensors, Tensors]:
-        inputs = self._gang.input_buffers(self.problem, self.case("random", 0).inputs, slot)
-        return inputs, inputs if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
+        like, shape = self.case("random", 0).inputs, f"of shape {self.problem.shape}"
+        sizes = [tensor.nbytes + check.GUARD_BYTES for tensor in like]
+        rooms = self._gang.symmetric_rooms(self.problem, sizes, slot)
+        inputs = [
+            check.guard(tensor, f"input {number} {shape}", is_input=True, room=room)
+            for number, (tensor, room) in enumerate(zip(like, rooms, strict=True))
+        ]
+        made = () if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
+        outputs = [check.guard(t, f"output {number} {shape}", is_input=False) for number, t in enumerate(made)]
+        self._guarded += [*inputs, *outputs]
+        given = tuple(one.tensor for one in inputs)
+        return given, given if self.problem.in_place else tuple(one.tensor for one in outputs)
+
+    def find_damage(self) -> str:
+        """Say what launches wrote next to their tensors since the last call; empty if nothing."""
+        return check.find_damage(self._guarded)
 
     def try_room(self, plan: Plan, *, timed: bool) -> None:
         """Take once the memory that a check, and the timing, take beside all that: right results are judged."""
@@ -138,11 +157,20 @@ class Bench:
             self._further = measure.further_turns(self.case("random", 0).inputs, cold=cold)
         return self._further
 
+    @property
+    def _handle(self) -> int:
+        return self._stream.cuda_stream if self._stream is not None else 0
+
+    def repeat(self, launch: Launch, count: int) -> None:
+        """Launch with the inputs as they are, and wait."""
+        for _ in range(count):
+            launch(self.inputs, self.outputs, self._handle)
+        self._gang.synchronize()
+
     def check(self, launch: Launch, plan: Plan, *, ordered: bool) -> Judgement:
         """Launch every case of `plan` in a row, then judge them all; the first wrong one decides."""
         cases = [self.case(kind, number) for kind, number in plan]
-        handle = self._stream.cuda_stream if self._stream is not None else 0
-        results = []
+        handle, results = self._handle, []
         for step, case in enumerate(cases):
             self.load(case)
             check.rank_delay(self._seed, self._gang.rank, step, self._gang.device)
@@ -263,8 +291,9 @@ class TrialRunner:
         self._odd: list[Bench] = []
         self._fits: set[bool] = set()  # for which checks, full or not, the bench is made
         self._compiles = CompileCount()
-        # Of the trial under way: the error that its check found, and what binding took.
+        # Of the trial under way: the error that its check found, memory taken after it, and what binding took.
         self._error: float | None = None
+        self._memory_bytes = 0
         self._bind_s, self._num_compiled = 0.0, 0
 
     def run(self, command: Command) -> TrialResult:
@@ -287,15 +316,18 @@ class TrialRunner:
         return replace(outcome, bind_s=self._bind_s, compiled=self._num_compiled)
 
     def _left_clean(self, problem: Problem, outcome: TrialResult) -> TrialResult:
-        """The outcome, unless launches left packets in an arena: those would be the next candidate's wrong results."""
-        workspace = self._gang.communicator.workspace
-        if workspace is None:
-            return outcome
+        """The outcome, unless launches wrote where they may not, or left packets in an arena.
+
+        Those would be the next candidate's wrong results, or its crash.
+        """
         self._gang.synchronize()
         self._gang.barrier()
-        count = workspace.rearm(problem.mode)
-        reason = f"left {count} words in the arena, which a later call would take for data" if count else ""
-        vote = self._gang.vote(Trouble.INCORRECT if count else Trouble.NONE, reason)
+        benches = [*([] if self._bench is None else [self._bench]), *self._odd]
+        faults = [damage for bench in benches if (damage := bench.find_damage())]
+        workspace = self._gang.communicator.workspace
+        if workspace is not None and (count := workspace.rearm(problem.mode)):
+            faults.append(f"left {count} words in the arena, which a later call would take for data")
+        vote = self._gang.vote(Trouble.INCORRECT if faults else Trouble.NONE, "; ".join(faults))
         if not vote.trouble:
             return outcome
         return TrialResult(status=vote.trouble.status, reason=vote.reason, error=outcome.error)
@@ -364,6 +396,7 @@ class TrialRunner:
         vote = self._check(bench, bound, ordered=ordered, full=command.full_check)
         self._error = vote.number if math.isfinite(vote.number) else None
         _accept(vote)
+        self._memory_bytes = check.memory_bytes(self._gang.device)
         return self._time(bench, bound.launch, candidate, command, ordered=ordered)
 
     def _bind(self, bench: Bench, candidate: Candidate, *, full: bool) -> _Bound:
@@ -495,8 +528,44 @@ class TrialRunner:
             return pruned(command, look, self._error)
         contenders = [contender] if bench.contender is None else [contender, bench.contender]
         latencies = self._rounds(bench, lambda: contenders, len(contenders), rounds)
+        done = (self._settings.first_rounds + rounds) * contender.calls
+        more = check.launches_to_go(done, latencies[0].p50_us, final=command.final)
+        self._check_late(bench, contender, launch, done, more, ordered=ordered)
         baseline_us = latencies[1].p50_us if len(latencies) > 1 else None
         return TrialResult(status="ok", latency=latencies[0], baseline_us=baseline_us, error=self._error)
+
+    def _check_late(
+        self, bench: Bench, contender: Contender, launch: Launch, done: int, more: int, *, ordered: bool
+    ) -> None:
+        """Check what has made `done` launches, and makes `more` first, with other inputs than those; find its leaks."""
+
+        def action() -> Judgement:
+            for _ in range(-(-more // contender.calls)):
+                contender.run()
+            return bench.check(launch, _LATE_PLAN, ordered=ordered)
+
+        found, trouble, reason = self._guard(action)
+        if found is not None and not found.right:
+            trouble, reason = Trouble.INCORRECT, f"after {done + more} launches that were timed: {found.reason}"
+        grown = check.memory_bytes(self._gang.device) - self._memory_bytes
+        vote = _accept(self._gang.vote(trouble, reason, count=max(0, grown)))
+        if vote.count > check.LEAK_BYTES:
+            self._find_leak(bench, launch)
+
+    def _find_leak(self, bench: Bench, launch: Launch) -> None:
+        """Refuse a candidate of which every batch of launches takes more memory; what it keeps for later is no leak."""
+        total = 0
+        for _ in range(_LEAK_BATCHES):
+            before = check.memory_bytes(self._gang.device)
+            _, trouble, reason = self._guard(lambda: bench.repeat(launch, _LEAK_LAUNCHES))
+            grown = check.memory_bytes(self._gang.device) - before
+            vote = _accept(self._gang.vote(trouble, reason, count=max(0, grown)))
+            if vote.count < check.LEAK_BYTES // _LEAK_BATCHES:
+                return
+            total += vote.count
+        count = _LEAK_BATCHES * _LEAK_LAUNCHES
+        reason = f"leaks memory: {count} launches took {total >> 20} MiB, more in each of {_LEAK_BATCHES} batches"
+        raise _RefusedError(Vote(Trouble.INCORRECT, reason))
 
     def _check_replay(self, bench: Bench, contender: Contender, launch: Launch, *, ordered: bool) -> None:
         found, trouble, reason = self._guard(lambda: bench.check_replay(contender, launch, ordered=ordered))
