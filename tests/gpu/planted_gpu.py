@@ -129,6 +129,40 @@ def wrong_second_launch(launch: Launch, problem: Problem) -> Launch:
     return run
 
 
+def turns_wrong_late(launch: Launch, problem: Problem) -> Launch:
+    """Right for 60 launches, replayed ones too, then it gives what the launch before should have given."""
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    kept = torch.zeros(problem.numel, dtype=getattr(torch, problem.dtype), device="cuda")
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        result = outputs[0].clone()
+        count.add_(1)
+        outputs[0].copy_(torch.where(count > 60, kept, result))
+        kept.copy_(result)
+
+    return run
+
+
+def writes_behind_its_output(launch: Launch, problem: Problem) -> Launch:
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        outputs[0].as_strided((8,), (1,), outputs[0].storage_offset() + problem.numel).fill_(7.0)
+
+    return run
+
+
+def leaks(launch: Launch, problem: Problem) -> Launch:
+    kept: list[torch.Tensor] = []
+
+    def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+        launch(inputs, outputs, stream)
+        if not torch.cuda.is_current_stream_capturing():
+            kept.append(torch.ones(50 << 20, dtype=torch.uint8, device="cuda"))
+
+    return run
+
+
 def plant(name: str, spoil: Callable[[Launch, Problem], Launch]) -> None:
     def infeasible(problem: Problem, config: Config, limits: Limits) -> str | None:
         near = abs(problem.numel - SHAPE[0]) < 64  # the odd shapes next to it are part of its check

@@ -82,8 +82,9 @@ def test_a_sweep_survives_every_kind_of_bad_candidate(tmp_path: Path) -> None:
         assert [t.status for t in mine] == [status], (name, [(t.status, t.reason) for t in mine])
         assert mine[0].reason
     assert faulty["reason"] == "done"
-    # Times of ranks that share a GPU mean nothing.
-    assert SHARED or faulty["seconds"] <= 2 * clean["seconds"] + sum(WAITED_FOR.values())
+    # Times of ranks that share a GPU mean nothing. What crashed has a fresh gang to crash in again.
+    again_s = faulty["starts_s"] / faulty["gangs"] * sum(status == "crashed" for status in BAD.values())
+    assert SHARED or faulty["seconds"] <= 2 * clean["seconds"] + sum(WAITED_FOR.values()) + again_s
     time.sleep(2)
     assert all(now <= then + 64 for now, then in zip(memory_used(), before, strict=True)), "GPU memory is left"
     left = subprocess.run(["pgrep", "-f", "tunedcomm.tuner.gang.worker"], capture_output=True, text=True, check=False)

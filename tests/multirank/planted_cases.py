@@ -5,6 +5,9 @@ from __future__ import annotations
 OP = "planted_sum"
 # An op of its own whose library is slow, with variants that look right, in `planted_late`.
 LATE_OP = "planted_late_sum"
+# Elements of a problem whose library crashes in a process that `damages` has run in, and of one whose library always
+# crashes.
+NEXT, NEVER = 128, 256
 GOOD = ("good(delay_ms=100)", "good(delay_ms=20)", "good(delay_ms=40)")
 # Elements of a problem for which a rank has no memory, and of one for whose check it has none; nobody else asks for
 # these shapes.

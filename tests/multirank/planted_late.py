@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
+import signal
 import time
 from typing import Any
 
 import torch
 from planted import Launch, Tensors, add_up, plant, plant_op
-from planted_cases import LATE_BAD, LATE_OP
+from planted_cases import LATE_BAD, LATE_OP, NEVER, NEXT
 
 from tunedcomm.space import Config
 from tunedcomm.spec import Problem
 
 _LEAK_BYTES = 50 << 20
 _launches = itertools.count()
+# Set once a process is damaged, which the library dies of at `NEXT`.
+_damaged: list[bool] = []
 
 
 def library(problem: Problem, config: Config, workspace: Any) -> Launch:
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        if (_damaged and problem.numel == NEXT) or problem.numel == NEVER:
+            os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(0.2)
         add_up(inputs, outputs)
 
@@ -33,6 +39,14 @@ def good(problem: Problem, config: Config, workspace: Any) -> Launch:
     def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
         time.sleep(0.1)
         add_up(inputs, outputs)
+
+    return launch
+
+
+def damages(problem: Problem, config: Config, workspace: Any) -> Launch:
+    def launch(inputs: Tensors, outputs: Tensors, stream: int) -> None:
+        add_up(inputs, outputs)
+        _damaged[:] = [True]
 
     return launch
 
@@ -92,5 +106,5 @@ def writes_before_its_input(problem: Problem, config: Config, workspace: Any) ->
 
 plant_op(LATE_OP)
 plant("library", library, op=LATE_OP, numerics="library")
-for _name in ("good", "settles", *LATE_BAD):
+for _name in ("good", "settles", "damages", *LATE_BAD):
     plant(_name, globals()[_name], op=LATE_OP)

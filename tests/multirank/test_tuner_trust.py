@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from planted_cases import LATE_BAD, LATE_OP, OP
+from planted_cases import LATE_BAD, LATE_OP, NEVER, NEXT, OP
 
 from tunedcomm import spec
+from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
-from tunedcomm.tuner.search.sweep import SweepOutcome, SweepSpec, sweep
+from tunedcomm.dispatch.communicator import limits_for
+from tunedcomm.selection.select import Registered, choose
+from tunedcomm.tuner.search.sweep import SweepOutcome, SweepSpec, hash_if_known, sweep
 
 pytestmark = pytest.mark.slow
 
@@ -72,3 +75,24 @@ def test_the_good_variants_beside_them_are_taken(swept: tuple[SweepOutcome, list
     (problem,) = outcome.problems
     assert problem.best is not None
     assert problem.best.variant in ("good", "settles")
+
+
+def test_damage_is_not_charged_to_the_library(tmp_path: Path) -> None:
+    outcome, trials = swept_at(tmp_path / "tuned.db", "good", "damages", shapes=((64,), (NEXT,), (NEVER,)))
+    by_size = {size: [t for t in trials if t.problem.shape == (size,)] for size in (64, NEXT, NEVER)}
+    for size in (64, NEXT):
+        assert {t.status for t in by_size[size] if t.variant == "library"} == {"ok"}
+    assert {t.status for t in by_size[NEXT] if t.variant == "good"} == {"ok"}
+    assert [t.status for t in by_size[NEXT] if t.variant == "damages"] == ["crashed"]
+    assert [t.status for t in by_size[NEVER] if t.variant == "library"] == ["crashed"]
+    assert [result.library_failure is None for result in outcome.problems] == [True, True, False]
+    assert outcome.problems[1].best is not None
+    assert outcome.problems[1].best.variant == "good"
+    assert outcome.problems[1].library_us is not None
+    assert outcome.dropped == ()
+    with Database.open(tmp_path / "tuned.db") as database:
+        snapshot = load_snapshot(trials[0].environment, 2, layers=[Layer("user", database.target)], strict=True)
+    limits = limits_for(trials[0].environment, 2)
+    for result in outcome.problems:
+        chosen = choose(snapshot, result.problem, Registered(limits, hash_if_known)).candidate
+        assert result.best is None or result.best.candidate == chosen

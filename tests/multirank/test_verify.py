@@ -124,5 +124,5 @@ def test_dispatch_goes_by_what_was_found(verified: tuple[VerifyOutcome, Path]) -
 def test_gangs_that_were_lost_are_replaced(verified: tuple[VerifyOutcome, Path]) -> None:
     """Each is lost at its own problem, and may have been before where it was timed for a neighbour's sake."""
     outcome, _ = verified
-    assert outcome.num_gangs == 5
+    assert outcome.num_gangs == 7  # what crashed is tried again in a fresh one
     assert len([r for r in outcome.wrong if "default" in r.winner.policies]) == 4

@@ -160,6 +160,15 @@ def test_problem_without_a_candidate_is_exit_code_1(monkeypatch: pytest.MonkeyPa
     assert str(PROBLEM) in shown.stderr
 
 
+def test_problem_without_a_baseline_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = outcome()
+    crashed = replace(best(detect(None)), variant="library", config={}, status="crashed", reason="planted")
+    done = replace(done, problems=(replace(done.problems[0], library_failure=crashed),))
+    shown = start(Sweep(done), monkeypatch)
+    assert shown.exit_code == 1
+    assert f"no baseline at {PROBLEM}" in shown.stderr
+
+
 def test_interrupted_sweep_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = start(Sweep(KeyboardInterrupt()), monkeypatch)
     assert shown.exit_code == 1

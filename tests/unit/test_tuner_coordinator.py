@@ -286,17 +286,81 @@ def test_killed_gangs_are_counted_in_a_row() -> None:
     assert {trial.status for _, trial in site.store.rows if trial.candidate == LIBRARY} == {"ok"}
 
 
-def test_library_that_takes_the_gang_along_is_blamed_and_not_bound_again() -> None:
+def test_crash_is_charged_only_in_a_fresh_gang() -> None:
+    site = Site(0, Store(), gangs=2)
+    for _ in range(4):
+        site.step(0)
+    suspect = begun(site, 0)
+    assert site.coordinator.lost(0, "crashed", "planted", begun=suspect) is None
+    site.commands.pop(0)
+    assert site.step(1) == "trial"
+    assert begun(site, 1) != suspect, "the other gang is not fresh"
+    site.coordinator.gang_ready(0, replay().environment, limits())
+    site.step(0)
+    assert begun(site, 0) == suspect
+    row = lose(site, 0, suspect)
+    assert row is not None
+    assert (row.candidate, row.status) == (suspect, "crashed")
+
+
+def test_crash_that_a_fresh_gang_does_not_have_is_nobodys() -> None:
+    site = Site(0, Store(), gangs=1)
+    for _ in range(4):
+        site.step(0)
+    suspect = begun(site, 0)
+    assert lose(site, 0, suspect) is None
+    site.step(0)
+    assert begun(site, 0) == suspect
+    site.step(0)
+    (trial,) = [trial for _, trial in site.store.rows if trial.candidate == suspect]
+    assert trial.status in ("ok", "pruned")
+
+
+def test_gangs_wait_for_what_a_fresh_one_tries_again_and_take_it_over_if_none_comes() -> None:
+    site = Site(0, Store(), gangs=2, variants=("torch_one_shot",), finals=False)
+    site.step(0)
+    site.step(0)
+    suspect = site.commands.pop(0)
+    assert suspect.candidate is not None
+    assert site.coordinator.lost(0, "crashed", "planted", begun=suspect.candidate) is None
+    while (kind := site.step(1)) == "trial":
+        assert begun(site, 1) != suspect.candidate or site.commands[1].problem != suspect.problem
+    assert kind == "wait"
+    site.coordinator.abandon(0)
+    site.step(1)
+    assert site.commands[1].trial == suspect.trial
+
+
+def test_library_that_takes_a_fresh_gang_along_is_blamed_and_not_bound_again() -> None:
     site = Site(0, Store(), gangs=1)
     for _ in range(4):
         site.step(0)
     expected = begun(site, 0)
+    assert lose(site, 0, LIBRARY) is None
+    site.step(0)
+    assert (begun(site, 0), site.commands[0].baseline) == (expected, LIBRARY)
     row = lose(site, 0, LIBRARY)
     assert row is not None
     assert row.candidate == LIBRARY
     site.step(0)
     assert begun(site, 0) == expected
     assert site.commands[0].baseline is None
+
+
+def test_library_is_tried_at_every_problem_and_again_in_the_next_sweep() -> None:
+    store = Store()
+    for _ in range(2):
+        site = Site(0, store, gangs=1, finals=False)
+        tried: list[Problem | None] = []
+        while site.step(0) == "trial":
+            if begun(site, 0) == LIBRARY:
+                tried.append(site.commands[0].problem)
+                if lose(site, 0, LIBRARY) is None:
+                    site.step(0)
+                    assert begun(site, 0) == LIBRARY
+                    assert lose(site, 0, LIBRARY) is not None
+        assert sorted(filter(None, tried)) == sorted(PROBLEMS)
+        assert not site.coordinator.dropped
 
 
 def test_lost_final_is_given_out_again() -> None:

@@ -275,7 +275,7 @@ def test_summary_prefers_finals_and_the_interleaved_baseline() -> None:
         record("two_shot", 3.0, numerics="unordered", final=True),
         record("lamport", None, "hung", reason="x"),
     ]
-    result = summarise_problem(PROBLEM, trials)
+    result = summarise_problem(PROBLEM, trials, Candidate.of("all_reduce", "one_shot", {}))
     assert result.best is not None
     assert (result.best.variant, result.best.latency_p50_us) == ("one_shot", 4.0)
     assert result.speedup == 3.0
@@ -283,15 +283,13 @@ def test_summary_prefers_finals_and_the_interleaved_baseline() -> None:
     assert result.num_trials == 3
 
 
-def test_summary_leaves_out_what_failed_after_it_was_good() -> None:
-    good = [record("library", 10.0, final=True), record("one_shot", 4.0, baseline_p50_us=12.0, final=True)]
-    wrong = record("one_shot", None, "incorrect", reason="x")
-    for trials, best in (([*good, wrong], "library"), ([wrong, *good], "one_shot")):
-        result = summarise_problem(PROBLEM, trials)
-        assert result.best is not None
-        assert (result.best.variant, result.failures) == (best, {"incorrect": 1})
+def test_summary_tells_a_library_that_failed_at_last() -> None:
+    good, wrong = record("library", 10.0), record("library", None, "crashed", reason="x")
+    assert summarise_problem(PROBLEM, [wrong, good], good.candidate).library_failure is None
+    found = summarise_problem(PROBLEM, [good, wrong], None)
+    assert (found.library_failure, found.best) == (wrong, None)
 
 
 def test_summary_of_nothing_has_no_winner() -> None:
-    result = summarise_problem(PROBLEM, [record("lamport", None, "crashed", reason="x")])
+    result = summarise_problem(PROBLEM, [record("lamport", None, "crashed", reason="x")], None)
     assert (result.best, result.speedup, result.failures) == (None, None, {"crashed": 1})

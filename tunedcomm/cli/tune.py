@@ -195,7 +195,7 @@ def tune(
 
 
 def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str | None, *, as_json: bool) -> None:
-    """Say what failed; exit with code 1 if a problem has no candidate that runs, or a named variant runs nowhere.
+    """Say what failed; exit with code 1 if a problem has no candidate or baseline, or a named variant runs nowhere.
 
     Told are variants that were `named`, and others of which nothing runs.
     """
@@ -230,9 +230,18 @@ def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str
     unsolved = [problem for outcome in outcomes for problem in outcome.unsolved]
     if unsolved:
         lines.append("no candidate runs: " + "; ".join(map(str, unsolved)))
+    without = [r.library_failure for o in outcomes for r in o.problems if r.library_failure is not None]
+    for trial in without:
+        lines.append(
+            f"no baseline at {trial.problem}: the library {trial.status}: {trial.reason}; run the command again"
+        )
     for line in lines:
         say(line, as_json=as_json)
-    if unsolved or any(fate.is_broken and fate.variant in named for outcome in outcomes for fate in outcome.fates):
+    if (
+        unsolved
+        or without
+        or any(fate.is_broken and fate.variant in named for outcome in outcomes for fate in outcome.fates)
+    ):
         raise typer.Exit(1)
 
 

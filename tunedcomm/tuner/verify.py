@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
@@ -16,7 +15,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
-from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops, variants
+from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops
 from tunedcomm.tuner.gang.protocol import LOST, Command, Settings
 from tunedcomm.tuner.search.claims import Claim
 from tunedcomm.tuner.search.coordinator import Coordinator, Finals
@@ -26,6 +25,7 @@ from tunedcomm.tuner.search.sweep import (
     Progress,
     Running,
     compile_ahead,
+    hash_if_known,
     load_variants,
     resolve_machine,
     source_hash,
@@ -424,11 +424,6 @@ def verify(
         return running.run()
 
 
-def _source_hash(op: str, variant: str) -> str | None:
-    found = variants(op).get(variant)
-    return None if found is None else kernels.source_hash(found)
-
-
 class _Verify(Running):
     """A verification under way."""
 
@@ -473,7 +468,7 @@ class _Verify(Running):
         snapshot = load_snapshot(
             environment, self._settings.world_size, layers=spec.layers, strict=spec.layers is not None
         )
-        found = stored_winners(snapshot, limits, _source_hash, spec.wants)
+        found = stored_winners(snapshot, limits, hash_if_known, spec.wants)
         first = sorted(found, key=lambda problem: (found[problem].age, problem))[: spec.limit]
         self._winners = {problem: found[problem] for problem in sorted(first)}
         if self._database is not None and self._winners:

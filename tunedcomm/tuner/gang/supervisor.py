@@ -235,6 +235,7 @@ class Supervisor:
                 f"{self._fruitless[gang.slot]} gangs of {self._settings.world_size} processes in a row {status} "
                 f"without measuring anything; the last one: {reason}. Run `tunedcomm doctor` on this machine"
             )
+            self._coordinator.abandon(gang.slot)
             if len(self._gangs) > 1:
                 _log.error("%s; the other gangs go on", self._failure)
 

@@ -19,7 +19,7 @@ from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem, get_variant
 from tunedcomm.tuner.gang.protocol import FAILED, LOST, TOO_LARGE, Command, Settings, TrialResult
 from tunedcomm.tuner.search.claims import Claim, Claims
-from tunedcomm.tuner.search.knowledge import Knowledge
+from tunedcomm.tuner.search.knowledge import Knowledge, is_library
 from tunedcomm.tuner.search.study import (
     Search,
     default_candidates,
@@ -312,6 +312,10 @@ class Coordinator:
         # Problem that a gang is at, and whether in the finals: it keeps to it, whose tensors it holds.
         self._at: dict[int, tuple[Problem, bool]] = {}
         self._running: dict[int, Command] = {}
+        # Gangs in which no trial has ended yet, and what a slot's next gang runs first: the last one died of it, or of
+        # what had run there before.
+        self._fresh: set[int] = set()
+        self._again: dict[int, Command] = {}
         self._held: dict[tuple[Problem, Candidate, bool], Claim] = {}  # on what runs, in the finals or not
         self._blocked, self._too_large = set[Problem](), set[Problem]()  # others' searches that finals wait for
         self._lost, self._killed = Counter[str](), Counter[tuple[Problem, Candidate]]()
@@ -324,6 +328,7 @@ class Coordinator:
         Raises:
             TuningError: it does not run in the environment of the first one.
         """
+        self._fresh.add(gang)
         if self.environment is None:
             self.environment, self.limits = environment, limits
             self.knowledge = Knowledge(
@@ -343,6 +348,12 @@ class Coordinator:
 
     def next(self, gang: int) -> Command:
         """The next command for a gang that runs nothing."""
+        if (again := self._again.pop(gang, None)) is not None:
+            problem, candidate = again.trial
+            if candidate.variant not in self.dropped:
+                self._fresh.add(gang)  # blamed next time in any case: nothing is tried for ever
+                return self._assign(gang, problem, candidate, final=again.final)
+            self._give_back(again)
         over = -1
         # Again where a search turned out to be over: it may be the last of its family, whose finals come first.
         while over != len(self.searched):
@@ -352,14 +363,20 @@ class Coordinator:
                     return command
                 if len(self.searched) != over:
                     break
-        if self._running or (self.has_time and self._is_elsewhere()):
+        if self._running or (self.has_time and (self._again or self._is_elsewhere())):
             return Command(kind="wait")
         return Command(kind="end", reason="budget" if not self.has_time else "done")
 
     def learn(self, gang: int, result: TrialResult) -> Trial | None:
-        """Take in how the trial that `gang` was told to run ended; None if another supervisor has stored one since."""
+        """Take in how the trial that `gang` was told to run ended.
+
+        Returns:
+            Its row; None if it is tried again, or if another supervisor has stored one since.
+        """
         command = self._running.pop(gang)
         problem, candidate = command.trial
+        doubtful = self._is_doubtful(gang, candidate, result.status)
+        self._fresh.discard(gang)
         self._killed.pop((problem, candidate), None)
         if result.status == TOO_LARGE:
             self._skip(command, result.reason)
@@ -367,13 +384,20 @@ class Coordinator:
         if self._was_taken_over(command):
             self._give_back(command)  # the other supervisor stores its row
             return None
+        if doubtful:
+            self._again[gang] = command
+            return None
         claim = self._held.pop((problem, candidate, command.final), None)
         row = self._store(problem, candidate, result, claim, final=command.final)
         if not command.final:
             self._search(problem).tell(candidate, result.latency_us)
         if result.status in LOST:
-            self._count_lost(candidate.variant)
+            self._count_lost(candidate)
         return row
+
+    def _is_doubtful(self, gang: int, candidate: Candidate, status: str) -> bool:
+        """True if what ran in the gang before may have done it: the candidate gets a fresh gang before it is blamed."""
+        return gang not in self._fresh and (status == "crashed" or (status in LOST and is_library(candidate)))
 
     def lost(
         self, gang: int, status: str, reason: str, *, begun: Candidate | None, killed: bool = False
@@ -387,7 +411,8 @@ class Coordinator:
             killed: somebody else killed it.
 
         Returns:
-            The row of the candidate that is blamed; None if none is, and what the gang was to run is given out again.
+            The row of the candidate that is blamed; None if none is, and what the gang was to run is run again: if
+            other candidates had run in the gang before, by the next gang of its slot and as its first trial.
         """
         self._at.pop(gang, None)
         command = self._running.get(gang)
@@ -400,12 +425,20 @@ class Coordinator:
         if begun == command.candidate and not spared:
             return self.learn(gang, result)
         del self._running[gang]
+        if begun is not None and not spared and self._is_doubtful(gang, begun, status):
+            self._again[gang] = command
+            return None
         self._give_back(command)
         if begun is None or spared:
             return None
         row = self._store(command.trial[0], begun, result)
-        self._count_lost(begun.variant)
+        self._count_lost(begun)
         return row
+
+    def abandon(self, gang: int) -> None:
+        """Have others run what the slot's next gang was to try again: there will be none."""
+        if (again := self._again.pop(gang, None)) is not None:
+            self._give_back(again)
 
     # What others want to know
 
@@ -528,7 +561,7 @@ class Coordinator:
         library = self._libraries.get(problem)
         if library is None:
             library = self._libraries[problem] = default_candidates(problem, self._known_limits)[0]
-        works = self._knowledge.status(problem, library) not in FAILED and library.variant not in self.dropped
+        works = self._knowledge.status(problem, library) not in FAILED
         command = Command(
             kind="trial",
             problem=problem,
@@ -645,9 +678,11 @@ class Coordinator:
         self.unstored.append((trial, claim))
         return trial
 
-    def _count_lost(self, variant: str) -> None:
+    def _count_lost(self, candidate: Candidate) -> None:
+        if is_library(candidate):  # everything is compared with it: it is tried at every problem
+            return
         before = self.dropped
-        self._lost[variant] += 1
+        self._lost[candidate.variant] += 1
         if self.dropped != before:
             for search in self._open():
                 search.drop(self.dropped)

@@ -85,10 +85,15 @@ class Knowledge:
 
     def _enter(self, trial: Trial) -> None:
         problem, candidate = trial.problem, trial.candidate
-        if trial.status in LOST and not (self._retry and (problem, candidate) not in self._tried):
+        if trial.status in LOST and not self._is_again(trial) and not is_library(candidate):
             self._quarantine.add((problem.family, candidate))
         table = self._finals if trial.final else self._results
         table.setdefault(problem, {})[candidate] = trial
+
+    def _is_again(self, trial: Trial) -> bool:
+        """True if the candidate, which failed before the sweep, is tried again; the library always is."""
+        may = self._retry or is_library(trial.candidate)
+        return may and trial.status in FAILED and (trial.problem, trial.candidate) not in self._tried
 
     def trials(self, problem: Problem) -> list[Trial]:
         """The last trial of each candidate in the search and in the finals, oldest first."""
@@ -108,8 +113,7 @@ class Knowledge:
         """Candidates that are not to be tried again, with their latency if they ran."""
         settled = {}
         for candidate, trial in self._results.get(problem, {}).items():
-            again = self._retry and trial.status in FAILED
-            if not again or (problem, candidate) in self._tried:
+            if not self._is_again(trial):
                 settled[candidate] = trial.latency_p50_us if trial.status not in FAILED else None
         return settled
 
@@ -209,6 +213,11 @@ class Knowledge:
             for candidate, trial in self._results.get(problem, {}).items()
             if trial.status == "ok" and not get_variant(problem.op, candidate.variant).is_library
         ]
+
+
+def is_library(candidate: Candidate) -> bool:
+    """True for the baseline of an op."""
+    return get_variant(candidate.op, candidate.variant).is_library
 
 
 def _numerics(candidate: Candidate) -> Numerics:

@@ -16,11 +16,12 @@ from itertools import product
 from typing import Any, Literal
 
 from tunedcomm import kernels
-from tunedcomm.db.records import FAILED as DANGEROUS
-from tunedcomm.db.records import Trial, canonical_json, fastest
+from tunedcomm.db.records import Reader, Trial, canonical_json, fastest
+from tunedcomm.db.snapshot import SnapshotBuilder
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, num_gpu_ranks, ranks_share_a_gpu
+from tunedcomm.selection.select import Registered, choose
 from tunedcomm.spec import (
     ITEMSIZE,
     Candidate,
@@ -295,11 +296,12 @@ class ProblemResult:
 
     Attributes:
         problem: what was tuned.
-        best: the fastest `ok` trial, beside the library in its run, that the default numerics policy admits; None if
-            nothing ran.
+        best: the trial of the candidate that dispatch takes under the default numerics policy, from the tuned database
+            alone and pins aside; None if it takes none that ran.
         library_us: median of the library, from the same interleaved run as `best`.
         num_trials: candidates tried, stored ones counted.
         failures: how many of them failed, by status.
+        library_failure: the library's last trial, where it failed: nothing could be compared with it.
     """
 
     problem: Problem
@@ -307,6 +309,7 @@ class ProblemResult:
     library_us: float | None
     num_trials: int
     failures: dict[str, int]
+    library_failure: Trial | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -363,32 +366,29 @@ class SweepOutcome:
         return tuple(result.problem for result in self.problems if result.best is None)
 
 
-def summarise_problem(problem: Problem, records: Iterable[Trial]) -> ProblemResult:
-    """Sum up the records of one problem in one environment, oldest first; finals count before searches.
+def summarise_problem(problem: Problem, records: Iterable[Trial], chosen: Candidate | None) -> ProblemResult:
+    """Sum up the records of one problem in one environment, oldest first.
 
-    Of a candidate's the last one counts. What failed after it was good is not used, as in dispatch.
+    `chosen` is the candidate that dispatch takes; its final counts before its search.
     """
     known = list(records)
-    lost = {candidate for candidate, r in {r.candidate: r for r in known}.items() if r.status in DANGEROUS}
     latest: dict[tuple[Candidate, bool], Trial] = {(r.candidate, r.final): r for r in known}
     tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
-    ran = [r for r in latest.values() if r.status == "ok" and admits("default", r.numerics) and _may_be_chosen(r)]
-    ran = [r for r in ran if r.candidate not in lost]
-    ran = [r for r in ran if r.final] or ran
-    best = fastest(ran)
-    library = [r.latency_p50_us for r in ran if r.variant == "library"]
-    library_us = library[0] if library else None
+    ran = {r.candidate: r for r in sorted(latest.values(), key=lambda r: r.final) if r.status == "ok"}
+    best = None if chosen is None else ran.get(chosen)
+    library = [record for record in known if record.variant == "library"]
+    library_us = next((r.latency_p50_us for r in ran.values() if r.variant == "library"), None)
     if best is not None and best.variant != "library":  # the library measured by itself is another run
         library_us = best.baseline_p50_us or library_us
     failures: Counter[str] = Counter(r.status for r in tried if r.status in FAILED)
     return ProblemResult(
-        problem=problem, best=best, library_us=library_us, num_trials=len(tried), failures=dict(failures)
+        problem=problem,
+        best=best,
+        library_us=library_us,
+        num_trials=len(tried),
+        failures=dict(failures),
+        library_failure=library[-1] if library and library[-1].status in _BROKEN else None,
     )
-
-
-def _may_be_chosen(record: Trial) -> bool:
-    known = variants(record.problem.op).get(record.variant)
-    return known is None or known.bounded
 
 
 # A sweep's first binds compile whatever the pool has not come to yet: what they wait says nothing about the rest.
@@ -500,8 +500,8 @@ def summarise_variants(records: Iterable[Trial]) -> tuple[VariantSummary, ...]:
 
 
 def num_failed(records: Iterable[Trial]) -> int:
-    """How many candidates of how many problems failed in these trials, at last; infeasible ones did not."""
-    return sum(record.status in _BROKEN for record in _latest(records).values())
+    """How many challengers of how many problems failed in these trials, at last; infeasible ones did not."""
+    return sum(r.status in _BROKEN and r.variant != "library" for r in _latest(records).values())
 
 
 def _latest(records: Iterable[Trial]) -> dict[tuple[Problem, Candidate], Trial]:
@@ -547,6 +547,11 @@ def load_variants(plugins: Iterable[str]) -> None:
 def source_hash(op: str, variant: str) -> str:
     """Hash of a registered variant's kernels."""
     return kernels.source_hash(get_variant(op, variant))
+
+
+def hash_if_known(op: str, variant: str) -> str | None:
+    """`source_hash`, or None for a variant that is not registered."""
+    return source_hash(op, variant) if variant in variants(op) else None
 
 
 class Running:
@@ -757,10 +762,11 @@ class _Sweep(Running):
     def run(self) -> SweepOutcome:
         """Run to the end and sum up."""
         reason = self._run_gangs()
+        chosen = self._chosen()
         return SweepOutcome(
             run_id=self._run_id,
             environment=self._coordinator.environment,
-            problems=tuple(self._result(problem) for problem in self._problems),
+            problems=tuple(summarise_problem(p, self._trials(p), chosen.get(p)) for p in self._problems),
             reason=reason,
             num_trials=self._counters.trials,
             failures=dict(self._counters.failures),
@@ -800,8 +806,9 @@ class _Sweep(Running):
         return len(self._coordinator.searched)
 
     def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
-        result = self._result(problem)
-        return result.best.latency_p50_us if result.best else None, result.library_us
+        ran = [t for t in self._trials(problem) if t.status == "ok" and admits("default", t.numerics)]
+        best, library = fastest(ran), [trial.latency_p50_us for trial in ran if trial.variant == "library"]
+        return best.latency_p50_us if best else None, library[-1] if library else None
 
     def _wanted(self, trials: Iterable[Trial]) -> list[Trial]:
         """Those of what is tuned, in this environment and of the kernels as they are."""
@@ -812,8 +819,16 @@ class _Sweep(Running):
         knowledge = self._coordinator.knowledge
         return [] if knowledge is None else knowledge.trials(problem)
 
-    def _result(self, problem: Problem) -> ProblemResult:
-        return summarise_problem(problem, self._trials(problem))
+    def _chosen(self) -> dict[Problem, Candidate]:
+        """What dispatch takes from the tuned database, pins aside."""
+        here, limits = self._coordinator.environment, self._coordinator.limits
+        if here is None or limits is None:
+            return {}
+        builder = SnapshotBuilder(here, self._settings.world_size)
+        with self._tuned.reading() as connection:
+            builder.add(builder.fetch(connection, Reader(), layer="user", layer_rank=0))
+        snapshot, registered = replace(builder.build(), pins=()), Registered(limits, hash_if_known)
+        return {problem: choose(snapshot, problem, registered).candidate for problem in self._problems}
 
 
 def stored_records(database: Database, problems: Iterable[Problem]) -> list[Trial]:
