@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -301,21 +300,20 @@ class Communicator:
     def _agree_on_snapshot(self) -> Snapshot:
         """Rank 0's merged layers on every rank."""
 
-        def load() -> tuple[bytes, tuple[LayerFingerprint, ...]]:
+        def load() -> tuple[Snapshot | None, tuple[LayerFingerprint, ...]]:
             if self.rank != 0:
-                return b"", layer_fingerprints()
-            snapshot = load_snapshot(self.environment, self.world_size, borrow=self.settings.borrow)
-            loaded.append(snapshot)
-            return pickle.dumps(snapshot), layer_fingerprints()
+                return None, layer_fingerprints()
+            return load_snapshot(self.environment, self.world_size, borrow=self.settings.borrow), layer_fingerprints()
 
-        loaded: list[Snapshot] = []
         theirs = on_every_rank(self.group, "load the tuning databases", load)
         if self.rank == 0 and (found := differences([seen for _, seen in theirs])):
             warn_once(
                 f"the ranks of a group see different tuning databases: {'; '.join(found)}. All of them dispatch from "
                 "what rank 0 has; if that is not meant, set the same TUNEDCOMM_DB and TUNEDCOMM_DB_PATH everywhere"
             )
-        return self._agree_on_digest(lambda: loaded[0] if loaded else pickle.loads(theirs[0][0]))  # noqa: S301
+        snapshot = theirs[0][0]
+        assert snapshot is not None  # every rank's is there, or `on_every_rank` has raised
+        return self._agree_on_digest(lambda: snapshot)
 
     def _agree_on_digest(self, make: Callable[[], Snapshot]) -> Snapshot:
         return agree(self.group, "snapshot", make, lambda snapshot: {"digest": snapshot.digest})
