@@ -10,9 +10,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -215,6 +217,9 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         kernels.discover()
+        drop_at_exit(
+            self, "group", "workspace", "node_groups", "plans", "fast_calls", "_captured", "_retired", "_watched"
+        )
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
@@ -534,6 +539,7 @@ def _disown() -> None:
     _kept_for_parent.append(dict(_communicators))  # what they would give back at their end is not this process's
     _groups_of_parent.update(getattr(dist.distributed_c10d._world, "pg_map", ()) if dist.is_available() else ())
     _communicators.clear()
+    _dropped_at_exit.clear()  # a group's end waits for threads, which a child does not have
     for callback in _on_forget:
         callback()
 
@@ -541,9 +547,34 @@ def _disown() -> None:
 _groups_of_parent: set[dist.ProcessGroup] = set()
 _kept_for_parent: list[dict[Any, Communicator]] = []
 os.register_at_fork(after_in_child=_disown)
+_dropped_at_exit: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
-# A communicator that outlives its group keeps gloo's threads alive into the interpreter's end, which then aborts.
-atexit.register(release_communicators)
+
+def drop_at_exit(holder: object, *names: str) -> None:
+    """Delete these attributes of `holder`, through which it reaches a process group, when the program ends.
+
+    A program may keep the object in a global. Its group would then live until the interpreter clears modules, and
+    gloo's worker threads with it. Such a thread takes the GIL to free the tensors of the last call; an interpreter that
+    is ending ends the thread there, inside a destructor, which aborts the process. The threads are joined when the last
+    reference to the group goes, so all of ours go before.
+    """
+    _dropped_at_exit[holder] = names
+
+
+def _let_go_of_groups() -> None:
+    release_communicators()
+    for holder, names in list(_dropped_at_exit.items()):
+        for name in names:
+            vars(holder).pop(name, None)
+    # PyTorch holds the default group itself where this module was first imported after the group was made, which ours
+    # do by way of Dynamo: its functions have `group=group.WORLD` for a default. None is what an earlier import has.
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        defaults = getattr(function, "__defaults__", None)
+        if isinstance(function, FunctionType) and defaults:
+            function.__defaults__ = tuple(None if isinstance(one, dist.ProcessGroup) else one for one in defaults)
+
+
+atexit.register(_let_go_of_groups)
 
 _on_release: list[Callable[[], None]] = []
 

@@ -27,6 +27,7 @@ the group's communicator is collective.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import threading
@@ -41,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tunedcomm.dispatch import misses
-from tunedcomm.dispatch.communicator import Communicator, get_communicator, on_forget
+from tunedcomm.dispatch.communicator import Communicator, drop_at_exit, get_communicator, on_forget
 from tunedcomm.dispatch.dispatcher import MISSES, check_limit
 from tunedcomm.dispatch.launches import intercepted, may_intercept, no_intercept
 from tunedcomm.dispatch.plans import Plan
@@ -53,6 +54,7 @@ from tunedcomm.ops.collectives import all_gather, all_reduce, all_to_all, all_to
 _lock = threading.RLock()
 # Groups that are intercepted now. Read without a lock: a call that races with a block's end goes either way.
 _by_group: dict[dist.ProcessGroup, RoutedGroup] = {}
+atexit.register(_by_group.clear)  # see drop_at_exit
 _device_keys: set[Any] = set()
 _libraries: list[Any] = []
 _installed: list[tuple[RoutedGroup, ...]] = []
@@ -121,6 +123,7 @@ class RoutedGroup:
 
     def __post_init__(self) -> None:
         _groups.add(self)
+        drop_at_exit(self, "group")
 
     @property
     def communicator(self) -> Communicator:

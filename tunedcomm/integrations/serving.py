@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.communicator import drop_at_exit, get_communicator
 from tunedcomm.dispatch.dispatcher import check_limit
 from tunedcomm.integrations.intercept import RoutedCall, RoutedGroup
 from tunedcomm.ops.checks import check_tensor
@@ -61,6 +61,7 @@ class ServingAllReduce:
     ) -> None:
         check_limit("max_bytes", max_bytes, "bytes")
         communicator = get_communicator(group, None if device is None else torch.device(device))
+        drop_at_exit(self, "group")
         self.group, self.device = communicator.group, communicator.device
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.max_bytes = max_bytes

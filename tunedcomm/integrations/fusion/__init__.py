@@ -36,7 +36,7 @@ from torch import fx
 from torch._inductor import config, custom_graph_pass
 
 import tunedcomm.ops  # noqa: F401 - defines the operators that graphs are rewritten to
-from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.dispatch.communicator import drop_at_exit, get_communicator
 from tunedcomm.dispatch.dispatcher import check_limit, check_policy, forced_here
 from tunedcomm.errors import UnsupportedInputError, UnsupportedVersionError
 from tunedcomm.integrations import check_torch
@@ -113,6 +113,7 @@ class FusionPass(custom_graph_pass.CustomGraphPass):
         *,
         even_shards: bool = False,
     ) -> None:
+        drop_at_exit(self, "_groups")
         self._groups = groups
         self._asked = (when, numerics, max_sms)
         self._mode = mode
