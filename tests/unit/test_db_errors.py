@@ -6,13 +6,17 @@ import logging
 import os
 import sqlite3
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from db_samples import H200, candidate, problem, trial
+from db_samples import H200, OLDER, candidate, problem, trial
+from sqlalchemy import Text
 
 from tunedcomm.cli.stored import read_layers
 from tunedcomm.db.layers import Layer, is_absent, load_snapshot
+from tunedcomm.db.maintenance import check_database
+from tunedcomm.db.schema import Base
 from tunedcomm.db.store import Database
 from tunedcomm.errors import (
     DatabaseAccessError,
@@ -217,6 +221,65 @@ _HOSTILE = [
     "UPDATE environment SET nodes = 'one' WHERE id = 1",
     "UPDATE environment SET driver = x'00ff' WHERE id = 1",
 ]
+
+
+_TEXTS = [(table.name, c.name) for table in Base.metadata.sorted_tables for c in table.columns if type(c.type) is Text]
+
+
+@pytest.mark.parametrize(("table", "column"), _TEXTS)
+def test_a_byte_that_is_no_text_costs_no_other_row(tmp_path: Path, table: str, column: str) -> None:
+    """Also not where `db check` looks at each row."""
+    file = tmp_path / "bytes.db"
+    good = trial("two_shot", problem=problem(1 << 20), environment=OLDER, final=True)
+    with Database.open(file, create=True) as database:
+        run = database.start_run(command="tunedcomm tune", seed=1, budget="", host="node")
+        database.record([trial(final=True, run_id=run), good])
+        database.pin(problem(), candidate("one_shot"), environment=H200, reason="")
+    with sqlite3.connect(file) as connection:
+        broken = f"CAST(CAST(\"{column}\" AS BLOB) || x'ff' AS TEXT)"
+        connection.execute(f'UPDATE {table} SET "{column}" = {broken} WHERE id = 1')
+    found = load_snapshot(H200, 4, layers=[Layer("user", str(file))], strict=True)
+    assert good.problem in {row.problem for row in found.rows}
+    with Database.open(file, readonly=True) as database:
+        assert good.problem in {stored.problem for stored in database.trials()}
+        assert OLDER in database.environments()
+        assert len(database.runs()) == 1
+        assert len(database.pins()) <= 1
+    assert {"trials", "pins"} <= {finding.name for finding in check_database(file, lambda op, variant: None)}
+
+
+@pytest.mark.parametrize("about", ["environment SET driver = driver || '1'", "problem SET layout = 'other'"])
+def test_readers_skip_what_check_calls_unsound(tmp_path: Path, about: str) -> None:
+    """A row that is not that of its digest is another one, whoever changed it."""
+    file = tmp_path / "digest.db"
+    with Database.open(file, create=True) as database:
+        database.record([trial(final=True), trial("two_shot", problem=problem(1 << 20), environment=OLDER)])
+    with sqlite3.connect(file) as connection:
+        connection.execute(f"UPDATE {about} WHERE id = 1")
+    findings = check_database(file, lambda op, variant: None)
+    assert any(finding.level == "fail" and "trial 1" in finding.detail for finding in findings)
+    found = load_snapshot(H200, 4, layers=[Layer("user", str(file))], strict=True)
+    assert [row.candidate.variant for row in found.rows] == ["two_shot"]
+    with Database.open(file, readonly=True) as database:
+        assert [stored.variant for stored in database.trials()] == ["two_shot"]
+
+
+def test_what_is_skipped_is_said_once_and_is_printable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "spoilt.db"
+    with Database.open(file, create=True) as database:
+        database.record([trial(final=True), trial("two_shot", environment=replace(OLDER, torch="2\x1b[2J\u202e"))])
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE trial SET status = 'great' WHERE id = 1")
+        connection.execute("UPDATE variant SET numerics = 'exact' WHERE id = 1")
+    with caplog.at_level(logging.WARNING, "tunedcomm"), Database.open(file, readonly=True) as database:
+        database.trials()
+        with sqlite3.connect(file) as connection:
+            connection.execute("UPDATE variant SET numerics = 'ordered' WHERE id = 1")
+        database.trials()
+        load_snapshot(H200, 4, layers=[Layer("user", str(file))], strict=True)
+    assert len([said for said in caplog.messages if "skipped" in said]) == 1
+    assert any("torch" in said for said in caplog.messages), "other software is told of"
+    assert all(said.isprintable() for said in caplog.messages)
 
 
 @pytest.mark.parametrize("statements", _HOSTILE)

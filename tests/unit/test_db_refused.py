@@ -54,7 +54,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("trial", {"error": "NaN"}, "error is not a number: 'NaN'"),
     ("trial", {"reason": "\x00"}, "reason holds a NUL"),
     ("trial", {"reason": "\ud800"}, "surrogates not allowed"),
-    ("trial", {"reason": "x" * 200_000}, "reason is not a text"),
+    ("trial", {"reason": "x" * 200_000}, "reason is too long"),
     ("trial", {"config": {"num_blocks": [1]}}, "config is not a flat JSON object"),
     ("trial", {"config": "DROP TABLE trial"}, "config is not a flat JSON object"),
     ("trial", {"config": None}, "config is not a flat JSON object"),

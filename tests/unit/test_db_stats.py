@@ -21,6 +21,7 @@ from tunedcomm.db.store import Database
 from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import decide, source_hash_of
 from tunedcomm.spec import Problem
+from tunedcomm.tuner.search.sweep import SweepCounters
 
 CURRENT = {"library": "v1", "one_shot": "current", "two_shot": "current", "lamport": "current"}
 
@@ -150,7 +151,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 def test_verb(path: Path) -> None:
     code, text = invoke("--db", str(path))
     assert code == 0
-    for part in (f"schema {HEAD}", "16 trials", "NVIDIA H200", "torch 2.9.0", "1 hung, 1 infeasible", "KiB"):
+    for part in (f"schema {HEAD}", "15 trials", "NVIDIA H200", "torch 2.9.0", "1 hung, 1 infeasible", "KiB"):
         assert part in text
     code, text = invoke("--db", str(path), "--json", "--hardware", H200.digest[:8])
     assert code == 0
@@ -160,6 +161,15 @@ def test_verb(path: Path) -> None:
     # The samples' sources are none of this version's.
     assert entry["groups"][1]["stale"] + entry["groups"][1]["unknown"] > 0
     assert invoke("--db", str(path), "--op", "all_gather", "--json")[1].count('"op"') == 0
+
+
+def test_trials_are_counted_as_in_a_sweep(path: Path) -> None:
+    counters, stats = SweepCounters(), stats_of(path)
+    with Database.open(path, readonly=True) as database:
+        for stored in database.trials():
+            counters.add(stored, 0.0)
+    assert stats.num_tried == sum(group.num_tried for group in stats.groups) == counters.trials
+    assert stats.rows["trials"] > stats.num_tried, "an infeasible one is a row all the same"
 
 
 def test_verb_without_any_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,7 +330,7 @@ _STATS_COLUMNS: dict[str, Callable[[GroupStats], object]] = {
     "dtype": lambda group: group.dtype,
     "mode": lambda group: group.mode,
     "problems": lambda group: group.problems,
-    "trials": lambda group: sum(group.trials.values()),
+    "trials": lambda group: group.num_tried,
     "finals": lambda group: group.finals,
     "ok": lambda group: group.trials.get("ok", 0),
     "not ok": lambda group: counted({status: n for status, n in sorted(group.trials.items()) if status != "ok"}) or "-",
@@ -384,8 +384,8 @@ def db_stats(
 
 def _print_stats(name: str, stats: DatabaseStats) -> None:
     size = "" if stats.num_bytes is None else f"{format_bytes(stats.num_bytes)}, "
-    held = ", ".join(f"{stats.rows[key]} {key}" for key in ("trials", "problems", "environments", "runs", "pins"))
-    emit(f"{name} database {stats.target}: {size}schema {stats.schema}, {held}")
+    held = ", ".join(f"{stats.rows[key]} {key}" for key in ("problems", "environments", "runs", "pins"))
+    emit(f"{name} database {stats.target}: {size}schema {stats.schema}, {stats.num_tried} trials, {held}")
     titles: dict[str, list[GroupStats]] = {}
     for group in stats.groups:
         there = group.environment

@@ -33,7 +33,7 @@ from sqlalchemy import (
 
 from tunedcomm.db import records as parse
 from tunedcomm.db.engine import connected, parse_target
-from tunedcomm.db.jsonl import Line, OnBad, SoundRows, check_digest, is_jsonl, key_of, read_lines
+from tunedcomm.db.jsonl import Line, OnBad, SoundRows, is_jsonl, key_of, read_lines
 from tunedcomm.db.migrate import create_file
 from tunedcomm.db.query import table
 from tunedcomm.db.records import canonical_json, config_digest
@@ -145,13 +145,13 @@ class _Writer:
         match line.get("kind"):
             case "environment":
                 environment = parse.parse_environment(self._values(EnvironmentRow, line, "kind", "environment"))
-                check_digest(line.get("environment"), environment.digest)
+                parse.check_digest(line.get("environment"), environment.digest)
                 self._ids["environment"][environment.digest] = get_or_create(self._connection, [environment])[
                     environment
                 ]
             case "run":
                 values = self._values(RunRow, line, "kind", "run")
-                check_digest(line.get("run"), key := key_of(RunRow, values))
+                parse.check_digest(line.get("run"), key := key_of(RunRow, values))
                 self._ids["run"][key] = self._run_id(values)
             case "variant":
                 values = self._values(VariantRow, {**line, "name": line.get("variant")}, "kind", "variant")

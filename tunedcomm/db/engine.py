@@ -51,11 +51,16 @@ _log = logging.getLogger("tunedcomm")
 _warned: set[str] = set()
 
 
-def warn_once(message: str) -> None:
-    """Log a warning, unless this process has logged the same text before."""
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning("%s", message)
+def warn_once(message: str, about: str = "") -> None:
+    """Log a warning with stored text made printable, unless this process has logged it before.
+
+    Args:
+        message: the text.
+        about: the subject, where one warning is enough for all that is said of it; by default the text.
+    """
+    if (about or message) not in _warned:
+        _warned.add(about or message)
+        _log.warning("%s", printable(message))
 
 
 # Targets

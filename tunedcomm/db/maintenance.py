@@ -24,7 +24,7 @@ from tunedcomm.db import records as parse
 from tunedcomm.db.engine import BUSY_TIMEOUT_S, Target, num_bytes, parse_target, translated, warn_once
 from tunedcomm.db.jsonl import SoundRows
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.records import FAILED, Reader, StoredVariant, Trial, canonical_json, utc_now
+from tunedcomm.db.records import FAILED, STATUSES, Reader, StoredVariant, Trial, canonical_json, utc_now, was_tried
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, ok_rows
 from tunedcomm.db.store import Database
@@ -571,6 +571,11 @@ class GroupStats:
     newest: datetime | None = None
 
     @property
+    def num_tried(self) -> int:
+        """Number of trials as `tune` counts them."""
+        return sum(count for status, count in self.trials.items() if was_tried(status))
+
+    @property
     def speedup(self) -> float | None:
         """Geometric mean of the speed-ups; None if none is known."""
         return statistics.geometric_mean(self.speedups) if self.speedups else None
@@ -591,6 +596,11 @@ class DatabaseStats:
     schema: str
     rows: dict[str, int]
     groups: tuple[GroupStats, ...]
+
+    @property
+    def num_tried(self) -> int:
+        """Number of trials as `tune` counts them; `rows` counts every row."""
+        return sum(self.rows[f"trials_{status}"] for status in STATUSES if was_tried(status))
 
 
 def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:

@@ -27,6 +27,11 @@ FAILED: tuple[str, ...] = ("incorrect", "crashed", "hung")
 _NUMERICS: tuple[str, ...] = get_args(Numerics)
 
 
+def was_tried(status: str) -> bool:
+    """True of a trial that counts where commands say how many there are: an infeasible candidate was never run."""
+    return status != "infeasible"
+
+
 def utc_now() -> datetime:
     """Now, aware, in UTC."""
     return datetime.now(timezone.utc)
@@ -193,8 +198,10 @@ def refuse_constant(text: str) -> NoReturn:
 
 def text_of(value: object, name: str) -> str:
     """A text of bearable length."""
-    if not isinstance(value, str) or len(value) > _MAX_TEXT:
+    if not isinstance(value, str):
         raise ValueError(f"{name} is not a text: {value!r:.80}")
+    if len(value) > _MAX_TEXT:
+        raise ValueError(f"{name} is too long: {len(value)} characters, at most {_MAX_TEXT}")
     return value
 
 
@@ -330,7 +337,7 @@ def parse_config(value: object) -> dict[str, Value]:
 
 
 def parse_problem(row: Mapping[str, Any]) -> Problem:
-    """The problem of a row, checked like any other."""
+    """The problem of a row, checked like any other; `digest` is checked where the row has one."""
     values = parse_row(ProblemRow, row)
     shape = values["shape"]
     if shape.count("x") >= _MAX_EXTENTS:
@@ -339,14 +346,24 @@ def parse_problem(row: Mapping[str, Any]) -> Problem:
     if any(extent >= _MAX_EXTENT for extent in extents):
         raise ValueError(f"shape has an extent of more than 63 bits: {shape:.80}")
     try:
-        return Problem(**{**values, "shape": extents})
+        problem = Problem(**{**values, "shape": extents})
     except TunedCommError as error:
         raise ValueError(str(error)) from None
+    check_digest(row.get("digest", problem.digest), problem.digest)
+    return problem
 
 
 def parse_environment(row: Mapping[str, Any]) -> Environment:
-    """The environment of a row."""
-    return Environment.from_dict(parse_row(EnvironmentRow, row))
+    """The environment of a row; `digest` is checked where the row has one."""
+    environment = Environment.from_dict(parse_row(EnvironmentRow, row))
+    check_digest(row.get("digest", environment.digest), environment.digest)
+    return environment
+
+
+def check_digest(said: Any, digest: str) -> None:
+    """Refuse fields that are not those of their digest."""
+    if said != digest:
+        raise ValueError(f"its digest is {said!r:.80}, that of its fields is {digest!r}")
 
 
 def parse_variant(row: Mapping[str, Any]) -> StoredVariant:

@@ -208,7 +208,8 @@ class Database:
         if reader.skipped.count:
             warn_once(
                 f"{self._target}: skipped rows that make no sense, the first: {reader.skipped.first}. `tunedcomm db "
-                "check` lists them"
+                "check` lists them",
+                about=f"skipped rows of {self._target}",
             )
 
     # Writing

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any, Literal
 
 from tunedcomm import kernels
-from tunedcomm.db.records import Reader, Trial, canonical_json, fastest
+from tunedcomm.db.records import Reader, Trial, canonical_json, fastest, was_tried
 from tunedcomm.db.snapshot import SnapshotBuilder
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
@@ -373,7 +373,7 @@ def summarise_problem(problem: Problem, records: Iterable[Trial], chosen: Candid
     """
     known = list(records)
     latest: dict[tuple[Candidate, bool], Trial] = {(r.candidate, r.final): r for r in known}
-    tried = [record for (_, final), record in latest.items() if not final and record.status != "infeasible"]
+    tried = [record for (_, final), record in latest.items() if not final and was_tried(record.status)]
     ran = {r.candidate: r for r in sorted(latest.values(), key=lambda r: r.final) if r.status == "ok"}
     best = None if chosen is None else ran.get(chosen)
     library = [record for record in known if record.variant == "library"]
@@ -408,7 +408,7 @@ class SweepCounters:
 
     def add(self, trial: Trial, now: float) -> None:
         """Count a trial; an infeasible candidate is none."""
-        if trial.status == "infeasible":
+        if not was_tried(trial.status):
             return
         self.trials += 1
         self._by_problem[trial.problem] += not trial.final
