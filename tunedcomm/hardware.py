@@ -20,6 +20,7 @@ Databases hold these words, so a class is never renamed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -29,6 +30,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunedcomm.version import VERSION
@@ -122,7 +124,8 @@ class Environment:
     """Hardware, fabric and software under which a number was measured; by default those of the host backend.
 
     Attributes:
-        gpu: product name, e.g. `NVIDIA H200`, or `host-x86_64` for the host backend.
+        gpu: product name, e.g. `NVIDIA H200`; for the host backend architecture, CPU, cores and NUMA nodes, e.g.
+            `host-x86_64 (AMD EPYC, 2 cores, 1 NUMA node)`.
         num_sms: streaming multiprocessors; 1 on the host backend.
         compute_capability: major × 10 + minor, e.g. 90; 0 on the host backend.
         memory_gib: device memory in GiB, rounded.
@@ -152,6 +155,12 @@ class Environment:
     def is_host(self) -> bool:
         """True for the host backend, whose timings say nothing about GPUs."""
         return self.fabric == "host"
+
+    @property
+    def num_cores(self) -> int:
+        """Cores of the host, of environments of the host backend; 1 where they were not stored."""
+        found = re.search(r", (\d+) cores", self.gpu)
+        return int(found[1]) if found else 1
 
     @property
     def hard_key(self) -> tuple[Any, ...]:
@@ -449,12 +458,23 @@ def _has_multicast(device: int) -> bool:
     return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, device))
 
 
+def _host_name() -> str:
+    """The host in words: what changes how fast its ranks exchange CPU tensors."""
+    model = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        names = [line.partition(":")[2] for line in lines if line.startswith(("model name", "CPU part"))]
+        model = " ".join(names[0].split()) if names else model
+    # The machine's and not this rank's, which may be bound to some of the cores: all ranks must find the same.
+    cores, nodes = os.cpu_count() or 1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    parts = (model.replace(",", " "), f"{cores} cores", f"{nodes} NUMA node{'s' if nodes > 1 else ''}")
+    return f"host-{platform.machine()} ({', '.join(part for part in parts if part)})"
+
+
 def _host(nodes: int) -> Environment:
     import torch
 
-    return Environment(
-        gpu=f"host-{platform.machine()}", nodes=nodes, torch=torch.__version__, triton=_version("triton")
-    )
+    return Environment(gpu=_host_name(), nodes=nodes, torch=torch.__version__, triton=_version("triton"))
 
 
 @lru_cache(maxsize=16)

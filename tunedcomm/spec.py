@@ -216,6 +216,7 @@ class Limits:
         stage_bytes: bytes of one of the two stages of the Lamport arena.
         panel_bytes: largest panels (matrices of fused GEMMs) that may be allocated.
         launch_pdl: programmatic dependent launch may be used.
+        host_cores: cores of the host whose shared memory serves the group's CPU tensors without kernels; else 0.
     """
 
     backend: Literal["cuda", "host"]
@@ -230,6 +231,7 @@ class Limits:
     emulated_multicast: bool = False
     panel_bytes: int = 0
     launch_pdl: bool = True
+    host_cores: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +312,8 @@ class Variant:
         compile_requests: `(problem, config)` to the binaries that `bind` will need; see `kernels.common.launch`.
         version: raise it to retire stored rows when something outside `kernels` changes what is measured.
         bounded: its waits for peers end. Others are only run when forced: a lost peer would leave them spinning.
+        untuned: `(problem, limits)` to True where it is known to beat the library unmeasured: dispatch runs its default
+            config there until something is measured.
     """
 
     op: str
@@ -326,6 +330,7 @@ class Variant:
     num_rounds: Callable[[Problem, Config], int] = field(default=lambda problem, config: 0)
     version: int = 1
     bounded: bool = True
+    untuned: Callable[[Problem, Limits], bool] = field(default=lambda problem, limits: False)
 
     @property
     def is_library(self) -> bool:

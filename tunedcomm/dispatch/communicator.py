@@ -33,6 +33,7 @@ from tunedcomm.spec import Candidate, Limits, Problem, get_variant, ops, variant
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.layout import LaneLayout, limits_for
 from tunedcomm.symm.nodes import NodeGroups, NoWorkspace, make_node_groups, node_name, nodes_of, ranks_per_node
+from tunedcomm.symm.ring import HostRing
 from tunedcomm.symm.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ class Communicator:
         settings: environment variables, as they were when the group was made; equal on every rank.
         snapshot: the table all ranks agreed on.
         workspace: symmetric memory; None where the ranks cannot address each other.
+        ring: shared memory for CPU tensors; None on GPUs, and where the ranks run on several hosts.
         nodes: the node of every rank.
         node_groups: symmetric memory of the own node, and the group across nodes, where the group spans several.
         plans: the dispatcher's cache.
@@ -241,7 +243,9 @@ class Communicator:
         # What the hot path compares with the tensor's and the current CUDA device: CPU tensors beside GPUs are slow.
         self.device_index = device.index if device.type == "cuda" else -1
         self._watched = self.workspace or (self.node_groups.workspace if self.node_groups else None)
-        self.status_view = self._watched.status_view if self._watched else memoryview(b"\0")
+        self.status_view = self._watched.status_view if self._watched else memoryview(bytearray(1))
+        if self.ring is not None:
+            self.ring.status = self.status_view
         self.last_streams = [-1, -1]  # raw handle of the stream that last used the eager and the graph lane
 
     def exchange(self, value: object) -> list[Any]:
@@ -290,6 +294,10 @@ class Communicator:
             limits = replace(limits, symmetric=False, ranks_per_node=0)
         self.workspace: Workspace | None = None
         self.node_groups: NodeGroups | None = None
+        self.ring: HostRing | None = None
+        if limits.host_cores:
+            self.ring = make_memory_everywhere(self.group, lambda: HostRing(self.group, timeout_ns=timeout_ns))
+            limits = limits if self.ring else replace(limits, host_cores=0, symmetric=False)
         if limits.symmetric:
             self.workspace = make_memory_everywhere(
                 self.group, lambda: Workspace(self.group, self.device, layout, timeout_ns=timeout_ns)
@@ -299,6 +307,9 @@ class Communicator:
                 self.group,
                 lambda: make_node_groups(self.group, self.nodes, self.device, layout, timeout_ns=timeout_ns),
             )
+        self._no_workspace = NoWorkspace(self.group, self.device, self.node_groups, self.ring)
+        if self.workspace is not None:
+            self.workspace.ring = self.ring
         spanned = limits.ranks_per_node if self.node_groups else 0
         return replace(limits, symmetric=self.workspace is not None, ranks_per_node=spanned)
 
@@ -389,7 +400,7 @@ class Communicator:
         """
         variant = get_variant(candidate.op, candidate.variant)
         config = variant.space.validate(candidate.config_dict)
-        workspace = self.workspace or NoWorkspace(self.group, self.device, self.node_groups)
+        workspace = self.workspace or self._no_workspace
         if problem.mode == "eager" and config.get("launch_pdl"):
             config["launch_pdl"] = not self._has_graphs  # a kernel launched early takes room and waits: see LaneOrder
             self._has_yielding_eager = True
@@ -406,7 +417,7 @@ class Communicator:
                     f"calls may take {SHARE_OF_EAGER:.0%}, so that both find room on every rank"
                 )
             self._has_yielding_eager = True
-        looks = self.device.type == "cpu" and not variant.is_library
+        looks = self.device.type == "cpu" and bool(variant.kernels)
         return wrap_launch(launch, check_peers=self.check_peers if looks else None)
 
     def guarded(self, problem: Problem, launch: Launch, *, counter: Counter | None = None) -> Launch:
@@ -455,6 +466,8 @@ class Communicator:
 
     def check_peers(self) -> None:
         """Raise PeerTimeoutError if a kernel gave up waiting for a peer, NanInputError if a graph was given NaN."""
+        if self.ring is not None:
+            self.ring.check_peers()
         if self._watched is not None:
             self._watched.check_peers()
         if self.nan_watch is not None:

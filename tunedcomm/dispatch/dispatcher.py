@@ -78,7 +78,7 @@ def decide(
 
 def note_force_mode(decision: Decision, mode: str) -> Decision:
     """Append a note to the reason if TUNEDCOMM_MODE=force would raise."""
-    if mode != "force" or decision.source != "library":
+    if mode != "force" or decision.is_answered:
         return decision
     return replace(decision, why=f"{decision.why}; with TUNEDCOMM_MODE=force a call raises InfeasibleError")
 

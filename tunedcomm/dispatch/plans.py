@@ -70,7 +70,7 @@ def plan_for(communicator: Communicator, problem: Problem, policy: NumericsPolic
         InfeasibleError: TUNEDCOMM_MODE=force and no database has an answer, or a forced candidate cannot run.
     """
     decision = _decision(communicator, problem, policy, max_sms)
-    if communicator.settings.mode == "force" and decision.source == "library":
+    if communicator.settings.mode == "force" and not decision.is_answered:
         raise InfeasibleError(
             f"TUNEDCOMM_MODE=force, but no database has an answer for {problem}: {decision.why}; tune it with "
             f"`tunedcomm tune --op {problem.op} --shape {'x'.join(map(str, problem.shape))}`"

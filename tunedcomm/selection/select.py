@@ -12,7 +12,8 @@ Order of resolution: forced, pin, exact, interpolated, borrowed, heuristic, libr
   interpolated, nor taken over from a related family. Where a family gives no answer, its `related_problems` are asked.
 - *Borrowed*: the same two rules over rows of other hardware that the user allows, where rows of this hardware give no
   answer. Their times rank candidates and predict nothing.
-- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round.
+- *Heuristic*: eager calls that nothing above answers run as in graphs, never the other way round. Where nothing of the
+  family is measured at all, a variant that says of itself that it is faster than the library (`Variant.untuned`) runs.
 - *Library*: nothing above answers.
 - `max_sms` leaves out candidates that take more SMs. The library takes as many as it likes, so challengers need not
   beat it then, and it serves where nothing fits.
@@ -91,6 +92,10 @@ class Catalog(Protocol):
         """Why no variant that the policy admits can run `problem`, or None if one can. Tuning cannot help then."""
         return None
 
+    def untuned(self, problem: Problem) -> Candidate | None:
+        """The candidate that is known to beat the library here unmeasured, or None."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Registered(Catalog):
@@ -121,6 +126,12 @@ class Registered(Catalog):
     def why_no_kernel(self, problem: Problem, policy: NumericsPolicy) -> str | None:
         return why_no_kernel(problem, self.limits, policy)
 
+    def untuned(self, problem: Problem) -> Candidate | None:
+        for variant in variants(problem.op).values():
+            if variant.untuned(problem, self.limits):
+                return Candidate.of(problem.op, variant.name, variant.default_config(problem, self.limits))
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -145,6 +156,11 @@ class Decision:
     layer: str | None = None
     environment: Environment | None = None
     passed_over: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_answered(self) -> bool:
+        """True if a database, a pin or a name decided."""
+        return self.source != "library" and not (self.source == "heuristic" and self.environment is None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -197,7 +213,7 @@ def choose(
     if decision is None and not lookup.library_admitted:
         # The library may not run at all, so a kernel slower than it does no harm: extrapolate to any size.
         decision = _interpolated(lookup, None) or _borrowed(lookup, None)
-    decision = decision or _library(lookup)
+    decision = decision or _rule_of_thumb(lookup) or _library(lookup)
     for row in snapshot.family_rows(problem, borrowed=True) if decision.source != "borrowed" else ():
         if row.problem == problem and not row.is_library:
             lookup.pass_over(row.candidate, f"measured only on {row.environment.gpu}, which is borrowed")
@@ -475,6 +491,15 @@ def _heuristic(lookup: _Lookup) -> Decision | None:
         return None
     why = f"not tuned outside of graphs; in graphs: {decision.why}"
     return replace(decision, source="heuristic", why=why, **_NO_TIMES)
+
+
+def _rule_of_thumb(lookup: _Lookup) -> Decision | None:
+    """What beats the library wherever it can run, where nothing of the kind is measured."""
+    candidate = None if lookup.rows(lookup.problem) else lookup.catalog.untuned(lookup.problem)
+    if candidate is None or lookup.why_excluded(candidate):
+        return None
+    why = f"{candidate} by rule of thumb: nothing of this kind is measured here; `tunedcomm tune` measures it"
+    return _unmeasured(lookup, candidate, "heuristic", why)
 
 
 def _library(lookup: _Lookup) -> Decision:

@@ -60,6 +60,9 @@ PANEL_COUNTERS = 512
 PANEL_COUNTERS_OFFSET = MAX_WORLD_SIZE * PANEL_CHUNKS * _WORD
 PANEL_NUMBER_OFFSET = PANEL_COUNTERS_OFFSET + PANEL_COUNTERS * _WORD
 PANEL_DATA = 32 * 1024
+# The ring of CPU tensors: see `symm.ring`.
+RING_SLOTS = 4
+RING_SLOT_BYTES = 1 << 20
 
 _MIB = 1 << 20
 _PANELS_OF_STAGING = 16  # matrices of fused GEMMs may take so much more than the largest message
@@ -140,4 +143,5 @@ def limits_for(environment: Environment, world_size: int, *, layout: LaneLayout 
         symmetric=environment.nodes == 1 and 2 <= world_size <= MAX_WORLD_SIZE and fabric.can_share_memory,
         ranks_per_node=apart if spans else 0,
         launch_pdl=environment.compute_capability >= 90,
+        host_cores=environment.num_cores if environment.is_host and environment.nodes == 1 and world_size >= 2 else 0,
     )

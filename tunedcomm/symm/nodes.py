@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from tunedcomm.errors import SettingError
 from tunedcomm.symm.layout import LaneLayout
+from tunedcomm.symm.ring import HostRing
 from tunedcomm.symm.workspace import Workspace
 
 _TIMEOUT = timedelta(minutes=10)  # of the meeting and of gloo's calls; NCCL's watchdog keeps its own
@@ -48,6 +49,7 @@ class NoWorkspace(NamedTuple):
     group: dist.ProcessGroup
     device: torch.device
     nodes: NodeGroups | None
+    ring: HostRing | None = None
 
 
 def node_name(told: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from tunedcomm.errors import PeerTimeoutError
 from tunedcomm.spec import Mode, Problem, ops
 from tunedcomm.symm.buffer import SymmetricBuffer, allocate_on_host
 from tunedcomm.symm.layout import LANES, PANEL_DATA, STATUS_BYTES, LaneLayout, rotate
+from tunedcomm.symm.ring import HostRing
 
 _SENTINEL_WORD = -0x80000000
 _LEAST_PANEL_BYTES = 16 << 20
@@ -103,6 +104,7 @@ class Workspace:
         self.world_size = dist.get_world_size(group)
         self._names = tuple(names or range(self.world_size))
         self.symmetric: dict[int, SymmetricBuffer] = {}
+        self.ring: HostRing | None = None  # set where CPU tensors go through one
         self._status = _status_block(pinned=device.type == "cuda")
         self.status_view = memoryview(self._status.numpy())  # type: ignore[arg-type]
         self._callers = [(op, mode) for op in sorted(ops()) for mode in LANES]

@@ -91,6 +91,10 @@ class VariantBase:
     def default(self, problem: Problem, limits: Limits) -> dict[str, Value]:
         return closest(self.wish(problem, limits), self.space, problem, limits, self.infeasible)
 
+    def untuned(self, problem: Problem, limits: Limits) -> bool:
+        """True where dispatch runs the default config until something is measured."""
+        return False
+
     def num_rounds(self, problem: Problem, config: Config) -> int:
         """Rounds of the grid that do all the work; 0 where that is not known."""
         return 0

@@ -1,0 +1,215 @@
+"""Variants for CPU tensors in shared memory: exact bits, any size, delays, groups, lost peers, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import gives_up_in_time
+from harness import run_ranks
+from quick import some
+from variant_checks import bits_of, inputs_of_all, launch_variant
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.kernels.all_reduce.host import DTYPES
+from tunedcomm.spec import Problem, get_op, get_variant
+from tunedcomm.symm import buffer, ring
+
+kernels.discover()
+VARIANTS = ("host_one_shot", "host_two_shot")
+ENVIRONMENT = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/nonexistent/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
+SIZES = (1, 7, 1000, 4099, 16384, 40001)
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+def expected_of(problem: Problem, everyone: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Ordered sums of fp32 and halves as the op has them; of fp64 and integers in their own dtype."""
+    if problem.dtype in FLOATS:
+        (exact,) = get_op("all_reduce").ordered_reference(problem, everyone, 0)  # type: ignore[misc]
+        return exact
+    total = everyone[0][0].clone()
+    for (part,) in everyone[1:]:
+        if problem.reduction in ("max", "min"):
+            total = (torch.maximum if problem.reduction == "max" else torch.minimum)(total, part)
+        else:
+            total += part
+    total = total / len(everyone) if problem.reduction == "avg" else total
+    return total + 0.0 if problem.dtype == "float64" else total
+
+
+def bits_body(rank: int, world_size: int, variant: str) -> int:
+    communicator, count = get_communicator(), 0
+    for seed, numel in enumerate(SIZES):
+        for dtype in DTYPES:
+            for reduction in ("sum", "avg", "max", "min"):
+                if reduction == "avg" and dtype.replace("u", "").startswith("int"):
+                    continue
+                for in_place in (False, True):
+                    problem = Problem(
+                        "all_reduce", (numel,), dtype, world_size, reduction=reduction, in_place=in_place, mode="eager"
+                    )
+                    config = {"chunk_kib": 16 << seed % 3, "spins": (1, 64, 1024)[count % 3]}
+                    if get_variant("all_reduce", variant).infeasible(problem, config, communicator.limits):
+                        config = {"chunk_kib": 16, "spins": 1}
+                        if get_variant("all_reduce", variant).infeasible(problem, config, communicator.limits):
+                            continue
+                    everyone = inputs_of_all(problem, seed, "integers" if count % 3 == 0 else "random")
+                    for (values,) in everyone:
+                        if values.is_floating_point():
+                            values[0], values[numel // 2] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
+                    mine = everyone[rank][0].clone()
+                    (out,) = launch_variant(communicator, problem, variant, (mine,), config)
+                    assert torch.equal(bits_of(out), bits_of(expected_of(problem, everyone))), (problem, config)
+                    assert in_place or torch.equal(bits_of(mine), bits_of(everyone[rank][0])), "the input is as it was"
+                    count += 1
+    return count
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bits(variant: str, world_size: int) -> None:
+    counts = run_ranks(world_size, bits_body, variant, env=ENVIRONMENT, timeout=240)
+    assert counts[0] >= 100
+    assert len(set(counts)) == 1
+
+
+def untuned_body(rank: int, world_size: int) -> list[str]:
+    chosen = []
+    for numel in (256, 1 << 20):
+        problem = Problem("all_reduce", (numel,), "float32", world_size, mode="eager")
+        decision = tunedcomm.explain(get_communicator(), problem)
+        assert decision.source == "heuristic"
+        chosen.append(decision.candidate.variant)
+        x = torch.full((numel,), float(rank))
+        assert torch.equal(tunedcomm.all_reduce(x, numerics="ordered"), torch.full((numel,), 1.0))
+        matrix = x.view(2, -1).t()
+        assert torch.equal(tunedcomm.all_reduce(matrix), torch.full(matrix.shape, 1.0))
+    return chosen
+
+
+def test_an_untuned_host_runs_them() -> None:
+    assert run_ranks(2, untuned_body, env=ENVIRONMENT) == [["host_one_shot", "host_two_shot"]] * 2
+
+
+def force_mode_body(rank: int, world_size: int) -> None:
+    with pytest.raises(tunedcomm.InfeasibleError, match="tunedcomm tune"):
+        tunedcomm.all_reduce(torch.ones(16))
+
+
+def test_a_rule_of_thumb_is_no_answer_of_a_database() -> None:
+    run_ranks(2, force_mode_body, env={**ENVIRONMENT, "TUNEDCOMM_MODE": "force"})
+
+
+def storm_body(rank: int, world_size: int, calls: int) -> int:
+    """Calls of random sizes, each rank delayed by a time of its own, some of them with another group's in between."""
+    others = dist.new_group(list(range(world_size)))
+    pair = dist.new_group([0, world_size - 1])
+    shared, own = random.Random(7), random.Random(rank)
+    wrong = 0
+    for call in range(calls):
+        numel = int(2 ** shared.uniform(0, 15))
+        kind, variant = shared.randrange(8), shared.choice(VARIANTS)
+        if own.random() < 0.05:
+            time.sleep(own.random() * 0.002)
+        group = others if kind == 0 else pair if kind == 1 else None
+        if kind == 1 and rank not in (0, world_size - 1):
+            continue
+        ranks = (0, world_size - 1) if kind == 1 else range(world_size)
+        x = torch.arange(numel, dtype=torch.int64) * (rank + 1) + call
+        expected = torch.arange(numel, dtype=torch.int64) * sum(r + 1 for r in ranks) + call * len(ranks)
+        if call % 100 == 0 and numel * 8 >= 4096 * world_size:
+            with tunedcomm.force("all_reduce", variant, {"chunk_kib": 16, "spins": 64}):
+                out = tunedcomm.all_reduce(x, group=group)
+        else:
+            out = tunedcomm.all_reduce(x, group=group)
+        wrong += not torch.equal(out, expected)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_random_sizes_and_delays(world_size: int) -> None:
+    assert run_ranks(world_size, storm_body, 2000, env=ENVIRONMENT, timeout=240) == [0] * world_size
+
+
+def threads_body(rank: int, world_size: int) -> list[int]:
+    """Two groups, each used by a thread of its own."""
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups:
+        tunedcomm.all_reduce(torch.ones(1), group=group)  # making a group is collective: not in threads
+    wrong = [0, 0]
+
+    def work(which: int) -> None:
+        for call in range(300):
+            x = torch.full((10 + call * (which + 1),), float(rank + call + which))
+            expected = sum(float(r + call + which) for r in range(world_size))
+            wrong[which] += not bool((tunedcomm.all_reduce(x, group=groups[which]) == expected).all())
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_two_groups_on_two_threads() -> None:
+    assert run_ranks(2, threads_body, env=ENVIRONMENT, timeout=120) == [[0, 0]] * 2
+
+
+def killed_body(rank: int, world_size: int, variant: str) -> tuple[str, list[str]]:
+    x = torch.ones(20000)
+    with tunedcomm.force("all_reduce", variant):
+        assert torch.equal(tunedcomm.all_reduce(x), torch.full((20000,), 3.0))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError) as caught:
+            tunedcomm.all_reduce(x)
+    for tensor in (x, torch.ones(4, dtype=torch.int32)):  # whatever would serve them
+        with gives_up_in_time(0.0), pytest.raises(tunedcomm.PeerTimeoutError):
+            tunedcomm.all_reduce(tensor)
+    return str(caught.value), [path.name for path in Path("/dev/shm").glob(f"tunedcomm-{os.getpid()}-*")]
+
+
+@pytest.mark.parametrize("variant", some(VARIANTS))
+def test_a_peer_that_is_killed(variant: str) -> None:
+    settings = {**ENVIRONMENT, "TUNEDCOMM_PEER_TIMEOUT_S": "3"}
+    outcomes = run_ranks(3, killed_body, variant, env=settings, killed=[1])
+    for said, left in (outcomes[0], outcomes[2]):
+        assert re.search(r"all_reduce \(called eagerly\) missed rank 1 of the group of 3", said)
+        assert left == []
+
+
+def full_body(rank: int, world_size: int) -> tuple[str, list[str]]:
+    def refuse(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    buffer.os.posix_fallocate = refuse  # type: ignore[attr-defined]
+    x = torch.full((1000,), float(rank))
+    assert torch.equal(tunedcomm.all_reduce(x), torch.full((1000,), 1.0))
+    problem = Problem("all_reduce", (1000,), "float32", world_size, mode="eager")
+    left = [path.name for path in Path("/dev/shm").glob(f"tunedcomm-{os.getpid()}-*")]
+    return tunedcomm.explain(get_communicator(), problem).candidate.variant, left
+
+
+def test_a_full_shared_memory_leaves_the_library() -> None:
+    assert run_ranks(2, full_body, env=ENVIRONMENT) == [("library", [])] * 2
+
+
+def fences_body(rank: int, world_size: int) -> Any:
+    ring._IS_STRONGLY_ORDERED = False  # as on ARM
+    return [tunedcomm.all_reduce(torch.full((n,), 1.0)).sum().item() for n in (10, 500000)]
+
+
+def test_with_fences() -> None:
+    assert run_ranks(2, fences_body, env=ENVIRONMENT) == [[20.0, 1000000.0]] * 2
