@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tunedcomm
-from tunedcomm import kernels
+from tunedcomm import kernels, spec
 from tunedcomm.spec import Problem, get_op, register_variant, variants
 
 __all__ = [
@@ -44,6 +44,7 @@ _STALL_S = 20.0
 def run_cases(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
     """Case to its traceback, "" where it passed; ends at the first failure, for the ranks may be out of step then."""
     _forget_settings()
+    _forget_host_variants()
     found = dict.fromkeys(cases, "not run, because a case before it failed")
     for name, case in cases.items():
         try:
@@ -69,6 +70,13 @@ def _forget_settings() -> None:
     os.environ["TUNEDCOMM_PEER_TIMEOUT_S"] = "20"
     os.environ["TUNEDCOMM_DB"] = os.environ.get("TEST_DB", "/nonexistent/tuned.db")
     os.environ["TUNEDCOMM_MISS_LOG"] = os.environ.get("TEST_MISS_LOG", "0")
+
+
+def _forget_host_variants() -> None:
+    """What nobody tuned goes to the library here: these checks are about kernels; test_host_variants has the rest."""
+    kernels.discover()
+    for op, name in [key for key in spec._variants if key[1].startswith("host_")]:
+        del spec._variants[op, name]
 
 
 @contextlib.contextmanager

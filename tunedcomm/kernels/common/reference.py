@@ -89,14 +89,18 @@ def with_extras(s: torch.Tensor, *extras: torch.Tensor | None) -> torch.Tensor:
     return total.to(s.dtype)
 
 
-def powers_of_two(backend: str, itemsize: int, *, largest_mib: int) -> list[tuple[int, ...]]:
-    """Sizes from 1 KiB on, in elements: by 2 up to `largest_mib` on GPUs, by 8 up to 64 KiB on the host."""
-    smallest, largest = (_KIB, largest_mib * _MIB) if backend == "cuda" else (_KIB, 64 * _KIB)
+def powers_of_two(
+    backend: str, itemsize: int, *, largest_mib: int, host_largest: int = 64 * _KIB
+) -> list[tuple[int, ...]]:
+    """Sizes from 1 KiB on, in elements.
+
+    By 2 up to `largest_mib` on GPUs; up to `host_largest` bytes on the host, by 8 and from 4 MiB on by 4.
+    """
+    size, largest = _KIB, largest_mib * _MIB if backend == "cuda" else host_largest
     sizes: list[tuple[int, ...]] = []
-    size = smallest
     while size <= largest:
         sizes.append((size // itemsize,))
-        size *= 2 if backend == "cuda" else 8
+        size *= 2 if backend == "cuda" else 8 if size < 4 * _MIB else 4
     return sizes
 
 
@@ -107,13 +111,16 @@ def row_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
     return [(1 << power, 8192) for power in range(13)]
 
 
-def register_reduction(name: str, summary: str, *, shape_help: str, largest_mib: int, scatters: bool) -> OpSpec:
+def register_reduction(
+    name: str, summary: str, *, shape_help: str, largest_mib: int, scatters: bool, host_largest: int = 64 * _KIB
+) -> OpSpec:
     """Register an op that reduces all ranks' tensors element by element.
 
     Args:
         name, summary, shape_help: as in `OpSpec`.
         largest_mib: the largest message that is swept on GPUs.
         scatters: the result is the rank's chunk of the sum and not the whole.
+        host_largest: bytes of the largest message that is swept on the host.
     """
 
     def make_inputs(problem: Problem, rank: int, seed: int, kind: str, device: Any) -> tuple[torch.Tensor]:
@@ -147,7 +154,7 @@ def register_reduction(name: str, summary: str, *, shape_help: str, largest_mib:
             tolerance={"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-14},
             message_bytes=lambda problem: problem.nbytes,
             busbw_factor=lambda world_size: busbw_factor(name, world_size),
-            default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib),
+            default_shapes=functools.partial(powers_of_two, largest_mib=largest_mib, host_largest=host_largest),
             ordered_reference=exact,
             in_place=not scatters,
         )

@@ -65,8 +65,14 @@ def stray_defaults(problem: Problem, limits: Limits, wanted: Collection[str]) ->
 def search_space(
     problem: Problem, limits: Limits, settings: Settings, dropped: Collection[str] = ()
 ) -> list[Candidate]:
-    """Every feasible candidate that the settings leave in, without `dropped` variants."""
+    """Every feasible candidate that the settings leave in, without `dropped` variants.
+
+    Where a variant of CPU tensors is known to be fast, interpreted kernels are searched only if they are named.
+    """
+    known = variants(problem.op)
     wanted = {*settings.variants, "library"} if settings.variants else None
+    if wanted is None and limits.backend == "host" and any(v.untuned(problem, limits) for v in known.values()):
+        wanted = {name for name, variant in known.items() if not variant.kernels}
     return [
         candidate
         for candidate in candidates(problem, limits, settings.policy)
