@@ -21,9 +21,10 @@ that is released and acquired again stands at the four places. Release stores wi
 loads with acquire semantics; one alone would let later or earlier accesses pass, but an acquire cannot pass an earlier
 release, so that the pair in this order keeps everything before it before everything after it.
 
-**Waiting** spins for a while, then yields the core at every look, and sleeps between looks when a peer is late by more
-than a few milliseconds, so that more ranks than cores make progress and other threads of the process get the
-interpreter. It ends with `PeerTimeoutError` after the group's time-out.
+**Waiting** spins for a while, then yields the core at every look, so that more ranks than cores make progress, and
+sleeps between looks when a peer is late by more than a few milliseconds. Where a yield takes long, other programs want
+the core: who yields to them waits for all their time slices, while the scheduler lets a sleeper in at once. So the next
+waits sleep at once. Waiting ends with `PeerTimeoutError` after the group's time-out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from tunedcomm.symm.layout import RING_SLOTS as SLOTS
 _READY, _READ = 0, 64  # offsets of a rank's two words
 _SLOTS_AT = 4096
 _WORD = 8
-_SLEEP_AFTER_NS, _SLEEP_S = 5_000_000, 0.0002
+_SLEEP_AFTER_NS, _SLEEP_S = 5_000_000, 0.00002
+_LONG_YIELD_NS, _SLEEPY_WAITS = 1_000_000, 100
 _IS_STRONGLY_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686")
 _fence_lock = threading.local()
 
@@ -99,6 +101,7 @@ class HostRing:
         self._my_ready, self._my_read = self._ready[self.rank], self._read[self.rank]
         self._step = 0
         self._freed = 0  # every peer is known to have read the steps up to this one
+        self._sleepy = 0  # waits to come that do not yield
         self._lost = ""
         self.status = memoryview(bytearray(1))
 
@@ -175,12 +178,16 @@ class HostRing:
                 return
         self.check_peers()
         begin = now = time.monotonic_ns()
+        self._sleepy = max(self._sleepy - 1, 0)
         while words[place] < step:
-            if now - begin < _SLEEP_AFTER_NS:
-                os.sched_yield()
-            else:
+            if self._sleepy or now - begin > _SLEEP_AFTER_NS:
                 time.sleep(_SLEEP_S)
-            now = time.monotonic_ns()
+                now = time.monotonic_ns()
+            else:
+                os.sched_yield()
+                before, now = now, time.monotonic_ns()
+                if now - before > _LONG_YIELD_NS:
+                    self._sleepy = _SLEEPY_WAITS
             if now - begin > self._timeout_ns and words[place] < step:
                 self._give_up(self._read if place in self._read else self._ready, step, op)
 
