@@ -89,11 +89,10 @@ def all_reduce(
     """Reduce `x` elementwise over all ranks of `group`; every rank gets the result.
 
     Args:
-        x: any shape, any strides. On GPUs kernels take bf16, fp16 and fp32; fp64, int8, uint8, int32 and int64 always
-            run the variant `library`. The same number of elements and dtype on every rank. Left as it is unless `out`
-            is `x`.
-        op: `sum`, `avg`, `max` or `min`; `avg` not for integers. On GPUs kernels do `sum` and `avg`, the variant
-            `library` does all.
+        x: any shape, any strides. Kernels take bf16, fp16 and fp32; fp64, int8, uint8, int32 and int64 run the variant
+            `library` on GPUs. The same number of elements and dtype on every rank. Left as it is unless `out` is `x`.
+        op: `sum`, `avg`, `max` or `min`; `avg` not for integers. Kernels do `sum` and `avg`, the variant `library` does
+            all.
         group: process group; None is the default group. Its first call is collective set-up: all ranks make it, outside
             of graph captures.
         out: where to write: same shape, dtype and device as `x`, any strides; may be `x`. None allocates it.
