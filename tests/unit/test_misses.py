@@ -67,7 +67,8 @@ def communicator(rank: int = 0, mode: str = "cached", bind: Any = None) -> Any:
         limits=limits,
         environment=H200,
         snapshot=Snapshot(environment=H200, world_size=4, rows=(row,)),
-        settings=SimpleNamespace(mode=mode, forced={}),
+        settings=SimpleNamespace(mode=mode, forced={}, check=(0, False)),
+        quarantined={},
         guarded=lambda problem, launch, counter=None: wrap_launch(launch, counter=counter),
         bind=bind or (lambda problem, candidate: launch),
     )

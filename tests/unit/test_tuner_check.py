@@ -270,7 +270,7 @@ def test_what_bind_raises_outside_of_the_compiler_says_where() -> None:
 @pytest.mark.parametrize(
     "like",
     [torch.empty(5), torch.empty(4, 3, dtype=torch.bfloat16).t(), torch.empty(0), torch.empty(7, dtype=torch.uint8)],
-    ids=str,
+    ids=["vector", "transposed", "empty", "bytes"],
 )
 @pytest.mark.parametrize("is_input", [False, True])
 def test_bytes_around_a_tensor_are_watched(like: torch.Tensor, is_input: bool) -> None:
