@@ -182,7 +182,7 @@ def find_damage(guarded: Sequence[Guarded]) -> str:
     """Say which guard bytes were changed, and restore them; empty if none were. Waits for the device."""
     changed = torch.stack([one.damage() for one in guarded]).sum(1).tolist() if guarded else []
     found = [one for one, count in zip(guarded, changed, strict=True) if count]
-    text = "; ".join(one.explain() for one in found)
+    text = "; ".join(dict.fromkeys(one.explain() for one in found))
     for one in found:
         one.fill()
     return text and f"wrote out of bounds: {text}"
