@@ -228,7 +228,16 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         kernels.discover()
         drop_at_exit(
-            self, "group", "workspace", "node_groups", "plans", "fast_calls", "_captured", "_retired", "_watched"
+            self,
+            "group",
+            "workspace",
+            "_no_workspace",
+            "node_groups",
+            "plans",
+            "fast_calls",
+            "_captured",
+            "_retired",
+            "_watched",
         )
         self.group = group
         self.device = device
