@@ -316,5 +316,5 @@ def test_every_variant_that_gpus_could_run_was_launched_often_and_never_wrong() 
     for op in ops():
         least = 2_000 if get_op(op).rank_of_shape == 3 else 10_000
         for name in variants(op):
-            if "multimem" not in name:  # multicast has to stay off there
+            if "multimem" not in name and not name.startswith("host_"):  # multicast has to stay off; CPU tensors
                 assert launched[op, name] >= least, (op, name)
