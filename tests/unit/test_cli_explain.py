@@ -198,7 +198,7 @@ def test_without_gpus_and_hardware_the_host_is_asked(stored: str, monkeypatch: p
     assert shown.exit_code == 0
     assert "host backend" in shown.stdout
     assert "--hardware" in shown.stderr
-    assert "runs          library()" in shown.stdout
+    assert "runs          host_one_shot(" in shown.stdout
 
 
 def test_stored_trials_that_decided_nothing_show_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

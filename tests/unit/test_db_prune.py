@@ -205,7 +205,7 @@ def test_failure_that_hides_another_database_stays(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("tunedcomm.db.layers.packaged_databases", list)
     code, text, errors = invoke("--db", str(path), "--failed", "--yes")
     assert (code, "removed from" in text) == (0, True)
-    assert "failures that stay" in errors
+    assert "failures kept" in errors
     assert "tunedcomm tune --retry" in errors
     assert [t.variant for t in trials_of(path)] == ["one_shot"]
     assert chosen(4096, path, site) == "library"
