@@ -119,7 +119,7 @@ class GemmForm(Form):
             )
 
     def scaling(self, a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any) -> str:
-        """What `Problem.scaling` says of these scales.
+        """The value of `Problem.scaling` for these scales.
 
         Raises:
             UnsupportedInputError: they do not fit the operands or each other.

@@ -184,7 +184,7 @@ class ListOperator(Operator):
         return [inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in operator.results(inputs, asked)]
 
     def _of_length(self, arguments: Sequence[Any]) -> tuple[Operator, Tensors, Asked]:
-        """What serves lists of the call's length, and its tensors one after another."""
+        """The operator for lists of this length, the call's tensors in one tuple, and its options."""
         (a, several, scale_a, scales), asked = self.split(arguments)
         scales = gemm.as_list(scales or None, "scale_b", len(several))
         return Operator(gemm.list_path(len(several))), (a, scale_a, *several, *scales), asked

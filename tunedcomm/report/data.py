@@ -167,7 +167,7 @@ class Measured:
 
     @property
     def over_library(self) -> float | None:
-        """How many times as fast as the library, as dispatch compares them; None where it is not known."""
+        """The library's time over this one, as dispatch compares them; None if unknown."""
         library_us = self.library_reckoned_us or self.library_us
         return None if library_us is None else library_us / self.latency_p50_us
 
@@ -403,7 +403,7 @@ def _of_problem(
     chosen = None if decision is None else decision.candidate
 
     def rank(trial: Trial) -> tuple[bool, bool, float]:
-        """What dispatch compares first, by score; then finals."""
+        """Sort key: trials that dispatch compares, by score, before all others, finals first."""
         found = scored.get(trial.candidate)
         assert trial.latency_p50_us is not None
         return found is None, not trial.final, trial.latency_p50_us if found is None else found.score

@@ -494,7 +494,7 @@ def _heuristic(lookup: _Lookup) -> Decision | None:
 
 
 def _rule_of_thumb(lookup: _Lookup) -> Decision | None:
-    """What beats the library wherever it can run, where nothing of the kind is measured."""
+    """Choose a variant by rule of thumb if nothing like the problem is measured; None if no variant has such a rule."""
     candidate = None if lookup.rows(lookup.problem) else lookup.catalog.untuned(lookup.problem)
     if candidate is None or lookup.why_excluded(candidate):
         return None
@@ -614,7 +614,7 @@ def _preference(scored: Scored, pools: Sequence[Pool]) -> tuple[int, int, str]:
 
 
 def _margins(winner: Scored, library_us: float | None, runner_up: Scored | None, tied: Sequence[Scored]) -> str:
-    """How far the winner is ahead, and where it was measured."""
+    """Say by which factor the winner leads, and where it was measured."""
     parts = [f"{winner.candidate} takes {winner.score:.2f} µs"]
     if library_us is not None:
         parts.append(f"{library_us / winner.score:.2f}x as fast as the library ({library_us:.2f} µs)")

@@ -257,7 +257,7 @@ class GangProcess:
     # Talking
 
     def read(self) -> list[tuple[str, Any]]:
-        """What it has said since the last call, as names and values; what it is at follows."""
+        """Events that the gang sent since the last call, as names and values; updates its step."""
         events: list[tuple[str, Any]] = []
         try:
             while not self._channel.closed and self._channel.poll():
@@ -303,7 +303,7 @@ class GangProcess:
     # Watching
 
     def exit_status(self) -> ExitStatus | None:
-        """How it died; None while it lives. Read what it said before this is judged."""
+        """The status with which it ended; None while it runs. Call `read` first: its last events may say why."""
         return exit_status_of(self._exits, self._folder) if self.is_dead() else None
 
     def is_dead(self) -> bool:
