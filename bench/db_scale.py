@@ -36,15 +36,12 @@ import json, sys, time
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.hardware import Environment
 path, environment, world_size, repeats = json.loads(sys.argv[1])
-here, times, digests = Environment.from_dict(environment), [], []
+here, times = Environment.from_dict(environment), []
 for _ in range(repeats):
     begin = time.perf_counter()
     found = load_snapshot(here, world_size, layers=[Layer("user", path)], strict=True)
     times.append(time.perf_counter() - begin)
-    begin = time.perf_counter()
-    text = found.to_json()
-    digests.append(time.perf_counter() - begin)
-print(json.dumps({"times": times, "to_json": digests, "rows": len(found.rows)}))
+print(json.dumps({"times": times, "rows": len(found.rows)}))
 """
 # What `lookup` needs of others, and nothing of ours: the time below which no change here can bring it.
 START_UP = """
@@ -104,7 +101,6 @@ def time_snapshots(path: Path, environment: Environment, world_size: int, repeat
         "snapshot_uncached_ms": ms(uncached),
         "snapshot_cold_ms": ms(cold),
         "snapshot_warm_ms": ms(warm["times"][1:]),
-        "to_json_ms": ms(warm["to_json"][1:]),
     }
 
 

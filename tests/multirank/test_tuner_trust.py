@@ -63,7 +63,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[SweepOutcome, list[
 
 @pytest.mark.parametrize("variant", sorted(LATE_BAD))
 def test_late_damage_is_incorrect(swept: tuple[SweepOutcome, list[Trial]], variant: str) -> None:
-    (trial,) = [trial for trial in swept[1] if trial.variant == variant]
+    # On a slow machine too few launches fit into the search, and the finals find it out: the last trial counts.
+    trial = [trial for trial in swept[1] if trial.variant == variant][-1]
     assert trial.status == "incorrect", trial.reason
     assert re.search(LATE_BAD[variant], trial.reason), trial.reason
 
