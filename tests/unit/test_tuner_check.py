@@ -175,9 +175,9 @@ def test_odd_sizes_lie_next_to_the_shape_and_large_messages_are_spared() -> None
     assert [p.shape for p in odd_problems(SPEC, problem_of(1))] == [(4,)]
     large = problem_of((check.LARGE_BYTES // 4) + 1)
     assert odd_problems(SPEC, large) == []
-    assert [kind for kind, _ in plan_cases(large, full=True)] == ["random", "integers"]
-    assert len(plan_cases(problem_of(), full=True)) == 3
-    assert len(plan_cases(problem_of(), full=False)) == 2
+    assert [kind for kind, _ in plan_cases(large, full=True)] == ["random"]
+    assert [kind for kind, _ in plan_cases(problem_of(), full=True)] == ["random", "integers"]
+    assert [kind for kind, _ in plan_cases(problem_of(), full=False)] == ["random"]
 
 
 def test_latency_is_the_slowest_ranks_of_each_round() -> None:
@@ -304,12 +304,13 @@ def test_memory_that_is_given_is_guarded_behind() -> None:
     [
         (1500, 1.0, False, 0),
         (10, 10.0, False, 1022),
-        (10, 300.0, False, 126),
-        (10, 3000.0, False, 62),
-        (10, 1e5, False, 0),
+        (10, 100.0, False, 126),
+        (10, 300.0, False, 62),
+        (10, 1e4, False, 0),
         (150, 100.0, False, 0),
         (150, 100.0, True, 882),
-        (10, 5e3, True, 126),
+        (10, 3e3, True, 126),
+        (10, 8e3, True, 62),
     ],
 )
 def test_launches_until_a_late_check_cost_little(done: int, latency_us: float, final: bool, more: int) -> None:

@@ -2,12 +2,12 @@
 
 Two depths, because a check costs more than a measurement:
 
-- *full*, once per candidate and family of problems: three launches in a row with changing inputs (random, whole
-  numbers, random again) and no wait on the host between them, then one launch at each odd size near the shape;
-- *light*, at every further shape: one launch with random and one with whole numbers.
+- *full*, once per candidate and family of problems: a launch with random inputs and one with whole numbers, no wait on
+  the host between them, then one launch at each odd size near the shape;
+- *light*, at every further shape: one launch with random inputs.
 
-What was timed well is launched with other inputs once more, after enough launches that counters have passed 64, 128 and
-1024, where that costs little: flags that wrap and buffers that are used again go wrong late.
+What was timed to the end is launched with whole numbers once more, after enough launches that counters have passed 64,
+128 and 1024, where that costs little: flags that wrap and buffers that are used again go wrong late.
 
 Every launch finds its outputs filled with NaN and every rank delayed by its own random time. Inputs are overwritten in
 stream order as soon as the rank's own launch is over, so that a variant whose peers still read them is found out.
@@ -45,11 +45,11 @@ _ORDERED = {"sum": "ordered sum", "avg": "ordered average", "max": "maximum", "m
 GUARD_BYTES = 16 << 10
 _INPUT_GUARD, _OUTPUT_GUARD = 0xFF, 0xA5
 
-# Launches after which a candidate is checked again, each with the most µs that getting there may cost in a search. The
-# finals may spend ten times as long.
-_LATE = ((1024, 20_000.0), (128, 100_000.0), (64, 250_000.0))
+# The late check: its case, the launches that come before it, and the most µs that getting there may take.
+LATE_CASE = ("integers", 0)
+_LATE_LAUNCHES = (1024, 128, 64)
 _PAST = 8  # launches beyond the count
-_FINAL_FACTOR = 10
+_SEARCH_US, _FINAL_US = 20_000.0, 500_000.0
 
 # A process that takes less memory than this in a trial does not leak.
 LEAK_BYTES = 8 << 20
@@ -89,9 +89,8 @@ class Judgement:
 
 
 def plan_cases(problem: Problem, *, full: bool) -> list[tuple[str, int]]:
-    """(kind, number) of the cases to launch at the very shape, in order."""
-    light = [("random", 0), ("integers", 0)]
-    return [*light, ("random", 1)] if full and problem.nbytes <= LARGE_BYTES else light
+    """(kind, number) of the cases to launch at the very shape before it is timed, in order."""
+    return [("random", 0), ("integers", 0)] if full and problem.nbytes <= LARGE_BYTES else [("random", 0)]
 
 
 def odd_problems(op: OpSpec, problem: Problem) -> list[Problem]:
@@ -190,10 +189,10 @@ def find_damage(guarded: Sequence[Guarded]) -> str:
 
 def launches_to_go(done: int, latency_us: float, *, final: bool) -> int:
     """Further launches before a candidate that has made `done` is checked again, as many as cost little."""
-    for count, most_us in _LATE:
+    for count in _LATE_LAUNCHES:
         if done >= count + _PAST:
             return 0
-        if (count + _PAST - done) * latency_us <= most_us * (_FINAL_FACTOR if final else 1):
+        if (count + _PAST - done) * latency_us <= (_FINAL_US if final else _SEARCH_US):
             return count + _PAST - done
     return 0
 

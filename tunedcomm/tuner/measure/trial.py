@@ -52,8 +52,6 @@ class CompileCount:
 # (kind, number) of the cases to launch.
 Plan: TypeAlias = list[tuple[str, int]]
 _SLOT_OF_SECOND = 3  # behind those of the odd shapes
-# What a candidate is launched with after it was timed: timed launches have other inputs.
-_LATE_PLAN: Plan = [("integers", 0)]
 # Launches of a candidate that seems to leak: it does if every batch takes more memory.
 _LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
 
@@ -350,7 +348,7 @@ class TrialRunner:
         if full:
             shapes = check.odd_problems(bench.op, problem)
             self._odd = [Bench(self._gang, p, seed, self._stream, slot=1 + i) for i, p in enumerate(shapes)]
-        plans = [(bench, check.plan_cases(problem, full=full))]
+        plans = [(bench, [*check.plan_cases(problem, full=full), check.LATE_CASE])]
         plans += [(one, _odd_plan(number)) for number, one in enumerate(self._odd)]
 
         def make_cases() -> None:
@@ -542,7 +540,7 @@ class TrialRunner:
         def action() -> Judgement:
             for _ in range(-(-more // contender.calls)):
                 contender.run()
-            return bench.check(launch, _LATE_PLAN, ordered=ordered)
+            return bench.check(launch, [check.LATE_CASE], ordered=ordered)
 
         found, trouble, reason = self._guard(action)
         if found is not None and not found.right:
