@@ -172,12 +172,8 @@ def column_parallel(model: Model, tp: int) -> tuple[Projection, ...]:
     """One rank's share of every projection whose input all ranks need.
 
     Gate and up are one matrix, as are queries, keys and values. Latent attention compresses on every rank alike and is
-    split where it expands again.
-
-    Raises:
-        UnsupportedInputError: `tp` does not split the model evenly.
+    split where it expands again. `tp` splits the model evenly.
     """
-    _check_split(model, tp)
     heads, hidden = model.num_heads // tp, model.hidden_size
     found: list[Projection] = []
     if model.latent is None:
@@ -192,12 +188,7 @@ def column_parallel(model: Model, tp: int) -> tuple[Projection, ...]:
 
 
 def row_parallel(model: Model, tp: int) -> tuple[Projection, ...]:
-    """One rank's share of every projection whose output is summed over the ranks.
-
-    Raises:
-        UnsupportedInputError: `tp` does not split the model evenly.
-    """
-    _check_split(model, tp)
+    """One rank's share of every projection whose output is summed over the ranks. `tp` splits the model evenly."""
     head_dim = model.head_dim if model.latent is None else model.latent.v_head_dim
     found = [Projection("o", model.hidden_size, model.num_heads // tp * head_dim)]
     found += [Projection(f"{name}down", model.hidden_size, size // tp) for name, size in _mlps(model)]
@@ -212,46 +203,22 @@ def _mlps(model: Model) -> list[tuple[str, int]]:
     return found
 
 
-def _hidden_states(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
-    _check_split(model, tp)
-    return [(tokens * model.hidden_size,)]
+def _share(tokens: int, tp: int) -> int:
+    """Tokens of each rank under sequence parallelism: padded where the ranks cannot share them equally."""
+    return -(-tokens // tp)
 
 
-def _hidden_states_a_rank(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
-    """Of a rank's share of the tokens under sequence parallelism; the last rank's may be padded."""
-    _check_split(model, tp)
-    return [(-(-tokens // tp) * model.hidden_size,)]
-
-
-def _column_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
-    """Of tokens that the ranks share equally, padded if need be: everyone has as many rows of what is gathered."""
-    return [(-(-tokens // tp) * tp, part.n, part.k) for part in column_parallel(model, tp)]
-
-
-def _row_gemms(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
-    return [(tokens, part.n, part.k) for part in row_parallel(model, tp)]
-
-
-def _row_gemms_scattered(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
-    """Padded like what is gathered: everyone gets as many rows."""
-    return [(-(-tokens // tp) * tp, part.n, part.k) for part in row_parallel(model, tp)]
-
-
-def _token_rows(model: Model, tp: int, tokens: int) -> Iterable[Shape]:
-    _check_split(model, tp)
-    return [(tokens, model.hidden_size)]
-
-
-# An op whose shapes follow from a model has its line here; nothing else needs to know.
+# An op whose shapes follow from a model has its line here; nothing else needs to know. What is gathered or scattered is
+# padded, so that every rank has as many rows.
 SHAPES: Mapping[str, Callable[[Model, int, int], Iterable[Shape]]] = {
-    "all_gather": _hidden_states_a_rank,
-    "all_reduce": _hidden_states,
-    "reduce_scatter": _hidden_states_a_rank,
-    "all_reduce_bias": _token_rows,
-    "all_reduce_rms_norm": _token_rows,
-    "ag_gemm": _column_gemms,
-    "gemm_rs": _row_gemms_scattered,
-    "gemm_ar": _row_gemms,
+    "all_gather": lambda model, tp, tokens: [(_share(tokens, tp) * model.hidden_size,)],
+    "all_reduce": lambda model, tp, tokens: [(tokens * model.hidden_size,)],
+    "reduce_scatter": lambda model, tp, tokens: [(_share(tokens, tp) * model.hidden_size,)],
+    "all_reduce_bias": lambda model, tp, tokens: [(tokens, model.hidden_size)],
+    "all_reduce_rms_norm": lambda model, tp, tokens: [(tokens, model.hidden_size)],
+    "ag_gemm": lambda model, tp, tokens: [(_share(tokens, tp) * tp, p.n, p.k) for p in column_parallel(model, tp)],
+    "gemm_rs": lambda model, tp, tokens: [(_share(tokens, tp) * tp, p.n, p.k) for p in row_parallel(model, tp)],
+    "gemm_ar": lambda model, tp, tokens: [(tokens, p.n, p.k) for p in row_parallel(model, tp)],
 }
 
 
@@ -274,4 +241,6 @@ def shapes_for(models: Sequence[Model], tp: int, tokens: Sequence[int], op: str)
         )
     if wrong := [count for count in tokens if count < 1]:
         raise UnsupportedInputError(f"a step has at least 1 token, got {wrong[0]}; correct --tokens")
+    for model in models:
+        _check_split(model, tp)
     return tuple(sorted({shape for model in models for count in tokens for shape in SHAPES[op](model, tp, count)}))
