@@ -46,7 +46,7 @@ def winners_of(records: Sequence[Trial]) -> list[Winner]:
         here = records[0].environment
         snapshot = load_snapshot(here, 2, layers=[Layer("user", str(path))], strict=True)
         found = stored_winners(snapshot, limits_for(here, 2), source_hash_of)
-    return [winner for stored in found.values() for winner in stored.winners]
+    return [winner for stored in found.values() for winner in stored]
 
 
 def slower(record: Trial, factor: float) -> Trial:

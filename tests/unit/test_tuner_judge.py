@@ -9,26 +9,29 @@ import pytest
 from verify_samples import SIZES, at, here, problem_of, recorded
 
 from tunedcomm.db.records import Trial
-from tunedcomm.spec import Candidate
+from tunedcomm.selection.snapshot import Row
+from tunedcomm.spec import Candidate, NumericsPolicy
 from tunedcomm.tuner.verify import Winner, judge
 
 
-def winner_of(ratio: float, **changes: Any) -> Winner:
-    values: dict[str, Any] = {
-        "problem": problem_of(SIZES[0]),
-        "candidate": Candidate.of("all_reduce", "lamport", {"num_blocks": 8, "num_warps": 2, "launch_pdl": True}),
-        "policies": ("default",),
-        "latency_us": 10.0 * ratio,
-        "library_us": 10.0,
-        "noise": 0.01,
-        "measured_us": 10.0 * ratio,
-        "uncertainty": 0.01,
-        "environment": here(),
-        "layer": "user",
-        "created_at": "2026-01-01",
-        "is_drift": False,
-    }
-    return Winner(**{**values, **changes})
+def winner_of(
+    ratio: float,
+    *,
+    policies: tuple[NumericsPolicy, ...] = ("default",),
+    library_us: float | None = 10.0,
+    **changes: Any,
+) -> Winner:
+    """Measured without a spread; `changes` of the row."""
+    lamport = Candidate.of("all_reduce", "lamport", {"num_blocks": 8, "num_warps": 2, "launch_pdl": True})
+    row = Row(
+        problem=problem_of(SIZES[0]),
+        candidate=lamport,
+        source_hash="current",
+        environment=here(),
+        latency_p50_us=10.0 * ratio,
+        created_at="2026-01-01",
+    )
+    return Winner(row=replace(row, **changes), policies=policies, latency_us=10.0 * ratio, library_us=library_us)
 
 
 def timed(winner: Winner, ratio: float, **changes: Any) -> Trial:
@@ -80,7 +83,7 @@ def test_verdict(stored: float, now: float, verdict: str) -> None:
 )
 def test_a_winner_that_is_not_slower_than_it_was_has_not_drifted(then_us: float, now_us: float, verdict: str) -> None:
     """Against the library it has lost 60 % each time."""
-    winner = winner_of(0.5, measured_us=then_us)
+    winner = winner_of(0.5, latency_p50_us=then_us)
     times = {"latency_p10_us": now_us, "latency_p90_us": now_us, "baseline_p50_us": now_us / 0.8}
     found = judge(winner, [timed(winner, now_us / 20, **times)], tolerance=0.1)
     assert found.ratio == pytest.approx(0.8)
@@ -96,7 +99,8 @@ def test_an_eager_call_may_differ_by_its_spread() -> None:
     )
     assert judge(winner, [steady], tolerance=0.1).verdict == "drifted"
     assert judge(winner, [erratic], tolerance=0.1).verdict == "ok"
-    assert judge(replace(winner, uncertainty=0.25), [steady], tolerance=0.1).verdict == "ok"
+    was_erratic = winner_of(0.5, problem=winner.problem, latency_p10_us=3.75, latency_p90_us=6.25, samples=20)
+    assert judge(was_erratic, [steady], tolerance=0.1).verdict == "ok"
 
 
 def test_only_what_is_faster_by_itself_and_against_the_library_has_overtaken() -> None:
@@ -118,7 +122,7 @@ def test_verdict_where_the_library_may_not_run() -> None:
 
 
 def test_verdict_of_a_noisy_timing() -> None:
-    winner = winner_of(0.95, noise=0.01)
+    winner = winner_of(0.95)
     noisy = timed(winner, 1.03, latency_p10_us=10.0, latency_p90_us=35.0, samples=20)
     found = judge(winner, [noisy], tolerance=0.1)
     assert (found.verdict, found.noise) == ("tied", 0.05)

@@ -121,7 +121,7 @@ def test_tolerance_decides(path: Path, tmp_path: Path, winners: dict[int, Candid
 
 
 def test_runner_up_that_is_faster_now_is_said(path: Path, tmp_path: Path, winners: dict[int, Candidate]) -> None:
-    stored = known(path)[problem_of(SIZES[3])]
+    stored = known(path)[problem_of(SIZES[3])][0]
     assert stored.runner_up is not None
     outcome = run(path, tmp_path, {(SIZES[3], stored.runner_up): slower(0.5)}, store=False)
     found = by_size(outcome)[SIZES[3]]
@@ -134,12 +134,12 @@ def all_won_by(candidate: Candidate, sizes: tuple[int, ...], path: Path) -> None
     with Database.open(path) as database:
         fastest = [{**at(candidate, size), "status": "ok", "final": True, "created_at": now} for size in sizes]
         database.record([replace(recorded()[0], **fields) for fields in fastest])
-    assert {known(path)[problem_of(size)].winners[0].candidate for size in sizes} == {candidate}
+    assert {known(path)[problem_of(size)][0].candidate for size in sizes} == {candidate}
 
 
 def test_winner_that_hangs_is_found_out_at_every_size_that_it_wins(path: Path, tmp_path: Path) -> None:
     """A failure at one size takes nothing from what is stored of another: dispatch would go on launching it there."""
-    common, won = known(path)[problem_of(SIZES[0])].winners[0].candidate, SIZES[:2]
+    common, won = known(path)[problem_of(SIZES[0])][0].candidate, SIZES[:2]
     all_won_by(common, won, path)
     outcome = run(path, tmp_path, {(size, common): failing("hung", "no sign of life for 30 s") for size in SIZES})
     found = by_size(outcome)
@@ -175,7 +175,7 @@ def test_other_software_is_healed(path: Path, tmp_path: Path, winners: dict[int,
     outcome = run(path, tmp_path, environment=upgraded)
     assert outcome.environment == upgraded
     assert not outcome.wrong
-    assert all(r.winner.is_drift for r in outcome.results)
+    assert all(r.winner.row.drift for r in outcome.results)
     after = load_snapshot(upgraded, 4, layers=layers, strict=True)
     limits = limits_for(upgraded, 4)
     for size, candidate in winners.items():

@@ -37,8 +37,8 @@ def test_winners_of_every_policy(path: Path) -> None:
         database.record([replace(library, latency_p50_us=1.0, baseline_p50_us=1.0, final=True, created_at=now)])
     found = known(path)
     (mine,) = [s for p, s in found.items() if p == problem_of(SIZES[4])]
-    assert all(winner.policies for winner in mine.winners)
-    asked = [policy for winner in mine.winners for policy in winner.policies]
+    assert all(winner.policies for winner in mine)
+    asked = [policy for winner in mine for policy in winner.policies]
     assert sorted(asked) == ["any", "default", "ordered"]
 
 
@@ -48,7 +48,7 @@ def test_neighbours_winners_are_measured_too(path: Path) -> None:
     sizes = sorted(problem.shape[0] for problem in found)
     for place, size in enumerate(sizes):
         near = sizes[max(place - 1, 0) : place + 2]
-        wanted = {w.candidate for n in near for w in found[problem_of(n)].winners if not w.is_library}
+        wanted = {w.candidate for n in near for w in found[problem_of(n)] if not w.row.is_library}
         assert wanted <= set(chosen[problem_of(size)])
     assert all(c.variant != "library" for members in chosen.values() for c in members)
 
@@ -87,4 +87,4 @@ def test_pins_are_not_what_is_verified(path: Path, winners: dict[int, Candidate]
     with Database.open(path) as database:
         library = Candidate.of("all_reduce", "library", {})
         database.pin(problem_of(SIZES[0]), library, environment=here(), reason="for now")
-    assert known(path)[problem_of(SIZES[0])].winners[0].candidate == winners[SIZES[0]]
+    assert known(path)[problem_of(SIZES[0])][0].candidate == winners[SIZES[0]]

@@ -19,7 +19,7 @@ from tunedcomm.dispatch.communicator import limits_for
 from tunedcomm.dispatch.dispatcher import source_hash_of
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.verify import Stored, VerifyOutcome, VerifySpec, stored_winners, verify
+from tunedcomm.tuner.verify import VerifyOutcome, VerifySpec, Winner, stored_winners, verify
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
 # Three neighbours, then two more; all have several finals.
@@ -44,7 +44,7 @@ def here() -> Environment:
     return recorded()[0].environment
 
 
-def known(path: Path, **selected: Any) -> dict[Problem, Stored]:
+def known(path: Path, **selected: Any) -> dict[Problem, tuple[Winner, ...]]:
     snapshot = load_snapshot(here(), 4, layers=[Layer("user", str(path))], strict=True)
     return stored_winners(snapshot, limits_for(here(), 4), source_hash_of, **selected)
 
@@ -56,7 +56,7 @@ def tuned() -> tuple[bytes, dict[int, Candidate]]:
         path = Path(folder) / "tuned.db"
         with Database.open(path, create=True) as database:
             database.record(recorded())
-        winners = {problem.shape[0]: stored.winners[0].candidate for problem, stored in known(path).items()}
+        winners = {problem.shape[0]: won[0].candidate for problem, won in known(path).items()}
         return path.read_bytes(), winners
 
 

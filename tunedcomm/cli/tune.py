@@ -448,7 +448,7 @@ _VERIFIED_COLUMNS: dict[str, Callable[[Verified], object]] = {
     "dtype": lambda result: result.winner.problem.dtype,
     "mode": lambda result: f"{result.winner.problem.mode}, {kind_of(result.winner.problem)}",
     "winner": lambda result: f"{result.winner.candidate}{_if_asked(result.winner.policies)}",
-    "then us": lambda result: format_us(result.winner.measured_us),
+    "then us": lambda result: format_us(result.winner.row.latency_p50_us),
     "speed-up": lambda result: format_ratio(result.winner.library_us, result.winner.latency_us),
     "now us": lambda result: format_us(result.latency_us),
     "library us": lambda result: format_us(result.library_us),
@@ -525,7 +525,7 @@ def _report_verified(outcome: VerifyOutcome, url: str | None) -> None:
         return
     table_of(_VERIFIED_COLUMNS, outcome.results, title=where)
     if here is not None:
-        changes = sorted({change for result in outcome.results for change in here.drift(result.winner.environment)})
+        changes = sorted({change for result in outcome.results for change in here.drift(result.winner.row.environment)})
         if changes:
             emit(f"since they were measured: {', '.join(changes)}")
     for result in outcome.results:
@@ -547,6 +547,9 @@ def _if_asked(policies: Sequence[str]) -> str:
 
 def _verified_to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]:
     """As JSON has it."""
+    from tunedcomm.selection.score import noise
+    from tunedcomm.tuner.verify import uncertainty
+
     here = outcome.environment
     winners = []
     for result in outcome.results:
@@ -555,12 +558,17 @@ def _verified_to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]
             {
                 "problem": then.problem,
                 **named_candidate(then.candidate),
-                **attributes(then, "policies layer"),
+                "policies": then.policies,
+                "layer": then.row.layer,
                 **attributes(result, "verdict why"),
                 "stored": {
-                    **attributes(then, "latency_us library_us noise measured_us uncertainty created_at"),
-                    "environment": then.environment.digest,
-                    "changes": [] if here is None else here.drift(then.environment),
+                    **attributes(then, "latency_us library_us"),
+                    "noise": noise(then.row),
+                    "measured_us": then.row.latency_p50_us,
+                    "uncertainty": uncertainty(then.row),
+                    "created_at": then.row.created_at,
+                    "environment": then.row.environment.digest,
+                    "changes": [] if here is None else here.drift(then.row.environment),
                 },
                 "measured": attributes(result, "latency_us library_us noise"),
                 "faster": result.faster,

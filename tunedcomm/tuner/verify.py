@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from tunedcomm.selection.score import noise
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops
-from tunedcomm.tuner.gang.protocol import LOST, Command, Settings
+from tunedcomm.tuner.gang.protocol import LOST, Command
 from tunedcomm.tuner.search.claims import Claim
 from tunedcomm.tuner.search.coordinator import Coordinator, Finals
 from tunedcomm.tuner.search.study import families
@@ -40,50 +41,32 @@ class Winner:
     """Dispatch's answer at a measured problem under at least one numerics policy.
 
     Attributes:
-        problem, candidate, policies: where it is the answer.
+        row: its measurement.
+        policies: where it is the answer.
         latency_us, library_us: as stored, comparable with each other; None if the library was not measured beside it.
-        noise: relative uncertainty of `latency_us`.
-        measured_us: its own time in the run in which it was measured.
-        uncertainty: by how much `measured_us` may differ in another run of the same machine, as a share.
-        environment, layer, created_at: where and when (ISO 8601 in UTC) it was measured.
-        is_drift: it was measured under other software.
+        runner_up: the fastest other challenger under the first of the policies.
     """
 
-    problem: Problem
-    candidate: Candidate
+    row: Row
     policies: tuple[NumericsPolicy, ...]
     latency_us: float
     library_us: float | None
-    noise: float
-    measured_us: float
-    uncertainty: float
-    environment: Environment
-    layer: str
-    created_at: str
-    is_drift: bool
+    runner_up: Candidate | None = None
 
     @property
-    def is_library(self) -> bool:
-        """True where no challenger beat the library."""
-        return self.candidate.variant == "library"
+    def problem(self) -> Problem:
+        """The problem where it is the answer."""
+        return self.row.problem
+
+    @property
+    def candidate(self) -> Candidate:
+        """The variant and its config."""
+        return self.row.candidate
 
     @property
     def ratio(self) -> float | None:
         """Its latency over the library's."""
         return None if self.library_us is None else self.latency_us / self.library_us
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Winners of one problem, the default policy's first, and the fastest other challenger under that policy."""
-
-    winners: tuple[Winner, ...]
-    runner_up: Candidate | None
-
-    @property
-    def age(self) -> tuple[bool, str]:
-        """Sorts first what is most in doubt: other software, then the oldest."""
-        return min((not winner.is_drift, winner.created_at) for winner in self.winners)
 
 
 def uncertainty(row: Row) -> float:
@@ -102,19 +85,19 @@ def stored_winners(
     limits: Limits,
     source_hash: Callable[[str, str], str | None],
     wanted: Callable[[Problem], bool] = lambda problem: True,
-) -> dict[Problem, Stored]:
-    """The winners at the wanted problems of a snapshot, pins aside, by problem.
+) -> dict[Problem, tuple[Winner, ...]]:
+    """The winners at the wanted problems of a snapshot, pins aside, by problem; the default policy's first.
 
-    A problem is left out if nothing that was measured at it may be used any more, e.g. since its kernels have changed.
+    They are measured at this very problem, on this hardware and with the kernels as they are. A problem is left out if
+    nothing that was measured at it may be used any more, e.g. since its kernels have changed.
     """
     measured, registered, known = replace(snapshot, pins=()), Registered(limits, source_hash), ops()
     problems = sorted({row.problem for row in snapshot.rows if row.problem.op in known and wanted(row.problem)})
-    found = {problem: _stored(measured, problem, registered) for problem in problems}
-    return {problem: stored for problem, stored in found.items() if stored.winners}
+    winners = {problem: _winners_at(problem, measured, registered) for problem in problems}
+    return {problem: found for problem, found in winners.items() if found}
 
 
-def _stored(snapshot: Snapshot, problem: Problem, registered: Registered) -> Stored:
-    """The winners from measurements of this very problem, on this hardware and of the kernels as they are."""
+def _winners_at(problem: Problem, snapshot: Snapshot, registered: Registered) -> tuple[Winner, ...]:
     rows = {
         row.candidate: row
         for row in snapshot.family_rows(problem)
@@ -123,58 +106,45 @@ def _stored(snapshot: Snapshot, problem: Problem, registered: Registered) -> Sto
         and (row.is_library or registered.source_hash(problem.op, row.candidate.variant) == row.source_hash)
     }
     found: dict[Candidate, Winner] = {}
-    runner_up = None
     for policy in _POLICIES:
         try:
             decision = choose(snapshot, problem, registered, policy=policy)
         except InfeasibleError:  # nothing that the policy admits is known
             continue
-        candidate, row = decision.candidate, rows.get(decision.candidate)
+        row = rows.get(decision.candidate)
         if decision.source != "exact" or row is None or decision.latency_us is None:
             continue
-        if candidate in found:
-            found[candidate] = replace(found[candidate], policies=(*found[candidate].policies, policy))
+        if (known := found.get(row.candidate)) is not None:
+            found[row.candidate] = replace(known, policies=(*known.policies, policy))
             continue
-        if not found:
-            runner_up = decision.runner_up
-        found[candidate] = Winner(
-            problem=problem,
-            candidate=candidate,
+        found[row.candidate] = Winner(
+            row=row,
             policies=(policy,),
             latency_us=decision.latency_us,
             library_us=decision.library_us,
-            noise=noise(row),
-            measured_us=row.latency_p50_us,
-            uncertainty=uncertainty(row),
-            environment=row.environment,
-            layer=row.layer,
-            created_at=row.created_at,
-            is_drift=row.drift,
+            runner_up=decision.runner_up,
         )
-    return Stored(tuple(found.values()), runner_up)
+    return tuple(found.values())
 
 
-def candidates_to_measure(stored: Mapping[Problem, Stored]) -> dict[Problem, tuple[Candidate, ...]]:
+def candidates_to_measure(stored: Mapping[Problem, Sequence[Winner]]) -> dict[Problem, tuple[Candidate, ...]]:
     """The candidates of each problem to measure besides the library, in the order of the problems.
 
-    That is its winners, its runner-up, and the winners of the next problem of its family on either side: between two
-    sizes dispatch compares what was measured at both, and of measurements under other software or in farther layers it
-    takes none where there are better ones.
+    That is its winners, its first runner-up, and the winners of the next problem of its family on either side: between
+    two sizes dispatch compares what was measured at both, and of measurements under other software or in farther layers
+    it takes none where there are better ones.
     """
     by_family: dict[tuple[Problem, tuple[int, ...]], list[Problem]] = {}
-    for problem in stored:
+    for problem in sorted(stored, key=lambda p: (get_op(p.op).message_bytes(p), p)):
         by_family.setdefault((problem.family, problem.shape[1:]), []).append(problem)
-    near: dict[Problem, list[Problem]] = {}
+    found: dict[Problem, tuple[Candidate, ...]] = dict.fromkeys(stored, ())
     for members in by_family.values():
-        members.sort(key=lambda p: (get_op(p.op).message_bytes(p), p))
         for place, problem in enumerate(members):
-            near[problem] = [*members[max(place - 1, 0) : place], *members[place + 1 : place + 2]]
-    found = {}
-    for problem, known in stored.items():
-        mine = [winner.candidate for winner in known.winners]
-        mine += [] if known.runner_up is None else [known.runner_up]
-        mine += [winner.candidate for other in near[problem] for winner in stored[other].winners]
-        found[problem] = tuple(dict.fromkeys(c for c in mine if c.variant != "library"))
+            near = [*members[max(place - 1, 0) : place], *members[place + 1 : place + 2]]
+            mine = [winner.candidate for winner in stored[problem]]
+            mine += filter(None, [stored[problem][0].runner_up])
+            mine += [winner.candidate for other in near for winner in stored[other]]
+            found[problem] = tuple(dict.fromkeys(c for c in mine if c.variant != "library"))
     return found
 
 
@@ -230,13 +200,13 @@ def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Veri
         return Verified(winner=winner, verdict="unmeasured", why=_why_unmeasured(winner, records))
     if mine.status != "ok" or mine.latency_p50_us is None:
         return Verified(winner=winner, verdict="failed", why=f"{mine.status}: {mine.reason}")
-    library_us = mine.latency_p50_us if winner.is_library else mine.baseline_p50_us
+    library_us = mine.latency_p50_us if winner.row.is_library else mine.baseline_p50_us
     if library_us is None:
         why = "the library, which it is compared with, could not be measured beside it"
         return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=mine.latency_p50_us)
     now = _row(mine)
     verdict, why = _compare(winner, now, library_us, tolerance)
-    faster, faster_us = _faster(winner, latest.values(), now, library_us)
+    faster_us, faster = _faster(winner, latest.values(), now, library_us)
     return Verified(
         winner=winner,
         verdict=verdict,
@@ -251,16 +221,16 @@ def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Veri
 
 def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> tuple[Verdict, str]:
     """What became of it. The library's time moves too: a loss against it alone is no fault of the winner."""
-    if winner.is_library:
+    if winner.row.is_library:
         return "ok", "the library serves"
     ratio, now = row.latency_p50_us / library_us, noise(row)
     # Where the library may not run at all, being slower than it is no fault.
     may_be_library = any(admits(policy, "library") for policy in winner.policies)
     if may_be_library and ratio > 1 + now:
         return "slower", f"it takes {ratio - 1:.1%} longer than the library, and the noise is {now:.1%}"
-    uncertain = max(winner.uncertainty, uncertainty(row))
+    uncertain = max(uncertainty(winner.row), uncertainty(row))
     lost = 0.0 if winner.ratio is None else ratio / winner.ratio - 1
-    longer = row.latency_p50_us / winner.measured_us - 1
+    longer = row.latency_p50_us / winner.row.latency_p50_us - 1
     if min(lost, longer) > tolerance + uncertain:
         return "drifted", (
             f"against the library it lost {lost:.1%}, and by itself it takes {longer:.1%} longer; {tolerance:.1%} and "
@@ -284,7 +254,7 @@ def _why_unmeasured(winner: Winner, records: Sequence[Trial]) -> str:
 
 def _faster(
     winner: Winner, records: Iterable[Trial], mine: Row, library_us: float
-) -> tuple[Candidate | None, float | None]:
+) -> tuple[float | None, Candidate | None]:
     """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise.
 
     Each was timed beside the library, but not beside the winner: it must be faster as it was timed, and by its ratio to
@@ -299,8 +269,7 @@ def _faster(
             uncertain = max(uncertainty(_row(record)), uncertainty(mine))
             if max(score, record.latency_p50_us) * (1 + uncertain) < mine.latency_p50_us:
                 found.append((score, record.candidate))
-    score_us, candidate = min(found, key=lambda scored: scored[0], default=(None, None))
-    return candidate, score_us
+    return min(found, key=lambda scored: scored[0], default=(None, None))
 
 
 def _row(record: Trial) -> Row:
@@ -316,9 +285,6 @@ class Recheck(Coordinator):
     No stored trial counts: every candidate is checked in full and timed again, beside the library. What crashes or
     hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
     """
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__((), settings, source_hash=source_hash)
 
     def begin(
         self, candidates: Mapping[Problem, Sequence[Candidate]], must: Collection[tuple[Problem, Candidate]]
@@ -419,7 +385,7 @@ def verify(
         DatabaseError: a layer that was named cannot be read, or `database` cannot be written.
     """
     load_variants(spec.plugins)
-    running = _Verify(spec, resolve_machine(spec), database, progress)
+    running = _Verify(spec, database, progress)
     with running:
         return running.run()
 
@@ -428,32 +394,24 @@ class _Verify(Running):
     """A verification under way."""
 
     def __init__(
-        self,
-        spec: VerifySpec,
-        settings: Settings,
-        database: Database | None,
-        progress: Callable[[Progress], None] | None,
+        self, spec: VerifySpec, database: Database | None, progress: Callable[[Progress], None] | None
     ) -> None:
+        settings = resolve_machine(spec)
         self._spec = spec
-        self._winners: dict[Problem, Stored] = {}
+        self._winners: dict[Problem, tuple[Winner, ...]] | None = None  # unknown until a gang says where it runs
         self._records: list[Trial] = []
-        self._has_begun = False
-        self._recheck = Recheck(settings)
+        self._recheck = Recheck((), settings, source_hash=source_hash)
         super().__init__(settings, self._recheck, database, progress)
 
     def run(self) -> VerifyOutcome:
         """Run to the end and judge."""
         self._run_gangs()
-        results = [
-            judge(winner, self._records, tolerance=self._spec.tolerance)
-            for stored in self._winners.values()
-            for winner in stored.winners
-        ]
+        winners = itertools.chain.from_iterable((self._winners or {}).values())
         return VerifyOutcome(
-            environment=self._coordinator.environment,
+            environment=self._recheck.environment,
             world_size=self._settings.world_size,
-            results=tuple(results),
-            run_id=self._coordinator.run_id,
+            results=tuple(judge(winner, self._records, tolerance=self._spec.tolerance) for winner in winners),
+            run_id=self._recheck.run_id,
             num_trials=self._counters.trials,
             num_gangs=self._supervisor.num_gangs,
             seconds=self._elapsed_s,
@@ -462,17 +420,19 @@ class _Verify(Running):
     def _welcome(self) -> None:
         """The first gang that is ready says on which machine: its winners are the work."""
         spec, environment, limits = self._spec, self._recheck.environment, self._recheck.limits
-        if environment is None or limits is None or self._has_begun:
+        if environment is None or limits is None or self._winners is not None:
             return
-        self._has_begun = True
-        snapshot = load_snapshot(
-            environment, self._settings.world_size, layers=spec.layers, strict=spec.layers is not None
-        )
+        layers, world_size = spec.layers, self._settings.world_size
+        snapshot = load_snapshot(environment, world_size, layers=layers, strict=layers is not None)
         found = stored_winners(snapshot, limits, hash_if_known, spec.wants)
-        first = sorted(found, key=lambda problem: (found[problem].age, problem))[: spec.limit]
-        self._winners = {problem: found[problem] for problem in sorted(first)}
+
+        def most_in_doubt(problem: Problem) -> tuple[tuple[bool, str], Problem]:
+            """Other software first, then the oldest."""
+            return min((not winner.row.drift, winner.row.created_at) for winner in found[problem]), problem
+
+        self._winners = {problem: found[problem] for problem in sorted(sorted(found, key=most_in_doubt)[: spec.limit])}
         if self._database is not None and self._winners:
-            self._coordinator.run_id = self._database.start_run(
+            self._recheck.run_id = self._database.start_run(
                 command=spec.command,
                 seed=spec.seed,
                 budget=f"winners of {len(self._winners)} problems",
@@ -482,19 +442,19 @@ class _Verify(Running):
         if self._pool is not None:
             compute_capability = environment.compute_capability
             self._ahead = compile_ahead(self._pool, chosen, self._settings, limits, compute_capability, chosen)
-        must = {(winner.problem, winner.candidate) for stored in self._winners.values() for winner in stored.winners}
-        self._recheck.begin(chosen, must)
+        self._recheck.begin(chosen, {(problem, w.candidate) for problem, ws in self._winners.items() for w in ws})
 
     def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
         super()._record(trials, claims)
         self._records += trials
 
     def _planned(self) -> dict[Problem, int | None]:
-        return {problem: self._coordinator.planned(problem) for problem in self._winners}
+        return {problem: self._recheck.planned(problem) for problem in self._winners or {}}
 
     def _num_done(self, planned: Mapping[Problem, int | None], busy: Collection[Problem | None]) -> int:
         return sum(not count and problem not in busy for problem, count in planned.items())
 
     def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
-        winner = self._winners[problem].winners[0]
+        assert self._winners is not None
+        winner = self._winners[problem][0]
         return winner.latency_us, winner.library_us
