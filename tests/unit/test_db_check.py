@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tunedcomm import kernels
 from tunedcomm.cli import main
-from tunedcomm.db.layers import packaged_databases
+from tunedcomm.db.layers import Layer, load_snapshot, packaged_databases
 from tunedcomm.db.maintenance import Finding, Selection, check_database, prune
 from tunedcomm.db.records import Trial, config_digest
 from tunedcomm.db.schema import VERSION_TABLE
@@ -170,6 +170,44 @@ def test_what_makes_no_sense_can_be_removed(path: Path, name: str) -> None:
         assert done.trials == 1
         assert len(database.trials()) == 3
     assert levels(path) == {}
+
+
+@pytest.mark.parametrize("name", ["config's digest", "percentiles that fall", "from the future"])
+def test_readers_leave_out_what_it_finds(path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """`db check` and the readers say the same of the same row, in the same words."""
+
+    def variants_read() -> tuple[set[str], set[str]]:
+        snapshot = load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True)
+        with Database.open(path, readonly=True) as database:
+            return {row.candidate.variant for row in snapshot.rows}, {trial.variant for trial in database.trials()}
+
+    assert variants_read() == ({"library", "lamport", "two_shot"}, {"library", "lamport", "two_shot", "one_shot"})
+    spoil(path, CASES[name][0])
+    assert variants_read() == ({"library", "two_shot"}, {"library", "two_shot", "one_shot"})
+    (warned,) = [record.getMessage() for record in caplog.records]
+    (found,) = [finding.detail for finding in check(path)["trials"]]
+    reason = found.partition("make no sense: ")[2]
+    assert reason.startswith("trial 2: ")
+    assert f"the first: {reason}." in warned
+
+
+def test_a_failure_is_not_forgiven_by_a_trial_that_nobody_reads(path: Path) -> None:
+    """The candidate was good, failed, and was good again; but that trial is from the future, or its times are none."""
+    good, when = sound("two_shot"), datetime.now(timezone.utc)
+    with Database.open(path) as database:
+        for seconds, trial in enumerate((good, replace(good, status="hung", latency_p50_us=None), good)):
+            database.record([replace(trial, created_at=when + timedelta(seconds=seconds))])
+
+    def runs_two_shot() -> bool:
+        snapshot = load_snapshot(H200, 4, layers=[Layer("user", str(path))], strict=True)
+        return any(row.candidate.variant == "two_shot" for row in snapshot.rows)
+
+    assert runs_two_shot()
+    for change in (f"created_at = '{LATER}'", "latency_p10_us = 9", "latency_p90_us = 1"):
+        shutil.copy(path, path.with_name("spoilt.db"))
+        spoil(path, f"UPDATE trial SET {change} WHERE id = 7")
+        assert not runs_two_shot(), change
+        shutil.move(path.with_name("spoilt.db"), path)
 
 
 def test_problem_that_is_another_one_goes_with_its_trials(path: Path) -> None:

@@ -36,7 +36,7 @@ from tunedcomm.db.engine import connected, parse_target
 from tunedcomm.db.jsonl import Line, OnBad, SoundRows, is_jsonl, key_of, read_lines
 from tunedcomm.db.migrate import create_file
 from tunedcomm.db.query import table
-from tunedcomm.db.records import canonical_json, config_digest
+from tunedcomm.db.records import Reader, canonical_json, config_digest
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.db.store import IDENTITY, Database, get_or_create
 from tunedcomm.errors import DatabaseCorruptError
@@ -139,6 +139,7 @@ class _Writer:
         # What lines before have given: key to id.
         self._ids: dict[str, dict[Any, int]] = {"environment": {}, "run": {}, "variant": {}, "problem": {}, "pin": {}}
         self._configs: dict[str, str] = {}
+        self._reader = Reader()
 
     def add(self, line: Line) -> None:
         """Take one line; ValueError if it makes no sense, or not after the lines before it."""
@@ -223,11 +224,11 @@ class _Writer:
 
     def _add_trial(self, line: Line) -> None:
         values = self._of_problem(TrialRow, line, "variant", "numerics", "source_hash", "run")
-        parse.check_outcome(values["status"], values["latency_p50_us"])
+        values["config_digest"] = self._configs[values["config"]]
+        self._reader.check_trial(values)
         variant = parse.parse_variant({**line, "op": line["problem"]["op"], "name": line.get("variant")})
         values["variant_id"] = self._known("variant", variant)
         values["run_id"] = None if line.get("run") is None else self._known("run", line["run"])
-        values["config_digest"] = self._configs[values["config"]]
         self._num_trials += 1
         self._batch.append({"id": self._num_trials, **values})
         if len(self._batch) >= _BATCH:

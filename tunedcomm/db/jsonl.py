@@ -20,7 +20,7 @@ from sqlalchemy import Connection, select
 
 from tunedcomm.db import records as parse
 from tunedcomm.db.query import raw, table
-from tunedcomm.db.records import Reader, canonical_json, config_digest
+from tunedcomm.db.records import Reader, canonical_json
 from tunedcomm.db.schema import (
     HEAD,
     REVISIONS,
@@ -181,9 +181,7 @@ class SoundRows:
 
     def _trial(self, model: type[Base], row: Mapping[str, Any]) -> Line:
         line = self._of_problem(model, row)
-        parse.check_outcome(line["status"], line["latency_p50_us"])
-        if row["config_digest"] != config_digest(line["config"]):
-            raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not that of {row['config']:.80}")
+        self._reader.check_trial(row)
         variant = _referred(self.variants, row["variant_id"], "variant")
         if variant["op"] != line["problem"]["op"]:
             raise ValueError(f"a variant of {variant['op']!r:.80} on a problem of {line['problem']['op']!r:.80}")

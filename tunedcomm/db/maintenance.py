@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -24,7 +24,7 @@ from tunedcomm.db import records as parse
 from tunedcomm.db.engine import BUSY_TIMEOUT_S, Target, num_bytes, parse_target, translated, warn_once
 from tunedcomm.db.jsonl import SoundRows
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.records import FAILED, STATUSES, Reader, StoredVariant, Trial, canonical_json, utc_now, was_tried
+from tunedcomm.db.records import FAILED, STATUSES, Reader, StoredVariant, Trial, canonical_json, was_tried
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, ok_rows
 from tunedcomm.db.store import Database
@@ -64,8 +64,6 @@ def is_current(variant: StoredVariant | None, source_hash: SourceHash) -> bool |
 
 _MAX_FAULTS = 20
 _MAX_EXAMPLES = 3
-# Clocks of hosts differ a little; a trial from further ahead would outrank what is measured until then.
-_AHEAD = timedelta(days=1)
 _RESTORE = (
     "move it away and restore a copy or an exported file; the `.recover` of the program sqlite3 may save what it held, "
     "else tune again"
@@ -216,7 +214,7 @@ def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
     invalid: dict[str, set[int]] = {name: set() for name in Base.metadata.tables}
     unknown, by_variant = _Faults(), Counter[StoredVariant]()
     num_pins = 0
-    latest, objection = (utc_now() + _AHEAD).isoformat(), functools.cache(_objection)
+    objection = functools.cache(_objection)
 
     def add(name: str, id_: Any, what: str) -> None:
         faults[name].add(f"{name} {id_}: {what}")
@@ -227,10 +225,8 @@ def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
         for id_, line in sound.trials():
             variant = StoredVariant(line["problem"]["op"], line["variant"], line["numerics"], line["source_hash"])
             by_variant[variant] += 1
-            reason = _contradiction(line, latest)
-            if reason is None and is_current(variant, source_hash):
-                reason = objection(variant.op, variant.name, canonical_json(line["config"]))
-            if reason is not None:
+            config = canonical_json(line["config"])
+            if is_current(variant, source_hash) and (reason := objection(variant.op, variant.name, config)):
                 add("trial", id_, reason)
         for id_, line in sound.pins():
             num_pins, op = num_pins + 1, line["problem"]["op"]
@@ -248,15 +244,6 @@ def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
             wrong += unknown.finding("pins", "name variants that this tunedcomm does not have", _MEND_PIN, level="warn")
         found += _or_ok(f"{name}s", wrong, f"{size}, all sound")
     return RowReport([*found, *_sources(by_variant, source_hash)], invalid)
-
-
-def _contradiction(line: Mapping[str, Any], latest: str) -> str | None:
-    low, middle, high = (line[f"latency_{name}_us"] for name in ("p10", "p50", "p90"))
-    if not (low or 0.0) <= (middle or low or 0.0) <= (high or middle or low or 0.0):
-        return f"its percentiles do not rise: p10 {low}, p50 {middle}, p90 {high}"
-    if line["created_at"] > latest:
-        return f"it was made in the future, {line['created_at']}, and would outrank what comes"
-    return None
 
 
 def _objection(op: str, name: str, config: str) -> str | None:

@@ -135,6 +135,7 @@ def trials(connection: Connection, reader: Reader, where: Iterable[Any], problem
                 "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"]),
                 "id": parse.id_of(row["id"]),
             }
+            reader.check_trial(row)
             found.append(Trial(problem=problem, environment=environment, **own))
         except ValueError as error:
             reader.skipped.add(f"trial {row['id']}: {error}")

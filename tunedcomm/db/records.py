@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer
@@ -104,7 +104,7 @@ class Trial:
         int_of(self.samples, "samples")
         for name in LATENCIES:
             latency_of(getattr(self, name), name)
-        check_outcome(self.status, self.latency_p50_us)
+        check_outcome(self.status, self.latency_p10_us, self.latency_p50_us, self.latency_p90_us)
 
     @property
     def candidate(self) -> Candidate:
@@ -170,6 +170,8 @@ def fastest(trials: Iterable[Trial]) -> Trial | None:
 # a `Skipped` by the caller, who goes on without the row.
 
 LATENCIES = ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us")
+# Clocks of hosts differ a little; a trial from further ahead would outrank what is measured until then.
+_AHEAD = timedelta(days=1)
 # A thousandth of a nanosecond, and two weeks.
 LEAST_US, MOST_US = 1e-6, 1e12
 _MAX_TEXT = 100_000
@@ -269,11 +271,14 @@ def check_one_of(value: object, allowed: Sequence[str], name: str) -> None:
         raise ValueError(f"unknown {name} {value!r:.80}; known are {', '.join(allowed)}")
 
 
-def check_outcome(status: object, latency_p50_us: float | None) -> None:
-    """Refuse an unknown status, and an `ok` trial without a latency."""
+def check_outcome(status: object, p10: float | None, p50: float | None, p90: float | None) -> None:
+    """Refuse an unknown status, an `ok` trial without a median, and percentiles that do not rise."""
     check_one_of(status, STATUSES, "status")
-    if status == "ok" and latency_p50_us is None:
+    if status == "ok" and p50 is None:
         raise ValueError("an ok trial without latency_p50_us")
+    known = [time for time in (p10, p50, p90) if time is not None]
+    if known != sorted(known):
+        raise ValueError(f"its percentiles do not rise: p10 {p10}, p50 {p50}, p90 {p90}")
 
 
 @functools.cache
@@ -387,11 +392,19 @@ def parse_run(row: Mapping[str, Any]) -> Run:
 
 
 class Reader:
-    """Parses rows of one query, each distinct config once, and counts what it had to skip."""
+    """Parses rows of one query, each distinct config once, and counts what it had to skip.
+
+    Attributes:
+        skipped: rows that made no sense.
+        latest: no trial is from after this time.
+    """
 
     def __init__(self) -> None:
         self.skipped = Skipped()
+        self.latest = utc_now() + _AHEAD
+        self._latest = self.latest.isoformat()
         self._configs: dict[object, dict[str, Value] | str] = {}
+        self._digests: dict[object, str] = {}
         self._candidates: dict[tuple[str, str, object], Candidate] = {}
 
     def config(self, value: object) -> dict[str, Value]:
@@ -406,6 +419,23 @@ class Reader:
         if isinstance(known, str):
             raise ValueError(known)
         return known
+
+    def check_trial(self, row: Mapping[str, Any]) -> tuple[float | None, float | None, float | None, str]:
+        """Refuse a trial that contradicts itself: every reader leaves it out, and `db check` reports it.
+
+        Returns its percentiles p10, p50 and p90, and its time in ISO 8601.
+        """
+        p10, p50, p90 = (latency_of(row[name], name) for name in LATENCIES[:3])
+        check_outcome(row["status"], p10, p50, p90)
+        created_at = time_text(row["created_at"])
+        if created_at > self._latest:
+            raise ValueError(f"it was made in the future, {created_at}, and would outrank what comes")
+        config = row["config"]
+        if config not in self._digests:
+            self._digests[config] = config_digest(self.config(config))
+        if row["config_digest"] != self._digests[config]:
+            raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not that of {config:.80}")
+        return p10, p50, p90, created_at
 
     def candidate(self, op: str, variant: str, config: object) -> Candidate:
         """The candidate with a stored config; one object for all rows that name it."""

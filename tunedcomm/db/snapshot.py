@@ -44,7 +44,7 @@ class _Failed(NamedTuple):
 # Queries
 
 
-# The columns of an `ok` trial in the order in which `ok_rows` takes them; the first four tell candidates apart.
+# What a snapshot reads of a trial; the first four columns tell candidates apart.
 _COLUMNS = tuple(
     raw(column)
     for column in (
@@ -59,6 +59,8 @@ _COLUMNS = tuple(
         TrialRow.baseline_p50_us,
         TrialRow.samples,
         TrialRow.id,
+        TrialRow.status,
+        TrialRow.config_digest,
     )
 )
 
@@ -149,37 +151,36 @@ def ok_rows(
         wanted = {row[0] for row in newest.values()}
         problems |= load_problems_by_id(connection, wanted - asked, reader)
         asked |= wanted
-        for problem_id, variant_id, config, final, created_at, p50, p10, p90, baseline, samples, id_ in newest.values():
-            problem, variant = problems.get(problem_id), variants.get(variant_id)
+        for row in newest.values():
+            problem, variant = problems.get(row.problem_id), variants.get(row.variant_id)
             if problem is None or variant is None:
                 continue  # It was skipped and counted already, or is not there.
             try:
-                latency_us = parse.latency_of(p50, "latency_p50_us")
-                if latency_us is None:
-                    raise ValueError("an ok trial without latency_p50_us")
+                p10, p50, p90, created_at = reader.check_trial(row._mapping)
+                assert p50 is not None
                 parse.check_op(variant, problem)
                 found.append(
                     Row(
                         problem=problem,
-                        candidate=reader.candidate(problem.op, variant.name, config),
+                        candidate=reader.candidate(problem.op, variant.name, row.config),
                         source_hash=variant.source_hash,
                         environment=environment,
-                        latency_p50_us=latency_us,
-                        latency_p10_us=parse.latency_of(p10, "latency_p10_us"),
-                        latency_p90_us=parse.latency_of(p90, "latency_p90_us"),
-                        samples=parse.int_of(samples, "samples"),
-                        baseline_p50_us=parse.latency_of(baseline, "baseline_p50_us"),
-                        final=parse.bool_of(final, "final"),
+                        latency_p50_us=p50,
+                        latency_p10_us=p10,
+                        latency_p90_us=p90,
+                        samples=parse.int_of(row.samples, "samples"),
+                        baseline_p50_us=parse.latency_of(row.baseline_p50_us, "baseline_p50_us"),
+                        final=parse.bool_of(row.final, "final"),
                         drift=drift,
                         borrowed=borrowed,
                         layer=layer,
                         layer_rank=layer_rank,
-                        created_at=parse.time_text(created_at),
-                        trial_id=parse.id_of(id_),
+                        created_at=created_at,
+                        trial_id=parse.id_of(row.id),
                     )
                 )
             except ValueError as error:
-                reader.skipped.add(f"trial {id_}: {error}")
+                reader.skipped.add(f"trial {row.id}: {error}")
     return found
 
 
@@ -192,25 +193,29 @@ def _failed_trials(
 ) -> list[_Failed]:
     """Trials that were incorrect, crashed or hung, where the same candidate was not good on the same problem since."""
     variants = load_variants(connection, Reader())
-    columns = (TrialRow.id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.config, TrialRow.status)
     since = table(TrialRow).alias()
+    p50 = since.c.latency_p50_us
     good_since = exists().where(
         since.c.environment_id.in_(list(environments)),
         since.c.status == "ok",
-        since.c.latency_p50_us.between(parse.LEAST_US, parse.MOST_US),  # or it is read by nobody
+        # As `check_trial` has it: any other trial is read by nobody.
+        p50.between(parse.LEAST_US, parse.MOST_US),
+        func.coalesce(since.c.latency_p10_us, p50) <= p50,
+        func.coalesce(since.c.latency_p90_us, p50) >= p50,
+        since.c.created_at <= reader.latest,
         since.c.final.in_([False, True]),  # lets the index be used through to the candidate
         since.c.problem_id == TrialRow.problem_id,
         since.c.variant_id == TrialRow.variant_id,
         since.c.config_digest == TrialRow.config_digest,
         since.c.created_at > TrialRow.created_at,
     )
-    statement = select(*(raw(column) for column in (*columns, TrialRow.created_at))).where(
+    statement = select(*_COLUMNS).where(
         TrialRow.environment_id.in_(list(environments)),
         TrialRow.status.in_(FAILED),
         TrialRow.problem_id.in_(_of_world(world_size, like)),
         ~good_since,
     )
-    rows = connection.execute(statement).all()
+    rows: Sequence[Any] = connection.execute(statement).all()
     problems = load_problems_by_id(connection, {row.problem_id for row in rows}, Reader())
     found = []
     for row in rows:
@@ -218,8 +223,9 @@ def _failed_trials(
         if problem is None or variant is None or variant.op != problem.op:
             continue
         try:
+            *_, created_at = reader.check_trial(row._mapping)
             candidate = reader.candidate(problem.op, variant.name, row.config)
-            found.append(_Failed(problem, candidate, variant.source_hash, row.status, parse.time_text(row.created_at)))
+            found.append(_Failed(problem, candidate, variant.source_hash, row.status, created_at))
         except ValueError as error:
             reader.skipped.add(f"trial {row.id}: {error}")
     return found
