@@ -22,7 +22,7 @@ from variant_checks import bits_of, inputs_of_all, launch_variant
 import tunedcomm
 from tunedcomm import kernels
 from tunedcomm.dispatch.communicator import get_communicator
-from tunedcomm.kernels.all_reduce.host import DTYPES
+from tunedcomm.kernels.common.host import REDUCED
 from tunedcomm.spec import Problem, get_op, get_variant
 from tunedcomm.symm import buffer, ring
 
@@ -51,7 +51,7 @@ def expected_of(problem: Problem, everyone: list[tuple[torch.Tensor, ...]]) -> t
 def bits_body(rank: int, world_size: int, variant: str) -> int:
     communicator, count = get_communicator(), 0
     for seed, numel in enumerate(SIZES):
-        for dtype in DTYPES:
+        for dtype in REDUCED:
             for reduction in ("sum", "avg", "max", "min"):
                 if reduction == "avg" and dtype.replace("u", "").startswith("int"):
                     continue

@@ -289,7 +289,7 @@ def reduce_scatter(
 
     Args:
         x: any shape whose extent along `dim` is a multiple of the group's size, any strides. Kernels take bf16, fp16
-            and fp32; fp64, int8, uint8, int32 and int64 always run the variant `library`. The same shape and dtype on
+            and fp32; fp64, int8, uint8, int32 and int64 run the variant `library` on GPUs. The same shape and dtype on
             every rank. Left as it is.
         op: as in `all_reduce`.
         dim: dimension to split, from the end if negative. Where it is not the first, `x` is copied into an order in

@@ -90,7 +90,7 @@ def with_extras(s: torch.Tensor, *extras: torch.Tensor | None) -> torch.Tensor:
 
 
 def powers_of_two(
-    backend: str, itemsize: int, *, largest_mib: int, host_largest: int = 64 * _KIB
+    backend: str, itemsize: int, *, largest_mib: int, host_largest: int = 4 * _MIB
 ) -> list[tuple[int, ...]]:
     """Sizes from 1 KiB on, in elements.
 
@@ -112,7 +112,7 @@ def row_shapes(backend: str, itemsize: int) -> list[tuple[int, ...]]:
 
 
 def register_reduction(
-    name: str, summary: str, *, shape_help: str, largest_mib: int, scatters: bool, host_largest: int = 64 * _KIB
+    name: str, summary: str, *, shape_help: str, largest_mib: int, scatters: bool, host_largest: int = 4 * _MIB
 ) -> OpSpec:
     """Register an op that reduces all ranks' tensors element by element.
 

@@ -1,0 +1,160 @@
+"""Variants for CPU tensors of the ops besides all_reduce: exact bits, any size and dtype, public calls, lost peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import gives_up_in_time
+from harness import run_ranks
+from quick import some
+from variant_checks import bits_of, check_variant, inputs_of_all, launch_variant
+
+import tunedcomm
+from tunedcomm import kernels
+from tunedcomm.dispatch.communicator import get_communicator
+from tunedcomm.kernels.common.host import REDUCED
+from tunedcomm.kernels.common.reference import reduced
+from tunedcomm.spec import DTYPES, Problem, get_variant
+
+kernels.discover()
+ENVIRONMENT = {"TUNEDCOMM_WORKSPACE_MIB": "1", "TUNEDCOMM_DB": "/nonexistent/tuned.db", "TUNEDCOMM_MISS_LOG": "0"}
+SIZES = (1, 7, 1000, 4099, 40001)
+ABOVE_THE_RING = 1_500_001  # elements: more than all slots of a rank hold at once
+HALVES_AND_SINGLES = ("bfloat16", "float16", "float32")
+MOVES = ("all_gather", "all_to_all", "all_to_all_v")
+WORLD_SIZES = (2, 3, 4)
+KINDS = ("random", "integers")
+
+
+def configs() -> Iterator[dict[str, int]]:
+    """Configs in turns."""
+    while True:
+        for spins in (1, 64, 1024):
+            for chunk_kib in (16, 1024, 64):
+                yield {"chunk_kib": chunk_kib, "spins": spins}
+
+
+def feasible(problem: Problem, config: dict[str, int]) -> dict[str, int]:
+    """The config, or the one of smallest chunks where those are too large for the problem."""
+    limits = get_communicator().limits
+    refused = get_variant(problem.op, "host_one_shot").infeasible(problem, config, limits)
+    return {**config, "chunk_kib": 16} if refused else config
+
+
+def moves_body(rank: int, world_size: int) -> None:
+    communicator, turns = get_communicator(), configs()
+    asked = [(numel, dtype) for numel in SIZES for dtype in DTYPES] + [(ABOVE_THE_RING, "float32")]
+    for op in MOVES:
+        for seed, (numel, dtype) in enumerate(asked):
+            problem, kind = Problem(op, (numel,), dtype, world_size, reduction="", mode="eager"), KINDS[seed % 2]
+            config = feasible(problem, next(turns))
+            check_variant(communicator, problem, "host_one_shot", seed=seed, kind=kind, config=config)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bits_of_moves(world_size: int) -> None:
+    run_ranks(world_size, moves_body, env=ENVIRONMENT, timeout=240)
+
+
+def expected_chunk(problem: Problem, everyone: list[tuple[torch.Tensor, ...]], rank: int) -> torch.Tensor:
+    """The rank's chunk of the sum: in fp32 of fp32 and halves, in their own dtype of fp64 and integers."""
+    parts = [values[rank * problem.numel : (rank + 1) * problem.numel] for (values,) in everyone]
+    wide = torch.float32 if problem.dtype in HALVES_AND_SINGLES else parts[0].dtype
+    total = reduced(parts, problem.reduction, wide).to(parts[0].dtype)
+    return total + 0.0 if total.is_floating_point() else total
+
+
+def scatter_body(rank: int, world_size: int) -> None:
+    communicator, turns, seed = get_communicator(), configs(), 0
+    asked = [(numel, dtype, how) for numel in SIZES for dtype in REDUCED for how in ("sum", "avg", "max", "min")]
+    for numel, dtype, reduction in [*asked, (ABOVE_THE_RING, "float32", "sum"), (ABOVE_THE_RING, "bfloat16", "avg")]:
+        if reduction == "avg" and dtype.replace("u", "").startswith("int"):
+            continue
+        seed += 1
+        problem = Problem("reduce_scatter", (numel,), dtype, world_size, reduction=reduction, mode="eager")
+        everyone = inputs_of_all(problem, seed, KINDS[seed % 2])
+        for (values,) in everyone:
+            if values.is_floating_point():
+                values[0], values[-1] = -0.0, -1e-8  # rounds to −0.0 in a mean of halves
+        mine = everyone[rank][0].clone()
+        (out,) = launch_variant(communicator, problem, "host_one_shot", (mine,), feasible(problem, next(turns)))
+        assert torch.equal(bits_of(out), bits_of(expected_chunk(problem, everyone, rank))), problem
+        assert torch.equal(bits_of(mine), bits_of(everyone[rank][0])), "the input is as it was"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bits_of_reduce_scatter(world_size: int) -> None:
+    run_ranks(world_size, scatter_body, env=ENVIRONMENT, timeout=240)
+
+
+def values_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, different on every rank."""
+    numel = torch.Size(shape).numel()
+    return ((torch.arange(numel) * (rank + 3) + rank) % 11).to(dtype).view(shape)
+
+
+def runs(problem: Problem) -> str:
+    return tunedcomm.explain(get_communicator(), problem).candidate.variant
+
+
+def calls_body(rank: int, world_size: int) -> None:
+    """Each call twice, so that fast calls are made and used; strided inputs, outputs that are given, empty ones."""
+    ranks = range(world_size)
+    for rows, columns in ((1, 1), (3, 5), (64, 1031), (0, 4)):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            given = [values_of(r, (world_size * rows, columns), dtype) for r in ranks]
+            strided = given[rank].t().contiguous().t()
+            chunks = [values.chunk(world_size) if rows else [values] * world_size for values in given]
+            received = torch.cat([parts[rank] for parts in chunks])
+            send = [(rank + peer) % 2 * rows for peer in ranks]
+            rows_sent = [torch.cat([c[: (r + p) % 2 * rows] for p, c in enumerate(chunks[r])]) for r in ranks]
+            rows_received = torch.cat([chunks[r][rank][: (r + rank) % 2 * rows] for r in ranks])
+            for x in (given[rank], given[rank], strided):
+                assert torch.equal(tunedcomm.all_gather(x), torch.cat(given))
+                assert torch.equal(tunedcomm.all_gather(x, dim=1), torch.cat(given, 1))
+                assert torch.equal(tunedcomm.all_to_all(x), received)
+                assert torch.equal(tunedcomm.all_to_all(x, out=torch.empty_like(x)), received)
+                got = tunedcomm.all_to_all_v(rows_sent[rank], send, send, max_count=max(rows, 1))
+                assert torch.equal(got, rows_received)
+                if dtype is not torch.bool:
+                    total = sum(parts[rank].double() for parts in chunks)
+                    assert torch.equal(tunedcomm.reduce_scatter(x).double(), total)
+                    largest = torch.stack([parts[rank] for parts in chunks]).amax(0) if rows else received
+                    assert torch.equal(tunedcomm.reduce_scatter(x, op="max"), largest)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_public_calls(world_size: int) -> None:
+    run_ranks(world_size, calls_body, env=ENVIRONMENT, timeout=120)
+
+
+def untuned_body(rank: int, world_size: int) -> list[str]:
+    found = []
+    for op in (*MOVES, "reduce_scatter"):
+        for numel in (1, 100_000):
+            found.append(runs(Problem(op, (numel,), "float32", world_size, mode="eager")))
+    return found
+
+
+def test_an_untuned_host_runs_them() -> None:
+    assert set(run_ranks(3, untuned_body, env=ENVIRONMENT)[0]) == {"host_one_shot"}
+
+
+def lost_body(rank: int, world_size: int, op: str) -> str:
+    problem = Problem(op, (20_000,), "float32", world_size, reduction="sum" if "reduce" in op else "", mode="eager")
+    mine = inputs_of_all(problem, 1, "random")[rank]
+    launch_variant(get_communicator(), problem, "host_one_shot", mine)
+    if rank == 1:
+        return ""
+    with gives_up_in_time(), pytest.raises(tunedcomm.PeerTimeoutError) as caught:
+        launch_variant(get_communicator(), problem, "host_one_shot", mine)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("op", some((*MOVES, "reduce_scatter")))
+def test_a_peer_that_does_not_come(op: str) -> None:
+    outcomes = run_ranks(3, lost_body, op, env={**ENVIRONMENT, "TUNEDCOMM_PEER_TIMEOUT_S": "3"})
+    assert f"{op} (called eagerly) missed rank 1 of the group of 3" in outcomes[0]
+    assert f"{op} (called eagerly) missed rank 1 of the group of 3" in outcomes[2]

@@ -1,0 +1,35 @@
+"""host_one_shot: CPU tensors over a ring of slots in shared memory; every rank copies what its peers have published.
+
+Numerics: ordered (bits are moved).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.host import HostVariant, Stage
+from tunedcomm.kernels.common.variant import Workspace
+from tunedcomm.space import Config
+from tunedcomm.spec import Problem
+
+
+class HostOneShot(HostVariant):
+    op = "all_gather"
+    name = "host_one_shot"
+    summary = "CPU tensors: every rank copies its peers' inputs from shared memory"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        stage, nbytes, memmove = Stage(workspace, problem, config), problem.nbytes, ctypes.memmove
+        mine, addresses, at_own = stage.mine, stage.addresses, stage.ring.rank * nbytes
+        peers = [rank for rank in range(problem.world_size) if rank != stage.ring.rank]
+
+        def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
+            memmove(at_out + at_own + first, at_x + first, size)
+            for peer in peers:
+                memmove(at_out + peer * nbytes + first, addresses[peer][slot], size)
+
+        return stage.one_pass(lambda slot, at_x, first, size: memmove(mine[slot], at_x + first, size), take)
+
+
+HOST_ONE_SHOT = HostOneShot().register()

@@ -1,0 +1,76 @@
+"""host_one_shot: CPU tensors over a ring of slots in shared memory; every rank copies its segment of its peers' slots.
+
+all_to_all_v passes as many pieces as the largest chunk that any rank may send has, on every rank; those of shorter
+chunks are short or empty.
+
+Numerics: ordered (bits are moved).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+from tunedcomm.kernels.common.feasibility import Launch
+from tunedcomm.kernels.common.host import ScatterVariant, Stage
+from tunedcomm.kernels.common.variant import Workspace
+from tunedcomm.space import Config
+from tunedcomm.spec import ITEMSIZE, Problem
+
+
+class HostOneShot(ScatterVariant):
+    op = "all_to_all"
+    name = "host_one_shot"
+    summary = "CPU tensors: every rank copies its chunks of its peers' inputs from shared memory"
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        stage = Stage(workspace, problem, config, segments=problem.world_size)
+        nbytes, rank, addresses, memmove = problem.nbytes, stage.ring.rank, stage.addresses, ctypes.memmove
+        at_own, at_segment = rank * nbytes, rank * stage.chunk
+        peers = [peer for peer in range(problem.world_size) if peer != rank]
+
+        def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
+            memmove(at_out + at_own + first, at_x + at_own + first, size)
+            for peer in peers:
+                memmove(at_out + peer * nbytes + first, addresses[peer][slot] + at_segment, size)
+
+        return stage.one_pass(stage.put_segments(), take)
+
+
+class HostOneShotV(ScatterVariant):
+    op = "all_to_all_v"
+    name = "host_one_shot"
+    summary = HostOneShot.summary
+
+    def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
+        stage, memmove = Stage(workspace, problem, config, segments=problem.world_size), ctypes.memmove
+        mine, chunk, width, addresses = stage.mine, stage.chunk, ITEMSIZE[problem.dtype], stage.addresses
+        rank, at_segment = stage.ring.rank, stage.ring.rank * stage.chunk
+
+        def run(inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: int) -> None:
+            sent, received = (_bounds(counts.tolist(), width) for counts in inputs[1:])
+
+            def put(slot: int, at_x: int, first: int, size: int) -> None:
+                for peer, (begin, end) in enumerate(sent):
+                    if peer != rank and begin + first < end:
+                        memmove(mine[slot] + peer * chunk, at_x + begin + first, min(size, end - begin - first))
+
+            def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
+                for peer, (begin, end) in enumerate(received):
+                    source = at_x + sent[rank][0] + first if peer == rank else addresses[peer][slot] + at_segment
+                    if begin + first < end:
+                        memmove(at_out + begin + first, source, min(size, end - begin - first))
+
+            stage.one_pass(put, take)(inputs, outputs, stream)
+
+        return run
+
+
+def _bounds(counts: list[int], width: int) -> list[tuple[int, int]]:
+    """First byte of every rank's chunk, and the first behind it."""
+    return list(itertools.pairwise(itertools.accumulate((count * width for count in counts), initial=0)))
+
+
+HOST_ONE_SHOT = HostOneShot().register()
+HOST_ONE_SHOT_V = HostOneShotV().register()

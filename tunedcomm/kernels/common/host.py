@@ -1,0 +1,276 @@
+"""The parts that variants for CPU tensors share: their space, passes through the ring of slots, and sums.
+
+They cut messages into chunks that stay in the cache and fit into slots of 1 MiB (`symm.ring`), so messages of any size
+pass. In `Stage.one_pass` every rank puts a chunk into its slot and takes what it needs from the slots of all ranks. The
+next chunk is published before this one is waited for, so copies and sums overlap those of the peers.
+
+Copies are `memmove`, sums are NumPy's, and PyTorch's for 16-bit floats. Those are cut into pieces that are too small
+for PyTorch's thread pool, whose threads would wait for cores that the peers have.
+
+Numerics: ordered; sums in rank order, of fp64 and integers in their own dtype and of all others in fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tunedcomm.kernels.common.launch import AddressLaunch
+from tunedcomm.kernels.common.variant import VariantBase, Workspace
+from tunedcomm.space import Choice, Config, Space
+from tunedcomm.spec import DTYPES, ITEMSIZE, Limits, Problem
+from tunedcomm.symm.layout import RING_SLOTS
+
+if TYPE_CHECKING:
+    from tunedcomm.symm.ring import HostRing
+
+REDUCED = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64")  # dtypes of sums
+KIB = 1024
+LINE = 64  # pieces and slices begin at cache lines
+_SMALLEST = 16 * KIB  # chunk
+_PIECE = 32704  # elements; PyTorch shares out the work on 32768 and more among threads
+
+# (bytes of every rank's part in rank order, bytes of the result): fills in the result.
+Combine = Callable[[Sequence[Any], Any], None]
+# (slot, address of the input, first byte and length of the piece): fills in this rank's slot.
+Put = Callable[[int, int, int, int], object]
+# (slot, addresses of the input and the output, first byte and length of the piece): reads all ranks' slots.
+Take = Callable[[int, int, int, int, int], object]
+
+
+class HostVariant(VariantBase):
+    """A variant for CPU tensors of ranks on one host.
+
+    Attributes:
+        dtypes: payloads that it takes.
+        first_chunk_kib: chunk to try first.
+    """
+
+    space = Space({"chunk_kib": Choice(16, 32, 64, 128, 256, 512, 1024), "spins": Choice(1, 64, 1024)})
+    dtypes: tuple[str, ...] = DTYPES
+    first_chunk_kib = 256
+
+    def slot_bytes(self, problem: Problem) -> int:
+        """Bytes that a rank puts into its slots, which are cut into chunks."""
+        return problem.nbytes
+
+    def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
+        if limits.host_cores == 0:
+            return "only CPU tensors of ranks on one host go through its shared memory"
+        if problem.dtype not in self.dtypes:
+            return f"it takes {', '.join(self.dtypes)}, not {problem.dtype}"
+        if problem.numel == 0:
+            return "there is nothing to do"
+        chunk, whole = int(config["chunk_kib"]) * KIB, self.slot_bytes(problem)
+        if chunk > _SMALLEST and chunk >= 2 * whole:
+            return f"chunks of half the size hold all of {whole} bytes, too"
+        return None
+
+    def num_blocks(self, problem: Problem, config: Config) -> int:
+        return 0
+
+    def wish(self, problem: Problem, limits: Limits) -> Mapping[str, float]:
+        spins = 1 if problem.world_size > limits.host_cores else 1024
+        return {"chunk_kib": min(self.first_chunk_kib, max(self.slot_bytes(problem) // KIB, 1)), "spins": spins}
+
+    def untuned(self, problem: Problem, limits: Limits) -> bool:
+        return self.infeasible(problem, self.default(problem, limits), limits) is None
+
+
+class ScatterVariant(HostVariant):
+    """A variant whose slots hold a segment for each rank; `Problem.nbytes` are those of one segment of the message."""
+
+    def slot_bytes(self, problem: Problem) -> int:
+        return problem.nbytes * problem.world_size
+
+
+class Stage:
+    """The ring as a bound problem sees it: what it has in the slots of all ranks, and room for a reduced chunk.
+
+    Args:
+        workspace: it has a ring wherever `infeasible` says nothing.
+        problem: what is bound.
+        config: a point of `HostVariant.space`.
+        segments: parts of equal size that a slot is cut into.
+
+    Attributes:
+        ring: of the group.
+        chunk: bytes of a chunk, or of its segment; the last may be shorter.
+        spins, op: for waits.
+        addresses: of the slots, by rank.
+        mine: of this rank's slots.
+        room_at: address of room for a chunk.
+    """
+
+    def __init__(self, workspace: Workspace, problem: Problem, config: Config, *, segments: int = 1) -> None:
+        import numpy as np
+
+        assert workspace.ring is not None, "limits.host_cores says that there is one"
+        self.ring: HostRing = workspace.ring
+        self.spins, self.op, self.nbytes = int(config["spins"]), f"{problem.op} (called eagerly)", problem.nbytes
+        self.chunk = min(max(int(config["chunk_kib"]) * KIB // segments // LINE * LINE, LINE), problem.nbytes)
+        ranks = range(self.ring.world_size)
+        self.addresses = [[self.ring.address(rank, slot) for slot in range(RING_SLOTS)] for rank in ranks]
+        self.mine = self.addresses[self.ring.rank]
+        self._typed = _typed(problem.dtype)
+        self._room = np.empty(self.chunk, np.uint8)
+        self.room_at = int(self._room.ctypes.data)
+
+    def sizes(self) -> set[int]:
+        """Bytes that chunks of the message have."""
+        return {self.chunk, self.nbytes % self.chunk or self.chunk}
+
+    def plan(self) -> list[tuple[int, int]]:
+        """First byte and length of every chunk."""
+        return [(first, min(self.chunk, self.nbytes - first)) for first in range(0, self.nbytes, self.chunk)]
+
+    def room(self, size: int) -> Any:
+        """`size` bytes for a reduced chunk, typed."""
+        return self._typed(self._room[:size])
+
+    def parts(self, first: int, size: int) -> list[list[Any]]:
+        """By slot, every rank's bytes from `first` on, typed."""
+        ranks = range(self.ring.world_size)
+        return [[self.own(rank, slot, first, size) for rank in ranks] for slot in range(RING_SLOTS)]
+
+    def own(self, rank: int, slot: int, first: int, size: int) -> Any:
+        """A rank's bytes in a slot, typed."""
+        return self._typed(self.ring.view(rank, slot, first, size))
+
+    def put_segments(self) -> Put:
+        """Puts every rank's segment of a piece into the own slot."""
+        mine, chunk, nbytes, ranks, memmove = (
+            self.mine, self.chunk, self.nbytes, range(self.ring.world_size), ctypes.memmove
+        )  # fmt: skip
+        if chunk == nbytes:
+            whole = nbytes * len(ranks)
+            return lambda slot, at_x, first, size: memmove(mine[slot], at_x, whole)
+
+        def put(slot: int, at_x: int, first: int, size: int) -> None:
+            for rank in ranks:
+                memmove(mine[slot] + rank * chunk, at_x + rank * nbytes + first, size)
+
+        return put
+
+    def take_sums(self, combine: Combine, at: int) -> Take:
+        """Reduces all ranks' bytes from `at` on of a slot into the output."""
+        parts = {size: self.parts(at, size) for size in self.sizes()}
+        rooms = {size: self.room(size) for size in self.sizes()}
+        room_at, memmove = self.room_at, ctypes.memmove
+
+        def take(slot: int, at_x: int, at_out: int, first: int, size: int) -> None:
+            combine(parts[size][slot], rooms[size])
+            memmove(at_out + first, room_at, size)
+
+        return take
+
+    def one_pass(self, put: Put, take: Take) -> AddressLaunch:
+        """Launch by address; what calls share is bound here, for at 1 KiB Python is what takes the time."""
+        spins, op, lock, plan = self.spins, self.op, self.ring.lock, self.plan()
+        claim, publish, wait, release = self.ring.claim, self.ring.publish, self.ring.wait, self.ring.release
+        first_size = plan[0][1]
+
+        def run_at_once(stream: int, at_x: int, at_out: int) -> None:
+            with lock:
+                step = claim(op)
+                slot = step % RING_SLOTS
+                put(slot, at_x, 0, first_size)
+                publish(step)
+                wait(step, spins, op)
+                take(slot, at_x, at_out, 0, first_size)
+                release(step)
+
+        def put_next(at_x: int, piece: tuple[int, int]) -> int:
+            step = claim(op)
+            put(step % RING_SLOTS, at_x, *piece)
+            publish(step)
+            return step
+
+        def run(stream: int, at_x: int, at_out: int) -> None:
+            with lock:
+                step = put_next(at_x, plan[0])
+                for number, piece in enumerate(plan, 1):
+                    ahead = put_next(at_x, plan[number]) if number < len(plan) else 0
+                    wait(step, spins, op)
+                    take(step % RING_SLOTS, at_x, at_out, *piece)
+                    release(step)
+                    step = ahead
+
+        return AddressLaunch(run_at_once if len(plan) == 1 else run)
+
+
+def combiner(problem: Problem) -> Combine:
+    """A function that reduces parts in rank order."""
+    return _combine_halves(problem) if ITEMSIZE[problem.dtype] == 2 else _combine_natively(problem)
+
+
+def _combine_natively(problem: Problem) -> Combine:
+    import numpy as np
+
+    ufuncs: Mapping[str, np.ufunc] = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum}
+    ufunc, dtype = ufuncs[problem.reduction], np.dtype(problem.dtype)
+    is_mean, is_float = problem.reduction == "avg", dtype.kind == "f"
+    count, zero = dtype.type(problem.world_size), dtype.type(0)
+
+    def combine(parts: Sequence[Any], out: Any) -> None:
+        ufunc(parts[0], parts[1], out)
+        for part in parts[2:]:
+            ufunc(out, part, out)
+        if is_mean:
+            np.divide(out, count, out)
+        if is_float:  # −0.0 becomes +0.0, as in all ordered variants
+            np.add(out, zero, out)
+
+    return combine
+
+
+def _combine_halves(problem: Problem) -> Combine:
+    import numpy as np
+    import torch
+
+    name = problem.reduction
+    pick = {"max": torch.maximum, "min": torch.minimum}.get(name)
+    total, widened = torch.empty(_PIECE), torch.empty(_PIECE)
+    mask = np.empty(_PIECE, np.bool_)
+    negative_zero = np.uint16(0x8000)
+
+    def combine_piece(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        if pick is not None:
+            pick(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                pick(out, part, out=out)
+            return
+        if len(parts) == 2 and name == "sum":  # sums in fp32 and rounds once
+            torch.add(parts[0], parts[1], out=out)
+            return
+        whole, wide = total[: len(out)], widened[: len(out)]
+        whole.copy_(parts[0])
+        for part in parts[1:]:
+            wide.copy_(part)
+            whole.add_(wide)
+        if name == "avg":
+            whole.div_(len(parts))
+        out.copy_(whole)
+
+    def combine(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        for first in range(0, len(out), _PIECE):
+            here = slice(first, first + _PIECE)
+            piece = out[here]
+            combine_piece([part[here] for part in parts], piece)
+            words = piece.view(torch.uint16).numpy()
+            found = np.equal(words, negative_zero, mask[: len(words)])
+            if found.any():
+                words[found] = 0
+
+    return combine
+
+
+def _typed(dtype: str) -> Callable[[Any], Any]:
+    """A function that views bytes as elements that a `Combine` takes."""
+    if ITEMSIZE[dtype] == 2:
+        import torch
+
+        kind = getattr(torch, dtype)
+        return lambda view: torch.from_numpy(view).view(kind) if len(view) else torch.empty(0, dtype=kind)
+    return lambda view: view.view(dtype)
