@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from ranks import bf16_sum, block_us, finish, row_of
+from ranks import bf16_sum, block_us, everyones, finish, row_of
 from rows import arguments
 
 import tunedcomm
@@ -64,12 +64,11 @@ def main() -> None:
     configs["above_launch"] = "tuned_out less launch"
     pairs = zip(times["tuned_out"], times["launch"], strict=True)
     times["above_launch"] = [max(whole - launch, 0.001) for whole, launch in pairs]
-    everyone: list[dict[str, list[float]]] = [times] * dist.get_world_size()
-    dist.all_gather_object(everyone, times)
+    by_rank = everyones(times)
     rows = []
     for contender, config in configs.items():
-        slowest = max((summarise([by_rank[contender]]) for by_rank in everyone), key=lambda found: found.p50_us)
-        rows.append(row_of(problem, f"host_cost:{contender}", config, slowest))
+        found = max((summarise([mine[contender]]) for mine in by_rank), key=lambda latency: latency.p50_us)
+        rows.append(row_of(problem, f"host_cost:{contender}", config, found))
     finish(communicator, rows, args.csv)
 
 

@@ -36,6 +36,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 
@@ -46,6 +47,7 @@ def set_environment(*, tiny: bool) -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if tiny:
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -54,6 +56,7 @@ set_environment(tiny="--tiny" in sys.argv)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from llama_model import LLAMA_70B, TINY, Plan, build, seeded  # noqa: E402
+from ranks import block_us, everyones, slowest  # noqa: E402
 from rows import Row, append, arguments, of_run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomGraphPass  # noqa: E402
@@ -61,6 +64,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 import tunedcomm  # noqa: E402
+from tunedcomm.bench.runner import Ranks, start_group  # noqa: E402
+from tunedcomm.tuner.gang.protocol import Latency  # noqa: E402
+from tunedcomm.tuner.measure import timing  # noqa: E402
 
 COLUMNS = (
     "workload,configuration,status,mode,layers,batch,tokens,context,dtype,world_size,latency_p10_us,latency_p50_us,"
@@ -82,7 +88,6 @@ WORKLOADS = ("prefill", "decode", "decode_1", "decode_8", "decode_64", "train")
 # Largest ‖out − ref‖ / ‖ref‖ that another order of summation may cost, through all layers and back.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 _WARM_UP = 3  # steps, on GPUs
-_HEAD_START_CYCLES = 200_000  # so that a replay does not wait for its own submission
 _FUSION = "tunedcomm.integrations.fusion"
 _NAMESPACES = ("_c10d_functional", "symm_mem", "tunedcomm")
 # A laptop's databases hold nothing, and dispatch would run the library.
@@ -300,9 +305,7 @@ class Runner:
         self.backend = asked.backend or ("aot_eager" if asked.tiny else "inductor")
         self.dtype = torch.float32 if asked.tiny else torch.bfloat16
         self.rows: list[Row] = []
-        self._meeting = dist.new_group()  # not the group that is intercepted
-        self._control = dist.new_group(backend="gloo")
-        self._token = torch.zeros(1, device=device)
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._counting: dict[str, Counting] = {}
         self._run_id = secrets.token_hex(6)
 
@@ -329,8 +332,8 @@ class Runner:
             for name, reason in reasons.items()
             if not reason
         ]
-        for each, times in zip(ready, self._take_turns(workload, ready), strict=True):
-            figures = self._figures(workload, each, times)
+        for each, latency in zip(ready, slowest(self._take_turns(workload, ready)), strict=True):
+            figures = self._figures(workload, each, latency)
             wrong = figures["error"] > TOLERANCES[self.dtype]
             reason = f"the error is above {TOLERANCES[self.dtype]:g}" if wrong else ""
             name, status = each.configuration.name, "wrong" if wrong else "ok"
@@ -424,24 +427,26 @@ class Runner:
         expected: list[torch.Tensor],
     ) -> Prepared:
         """Compile, choose, warm up, capture, and compare with the library's results."""
-        begin, captured = time.monotonic(), not workload.train and self.device.type == "cuda"
+        begin = time.monotonic()
         forward = self._compile(configuration, model, graph=not workload.train)
         made = Prepared(configuration, Step(forward, model, x, train=workload.train))
         with self._within(configuration) as calls:
             for _ in range(_WARM_UP if x.is_cuda else 1):
                 made.step()
-            before = calls()
-            made.step()
+            if self._stream is not None and not workload.train:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    made.step()
+                before = calls()
+                made.graph = timing.capture(made.step, self._stream)
+            else:
+                before = calls()
+                made.step()
             made.count(calls(), before)
-        if captured:
-            self._capture(made)
-            assert made.graph is not None
+        if made.graph is not None:
             assert made.step.output is not None
             made.step.output.fill_(math.nan)  # what is compared is written by the replay
             made.graph.replay()
-        else:
-            with self._within(configuration):
-                made.step()
         made.error, made.bit_equal = difference(made.step.results(), expected)
         if self.rank == 0:
             told = self._counting.get(configuration.extra) if configuration.compiled else None
@@ -452,77 +457,33 @@ class Runner:
                 print(told.inner, flush=True)
         return made
 
-    def _capture(self, made: Prepared) -> None:
-        """Capture one step as a CUDA graph."""
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with self._within(made.configuration) as calls, torch.cuda.stream(stream):
-            made.step()
-            torch.cuda.synchronize()
-            before = calls()
-            # NCCL's own thread asks for events meanwhile, which a stricter mode forbids.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                made.step()
-            made.count(calls(), before)
-        made.graph = graph
-
     def _take_turns(self, workload: Workload, ready: Sequence[Prepared]) -> list[list[float]]:
         """This rank's µs a step, by configuration and round; who comes first changes from round to round."""
+        graphs = [each.graph for each in ready if each.graph is not None]
+        if graphs:
+            runs = [partial(replay, graph, workload.steps) for graph in graphs]
+            contenders = [timing.Contender(run, workload.steps, eager=False) for run in runs]
+            timing.take_rounds(Ranks(self.device), contenders, 1, self._stream)
+            return timing.take_rounds(Ranks(self.device), contenders, workload.rounds, self._stream)
         times: list[list[float]] = [[] for _ in ready]
-        warm_up = int(self.device.type == "cuda")
-        for number in range(workload.rounds + warm_up):
-            for place in range(len(ready)):
-                index = (place + number) % len(ready)
-                spent = self._turn(ready[index], workload.steps)
-                if number >= warm_up:
-                    times[index].append(spent)
+        for number in range(workload.rounds):
+            for index in timing.order_of_round(number, len(ready)):
+                with self._within(ready[index].configuration):
+                    if self._stream is not None:
+                        ready[index].step()  # an intercepted group chooses at its first calls
+                    times[index].append(block_us(ready[index].step, workload.steps, self.device, to_end=True))
         return times
 
-    def _turn(self, made: Prepared, steps: int) -> float:
-        if made.graph is not None:
-            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-            return self._timed(made.graph.replay, steps)
-        with self._within(made.configuration):
-            if self.device.type == "cuda":
-                made.step()  # an intercepted group chooses at its first calls
-                torch.cuda.synchronize()
-            return self._timed(made.step, steps)
-
-    def _timed(self, run: Callable[[], object], steps: int) -> float:
-        dist.all_reduce(self._token, group=self._meeting)
-        if self.device.type != "cuda":
-            start = time.perf_counter()
-            for _ in range(steps):
-                run()
-            return (time.perf_counter() - start) * 1e6 / steps
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(steps):
-            run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / steps
-
-    def _largest(self, values: Sequence[float]) -> torch.Tensor:
-        """The largest over the ranks, one by one."""
-        found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
-        return found
-
-    def _figures(self, workload: Workload, made: Prepared, times: list[float]) -> dict[str, Any]:
-        slowest = self._largest(times)
-        low, middle, high = (float(slowest.quantile(q)) for q in (0.1, 0.5, 0.9))
-        error, unequal = self._largest([made.error, float(not made.bit_equal)]).tolist()
+    def _figures(self, workload: Workload, made: Prepared, latency: Latency) -> dict[str, Any]:
+        errors, equal = zip(*everyones((made.error, made.bit_equal)), strict=True)
         counting = self._counting.get(made.configuration.extra) if made.configuration.compiled else None
         return {
             "mode": "graph" if made.graph is not None else "call",
-            "latency_p10_us": round(low, 3),
-            "latency_p50_us": round(middle, 3),
-            "latency_p90_us": round(high, 3),
-            "us_per_layer": round(middle / self.asked.layers, 3),
-            "tokens_per_s": round(workload.batch * workload.tokens * 1e6 / middle, 1),
-            "error": error,
-            "bit_equal": not unequal,
+            **{f"latency_{name}": round(getattr(latency, name), 3) for name in ("p10_us", "p50_us", "p90_us")},
+            "us_per_layer": round(latency.p50_us / self.asked.layers, 3),
+            "tokens_per_s": round(workload.batch * workload.tokens * 1e6 / latency.p50_us, 1),
+            "error": max(errors),
+            "bit_equal": all(equal),
             **made.served,
             "collectives": "" if counting is None else str(counting),
         }
@@ -535,6 +496,11 @@ class Runner:
         row |= {"reason": reason, "dtype": str(self.dtype).removeprefix("torch.")}
         row |= {"world_size": self.world_size, "run_id": self._run_id}
         return row | figures
+
+
+def replay(graph: torch.cuda.CUDAGraph, steps: int) -> None:
+    for _ in range(steps):
+        graph.replay()
 
 
 def names_of(allowed: Sequence[str], text: str) -> list[str]:
@@ -569,11 +535,7 @@ def main() -> int:
             rows = last_runs(list(csv.DictReader(file)))
         print(*map(line, rows), sep="\n")
         return shown(rows, BARS) * asked.check
-    device = torch.device("cpu")
-    if not asked.tiny:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if asked.tiny else "nccl", device_id=None if asked.tiny else device)
+    device = start_group()
     rows = Runner(asked, init_device_mesh(device.type, (dist.get_world_size(),)), device).run()
     code = shown(rows, dict.fromkeys(row["workload"] for row in rows)) if dist.get_rank() == 0 and asked.check else 0
     tunedcomm.release_communicators()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,24 @@ from tunedcomm.spec import Problem
 from tunedcomm.tuner.gang.protocol import Latency
 from tunedcomm.tuner.measure import timing
 
+T = TypeVar("T")
+
 
 def bf16_sum(numel: int, mode: str = "graph") -> Problem:
     """The all_reduce that the scripts about all_reduce measure."""
     return Problem("all_reduce", (numel,), "bfloat16", dist.get_world_size(), mode=mode)  # type: ignore[arg-type]
+
+
+def everyones(value: T) -> list[T]:
+    """Every rank's value, by rank."""
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def slowest(times: Sequence[Sequence[float]]) -> list[Latency]:
+    """Percentiles over rounds of the slowest rank, of times by contender and round."""
+    return [timing.summarise(by_rank) for by_rank in zip(*everyones(times), strict=True)]
 
 
 def latencies(
@@ -31,9 +45,7 @@ def latencies(
     with torch.cuda.stream(stream):
         times = timing.take_rounds(Ranks(communicator.device), contenders, rounds, stream)
     communicator.check_peers()
-    everyone: list[Any] = [None] * communicator.world_size
-    dist.all_gather_object(everyone, times)
-    return [timing.summarise([by_rank[index] for by_rank in everyone]) for index in range(len(contenders))]
+    return slowest(times)
 
 
 def block_us(call: Callable[[], object], calls: int, device: torch.device, *, to_end: bool) -> float:

@@ -2,12 +2,13 @@
 
     torchrun --nproc-per-node 4 bench/stress.py --launches 10000 --csv bench/results/stress/stress_h200.csv
 
-Sizes and configs are random and each rank waits at random before launches. Outputs are poisoned before and compared
-after: the bits of ordered variants with the op's ordered reference, other variants with whole numbers whose sums are
-exact where their dtype holds them, and within the op's tolerance where not. What only moves data is given the words
-that packets must not hold. Variants take turns in random order, so every op runs in the midst of the others. With
---graph the launches are captured, one of every variant a graph and nothing between them, and the graphs are replayed in
-random order: kernels that are launched before the last one has ended meet each other only there.
+Sizes and configs are random and each rank waits at random before launches. Outputs, and some bytes behind them, are
+poisoned before and compared after: the bits of ordered variants with the op's ordered reference, other variants with
+whole numbers whose sums are exact where their dtype holds them, and within the op's tolerance where not. What only
+moves data is given the words that packets must not hold. Variants take turns in random order, so every op runs in the
+midst of the others. With --graph the launches are captured, one of every variant a graph and nothing between them, and
+the graphs are replayed in random order: kernels that are launched before the last one has ended meet each other only
+there.
 
 With --concurrent ranks that share a GPU run at once, which takes MPS and small grids:
 
@@ -16,10 +17,9 @@ With --concurrent ranks that share a GPU run at once, which takes MPS and small 
     torchrun --nproc-per-node 2 bench/stress.py --concurrent --seconds 90 --csv concurrent.csv
     echo quit | nvidia-cuda-mps-control
 
-Candidates with at most 16 blocks are mixed at random, in graphs and in eager calls of a lane of their own by turns
-(--overlap: on a stream of their own, at the same time); both lanes read inputs that change all the time. A kernel
-compares the bits of every output, and of some bytes behind it, with what they ought to be. Larger grids starve each
-other there, so a PeerTimeoutError in this mode need not be a fault of a kernel; a wrong result is one.
+Candidates with at most 16 blocks are mixed at random, in graphs and in eager calls of a lane of their own by turns.
+Both lanes read inputs that change all the time. Larger grids starve each other there, so a PeerTimeoutError in this
+mode need not be a fault of a kernel; a wrong result is one.
 
 Ops are all but the fused GEMMs unless --op names some; --variant leaves out all others. Every variant is launched
 --launches times (--concurrent: on average), or until --seconds are over.
@@ -39,10 +39,9 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 os.environ.setdefault("TUNEDCOMM_PEER_TIMEOUT_S", "20")
 
@@ -53,14 +52,11 @@ from rows import append, arguments, of_run
 from tunedcomm import kernels
 from tunedcomm.bench.runner import start_group
 from tunedcomm.dispatch.communicator import Communicator, get_communicator
-from tunedcomm.errors import InfeasibleError, PeerTimeoutError
+from tunedcomm.errors import InfeasibleError
 from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.measure.compile_pool import CompilePool
-
-# isort: split
-from judge import GROUP, Counted, Group, Judge, Judged, Sample, packed, parts_of, room_for, unpacked  # imports Triton
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -71,27 +67,92 @@ ROUNDS = 20  # between two looks at the results
 CONFIGS = 4  # of a variant at one problem, the default among them
 NUMELS = (1, 333, 2048, 30_001, 262_144, 1_000_003, 4_194_312)
 MATRICES = ((1, 8192), (3, 4096), (16, 5120), (33, 128), (64, 8192), (129, 5120), (300, 8192))
+PRODUCTS = ((8, 512, 256), (48, 264, 520), (512, 1024, 1024), (2048, 1024, 768))
+GUARD = 16  # bytes behind an output
+SAY_EVERY_S = 5.0
 # With --concurrent:
 MOST_BLOCKS = 16  # of a grid
 MOST_BYTES = 1 << 19  # of a launch's outputs
 SLOTS, FILLINGS = 3, 5  # sets of inputs that a lane reads, and contents that those have in turn
-ON_GPU, ON_HOST = (4, 200), (1, 1)  # launches of a trial in a lane's batches; batches between two looks by the host
+GROUP = 16  # launches without anything between them, at most
 BATCHES = {"graph": 12, "eager": 3}  # groups of a batch, by lane
-SAY_EVERY_S = 5.0
-PRODUCTS = ((8, 512, 256), (48, 264, 520), (512, 1024, 1024), (2048, 1024, 768))
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Trial(Counted):
-    """A candidate whose launches read the same inputs and are judged one by one.
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One rank's inputs of a problem, and the outputs that are due.
 
     Attributes:
-        outputs: two sets in turn, so that what a launch writes late falls upon the next but one.
+        is_bitwise: every bit must be as it is due; else zeros may have either sign.
+        allowed: most distance of each output from what is due; none where results are exact.
     """
 
     inputs: Tensors
-    is_right: Callable[[Tensors], torch.Tensor]
-    outputs: tuple[Tensors, Tensors]
+    due: Tensors
+    is_bitwise: bool = False
+    allowed: Tensors = ()
+
+    def is_right(self, outputs: Tensors) -> torch.Tensor:
+        """A bool on the device."""
+        if self.allowed:
+            triples = zip(outputs, self.due, self.allowed, strict=True)
+            found = [(output.to(due.dtype) - due).norm() <= most for output, due, most in triples]
+        else:
+            form = bits if self.is_bitwise else torch.Tensor.view_as
+            pairs = zip(outputs, self.due, strict=True)
+            found = [form(output, due).eq(form(due, due)).all() for output, due in pairs]
+        return torch.stack(found).all()
+
+    def copy(self, device: torch.device) -> Sample:
+        """The same in other memory; what launches read on the host is the same in all samples of a problem."""
+        inputs, due = (
+            tuple(each.contiguous().clone() if each.device.type == device.type else each for each in tensors)
+            for tensors in (self.inputs, self.due)
+        )
+        return replace(self, inputs=inputs, due=due)
+
+    def memory(self, device: torch.device) -> list[torch.Tensor]:
+        """The bytes of all its tensors on the device."""
+        there = (each for each in (*self.inputs, *self.due) if each.device.type == device.type)
+        return [each.view(-1).view(torch.uint8) for each in there]
+
+
+class Room:
+    """Outputs of a launch, with guard bytes behind each."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        like = get_op(problem.op).make_outputs(problem, device)
+        self._all = [torch.empty(each.nbytes + GUARD, dtype=torch.uint8, device=device) for each in like]
+        pairs = zip(self._all, like, strict=True)
+        self.outputs = tuple(flat[: each.nbytes].view(each.dtype).view(each.shape) for flat, each in pairs)
+
+    def poison(self) -> None:
+        for flat in self._all:
+            flat.fill_(0xFF)
+
+    def is_right(self, sample: Sample) -> torch.Tensor:
+        kept = torch.stack([flat[-GUARD:].eq(0xFF).all() for flat in self._all]).all()
+        return kept & sample.is_right(self.outputs)
+
+
+@dataclass(eq=False, slots=True)
+class Trial:
+    """One bound candidate at one problem.
+
+    Attributes:
+        samples: each launch reads one of them.
+        rooms: two in turn, so that what a launch writes late falls upon the next but one.
+        wrong: how often its results were not right, on the device.
+        count: how often it was launched.
+    """
+
+    candidate: Candidate
+    problem: Problem
+    launch: Callable[[Tensors, Tensors, int], None]
+    samples: Sequence[Sample]
+    rooms: tuple[Room, Room]
+    wrong: torch.Tensor
+    count: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -109,8 +170,8 @@ def tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
+def bits(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(BITS[like.element_size()])
 
 
 def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -> Iterator[Problem]:
@@ -149,72 +210,51 @@ def moves(problem: Problem) -> bool:
     return not problem.reduction and get_op(problem.op).rank_of_shape == 1
 
 
-def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> tuple[list[Tensors], Tensors | None]:
-    """(inputs of every rank, the exact outputs of this one or None where results are right within a tolerance)."""
+def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> Sample:
+    """Inputs of this kind with what this rank ought to make of them."""
     op, rank = get_op(problem.op), dist.get_rank()
     everyone = [op.make_inputs(problem, peer, seed, kind, device) for peer in range(problem.world_size)]
     if moves(problem):
         disguise(everyone, seed)
     if op.ordered_reference is not None and (moves(problem) or kind == "random"):
-        return everyone, tuple(op.ordered_reference(problem, everyone, rank))
+        return Sample(everyone[rank], tuple(op.ordered_reference(problem, everyone, rank)), is_bitwise=True)
     wanted, outputs = op.reference(problem, everyone, rank), op.make_outputs(problem, device)
     rounded = tuple(w.to(o.dtype) for w, o in zip(wanted, outputs, strict=True))
-    exact = kind == "integers" and all(bool((r.to(w.dtype) == w).all()) for r, w in zip(rounded, wanted, strict=True))
-    return everyone, rounded if exact else None
+    if kind == "integers" and all(bool((r.to(w.dtype) == w).all()) for r, w in zip(rounded, wanted, strict=True)):
+        return Sample(everyone[rank], rounded)
+    allowed = tuple(op.tolerance[problem.scaling or problem.dtype] * w.norm() for w in wanted)
+    return Sample(everyone[rank], tuple(wanted), allowed=allowed)
 
 
-def inputs_and_judge(
-    problem: Problem, kind: str, seed: int, device: torch.device
-) -> tuple[Tensors, Callable[[Tensors], torch.Tensor]]:
-    """(this rank's inputs, of a launch's outputs whether they are right: a bool on the device)."""
-    op, rank = get_op(problem.op), dist.get_rank()
-    everyone, exact = sample(problem, kind, seed, device)
-    if exact is not None and (moves(problem) or kind == "random"):
-        due = [bits(tensor) for tensor in exact]
-        return everyone[rank], lambda outputs: _all(bits(o).eq(e).all() for o, e in zip(outputs, due, strict=True))
-    if exact is not None:  # zeros may have either sign
-        return everyone[rank], lambda outputs: _all(o.eq(e).all() for o, e in zip(outputs, exact, strict=True))
-    wanted = op.reference(problem, everyone, rank)
-    allowed = [op.tolerance[problem.scaling or problem.dtype] * w.norm() for w in wanted]
-    return everyone[rank], lambda outputs: _all(
-        (o.to(w.dtype) - w).norm() <= most for o, w, most in zip(outputs, wanted, allowed, strict=True)
-    )
-
-
-def kind_of(variant: Variant) -> str:
-    return "random" if variant.numerics == "ordered" else "integers"
-
-
-def _all(found: Iterator[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(found)).all()
+def key_of(variant: Variant, problem: Problem) -> tuple[Problem, str]:
+    """The problem and the kind of inputs for which samples are made."""
+    return replace(problem, mode="graph"), "random" if variant.numerics == "ordered" else "integers"
 
 
 def candidates_of(
-    communicator: Communicator, variant: Variant, problem: Problem, shuffle: random.Random, most: int
+    communicator: Communicator, variant: Variant, problem: Problem, shuffle: random.Random, most: int, *, small: bool
 ) -> tuple[list[Candidate], str]:
-    """(the default and others that can run, why the default cannot)."""
+    """(the default and others that can run, why the default cannot or there are none).
+
+    With `small`, only those whose waits end and whose grids are small.
+    """
     default = Candidate.of(variant.op, variant.name, variant.default(problem, communicator.limits))
     reason = check_candidate(problem, default, communicator.limits) or ""
     chosen = [] if reason else [default]
-    if len(chosen) < most:
+    others = variant.space.size if small else most - len(chosen)
+    if others > 0:
         found = [
             Candidate.of(variant.op, variant.name, config)
             for config in variant.space.enumerate()
             if variant.infeasible(problem, config, communicator.limits) is None
         ]
-        chosen += shuffle.sample(found, min(most - len(chosen), len(found)))
-    return list(dict.fromkeys(chosen)), reason
-
-
-def small_candidates_of(
-    communicator: Communicator, variant: Variant, problem: Problem, shuffle: random.Random, most: int
-) -> tuple[list[Candidate], str]:
-    """(some whose waits end and whose grids are small, the default first if it is one, why there are none)."""
-    found, reason = candidates_of(communicator, variant, problem, shuffle, variant.space.size)
-    small = [c for c in found if variant.bounded and 0 <= variant.num_blocks(problem, c.config_dict) <= MOST_BLOCKS]
-    if found and not small:
+        chosen += shuffle.sample(found, min(others, len(found)))
+    if small and chosen:
         reason = f"its grids have more than {MOST_BLOCKS} blocks, or are not known, or wait without a bound"
-    return small[:most], "" if small else reason
+        blocks = {each: variant.num_blocks(problem, each.config_dict) for each in chosen}
+        chosen = [each for each in chosen if variant.bounded and 0 <= blocks[each] <= MOST_BLOCKS]
+        reason = "" if chosen else reason
+    return list(dict.fromkeys(chosen))[:most], reason
 
 
 def in_both_lanes(planned: Iterable[tuple[Problem, Candidate]]) -> Iterator[tuple[Problem, Candidate]]:
@@ -243,8 +283,9 @@ def plan(
             if sum(output.nbytes for output in outputs) > MOST_BYTES:
                 continue
             for entry in entries:
-                choose = small_candidates_of if concurrent else candidates_of
-                chosen, reason = choose(communicator, entry.variant, problem, shuffle, num_configs)
+                chosen, reason = candidates_of(
+                    communicator, entry.variant, problem, shuffle, num_configs, small=concurrent
+                )
                 entry.reasons.update([reason] if reason else [])
                 planned = [(problem, candidate) for candidate in chosen]
                 entry.planned += dict.fromkeys(in_both_lanes(planned)) if concurrent else planned
@@ -264,35 +305,40 @@ def compile_all(entries: Sequence[Entry]) -> None:
     dist.barrier()
 
 
-def bind_all(communicator: Communicator, entries: Sequence[Entry]) -> None:
-    """Bind what was planned; in the same order on every rank."""
+def samples_of(entries: Sequence[Entry], device: torch.device, count: int) -> dict[tuple[Problem, str], list[Sample]]:
+    """So many samples for each problem that is planned."""
+    keys = list(dict.fromkeys(key_of(entry.variant, problem) for entry in entries for problem, _ in entry.planned))
+    return {
+        key: [sample(*key, filling * len(keys) + number, device) for filling in range(count)]
+        for number, key in enumerate(keys)
+    }
+
+
+def bind_all(
+    communicator: Communicator,
+    entries: Sequence[Entry],
+    samples: Mapping[str, Mapping[tuple[Problem, str], Sequence[Sample]]],
+    *,
+    exact: bool,
+) -> None:
+    """Bind what was planned to the samples of its mode; in the same order on every rank."""
     device = communicator.device
-    made: dict[tuple[Problem, str], tuple[Tensors, Callable[[Tensors], torch.Tensor]]] = {}
     for entry in entries:
-        kind = kind_of(entry.variant)
         for problem, candidate in entry.planned:
-            if (problem, kind) not in made:
-                made[problem, kind] = inputs_and_judge(problem, kind, len(made), device)
+            held = samples[problem.mode][key_of(entry.variant, problem)]
+            if exact and held[0].allowed:
+                entry.reasons["its results are right within a tolerance, and only exact ones are compared here"] += 1
+                continue
             try:
                 launch = communicator.bind(problem, candidate)
             except InfeasibleError as error:
-                entry.reasons.update([str(error)])
+                entry.reasons[str(error)] += 1
                 continue
-            op = get_op(problem.op)
-            outputs = op.make_outputs(problem, device), op.make_outputs(problem, device)
             wrong = torch.zeros((), dtype=torch.int64, device=device)
-            inputs, is_right = made[problem, kind]
-            entry.trials.append(
-                Trial(
-                    candidate=candidate, problem=problem, launch=launch, wrong=wrong,
-                    inputs=inputs, is_right=is_right, outputs=outputs,
-                )
-            )  # fmt: skip
-
-
-def poison(outputs: Tensors) -> None:
-    for output in outputs:
-        output.view(-1).view(torch.uint8).fill_(0xFF)
+            rooms = Room(problem, device), Room(problem, device)
+            entry.trials.append(Trial(candidate, problem, launch, held, rooms, wrong))
+    if not any(entry.trials for entry in entries):
+        raise SystemExit("no variant can run here: " + "; ".join(reason for e in entries for reason in e.reasons))
 
 
 def wait_for_a_while(noise: random.Random) -> None:
@@ -303,41 +349,30 @@ def wait_for_a_while(noise: random.Random) -> None:
         time.sleep(noise.random() * 0.002)
 
 
-def current_stream() -> int:
-    return int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0
+class Launch(NamedTuple):
+    """One launch of a trial: the number of its sample and of its room."""
+
+    trial: Trial
+    sample: int
+    room: int
 
 
-def launch_once(trial: Trial, noise: random.Random) -> None:
-    """Poison, wait for a while or not, launch, judge; nothing here waits for the device."""
-    outputs = trial.outputs[trial.count % 2]
-    poison(outputs)
-    wait_for_a_while(noise)
-    trial.launch(trial.inputs, outputs, current_stream())
-    trial.wrong += ~trial.is_right(outputs)
-    trial.count += 1
-
-
-def launch_each(trials: Sequence[Trial], which: int) -> None:
-    """Poison all, launch all without anything between, judge all."""
-    for trial in trials:
-        poison(trial.outputs[which])
-    for trial in trials:
-        trial.launch(trial.inputs, trial.outputs[which], current_stream())
-    for trial in trials:
-        trial.wrong += ~trial.is_right(trial.outputs[which])
-
-
-def launch_groups(groups: Sequence[Group]) -> None:
-    for group in groups:
-        group.launch(current_stream())
+def launch_group(group: Sequence[Launch]) -> None:
+    """Poison all outputs, launch all without anything between, judge all; nothing here waits for the device."""
+    stream = int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0
+    for trial, _, room in group:
+        trial.rooms[room].poison()
+    for trial, number, room in group:
+        trial.launch(trial.samples[number].inputs, trial.rooms[room].outputs, stream)
+    for trial, number, room in group:
+        trial.wrong += ~trial.rooms[room].is_right(trial.samples[number])
 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Launches in a fixed order; if they are captured they are replayed, else launched anew each time."""
+    """Groups of launches in a fixed order; if they are captured they are replayed, else launched anew each time."""
 
-    trials: Sequence[Counted]
-    launch_all: Callable[[], None]
+    groups: Sequence[Sequence[Launch]]
     captured: torch.cuda.CUDAGraph | None = None
 
     def capture(self) -> None:
@@ -345,26 +380,31 @@ class Batch:
         if torch.cuda.is_available():
             self.captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.captured):
-                self.launch_all()
+                self._launch()
 
     def run(self, noise: random.Random) -> None:
         wait_for_a_while(noise)
-        (self.launch_all if self.captured is None else self.captured.replay)()
-        for trial in self.trials:
-            trial.count += 1
+        (self._launch if self.captured is None else self.captured.replay)()
+        for group in self.groups:
+            for launch in group:
+                launch.trial.count += 1
+
+    def _launch(self) -> None:
+        for group in self.groups:
+            launch_group(group)
 
 
-def graphs_of(order: Sequence[Entry], shuffle: random.Random, noise: random.Random) -> list[Batch]:
-    """One launch of every variant a graph, in as many graphs as have every trial."""
-    for entry in order:
-        for trial in entry.trials:
-            launch_once(trial, noise)
+def launch_once(trial: Trial, noise: random.Random) -> None:
+    Batch([[Launch(trial, 0, trial.count % 2)]]).run(noise)
+
+
+def graphs_of(order: Sequence[Entry], shuffle: random.Random) -> list[Batch]:
+    """One launch of every variant a batch, in as many batches as have every trial."""
     found = []
-    for number in range(max((len(entry.trials) for entry in order), default=0)):
+    for number in range(max(len(entry.trials) for entry in order)):
         trials = [entry.trials[number % len(entry.trials)] for entry in order]
         shuffle.shuffle(trials)
-        found.append(Batch(trials, partial(launch_each, trials, number % 2)))
-        found[-1].capture()
+        found.append(Batch([[Launch(trial, 0, number % 2) for trial in trials]]))
     return found
 
 
@@ -378,153 +418,75 @@ def is_over(communicator: Communicator, wrong: torch.Tensor, done: bool) -> bool
     return bool(over.item())
 
 
-def run(communicator: Communicator, entries: Sequence[Entry], launches: int, seconds: float, *, graph: bool) -> float:
-    """Until each variant had so many launches, or the time is over; returns the seconds it took."""
-    shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
-    begin, order, done = time.monotonic(), [entry for entry in entries if entry.trials], 0
-    if not order:
-        raise SystemExit("no variant can run here: " + "; ".join(reason for e in entries for reason in e.reasons))
-    graphs = graphs_of(order, shuffle, noise) if graph else []
-    while done < launches:
-        for _ in range(min(ROUNDS, launches - done)):
-            shuffle.shuffle(order)
-            if graphs:
-                shuffle.choice(graphs).run(noise)
-            for entry in order if not graphs else ():
-                launch_once(shuffle.choice(entry.trials), noise)
-            done += 1
-        wrong = torch.stack([trial.wrong for entry in order for trial in entry.trials]).sum()
-        if is_over(communicator, wrong, time.monotonic() - begin > seconds):
-            break
-    return time.monotonic() - begin
-
-
-@dataclass(eq=False, slots=True)
 class Lane:
     """One lane of the workspace with what it launches.
 
     Attributes:
-        slots: what the launches read and ought to give, flat; the contents change between batches.
-        stream: where it runs; None for the current stream.
-        trials: each is in some of the batches.
+        samples: what the launches read and ought to give; the contents change between batches.
     """
 
-    slots: list[torch.Tensor]
-    stream: torch.cuda.Stream | None
-    trials: list[Judged] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
+    def __init__(self, fillings: Mapping[tuple[Problem, str], list[Sample]], device: torch.device) -> None:
+        self.samples = {key: [each.copy(device) for each in held[:SLOTS]] for key, held in fillings.items()}
+        self._slots = [self._memory(self.samples, slot, device) for slot in range(SLOTS)]
+        self._fillings = [self._memory(fillings, filling, device) for filling in range(FILLINGS)]
+        self.batches: list[Batch] = []
 
-    def step(self, fillings: Sequence[torch.Tensor], shuffle: random.Random, noise: random.Random) -> None:
+    @staticmethod
+    def _memory(
+        samples: Mapping[tuple[Problem, str], list[Sample]], number: int, device: torch.device
+    ) -> list[torch.Tensor]:
+        return [memory for held in samples.values() for memory in held[number].memory(device)]
+
+    def plan(self, trials: Sequence[Trial], passes: int, groups: int, shuffle: random.Random) -> None:
+        """Every trial so many times, in random order and groups of random length; no trial twice in a group."""
+        found = []
+        for _ in range(passes):
+            order = shuffle.sample(trials, len(trials))
+            while order:
+                length = shuffle.randint(1, GROUP)
+                found.append([Launch(t, shuffle.randrange(SLOTS), shuffle.randrange(2)) for t in order[:length]])
+                order = order[length:]
+        self.batches = [Batch(found[at : at + groups]) for at in range(0, len(found), groups)]
+
+    def step(self, shuffle: random.Random, noise: random.Random) -> None:
         """Fill a slot anew and run a batch; both are the same on every rank."""
-        with torch.cuda.stream(self.stream):
-            shuffle.choice(self.slots).copy_(shuffle.choice(fillings))
-            shuffle.choice(self.batches).run(noise)
+        torch._foreach_copy_(shuffle.choice(self._slots), shuffle.choice(self._fillings))
+        shuffle.choice(self.batches).run(noise)
 
 
-def bind_lanes(
-    communicator: Communicator, entries: Sequence[Entry], *, overlap: bool
-) -> tuple[dict[str, Lane], list[torch.Tensor], torch.Tensor]:
-    """(the lanes with their trials, what slots are filled with, the counters of wrong results)."""
+def lanes_of(communicator: Communicator, entries: Sequence[Entry], shuffle: random.Random) -> list[Lane]:
+    """Both lanes, with the launches of the trials of their modes; those are bound here."""
     device = communicator.device
-    numbers: dict[tuple[Problem, str], int] = {}
-    for entry in entries:
-        for problem, _ in entry.planned:
-            numbers.setdefault((replace(problem, mode="graph"), kind_of(entry.variant)), len(numbers))
-    made: list[list[Sample]] = []
-    for filling in range(FILLINGS):
-        found = [sample(*key, filling * len(numbers) + number, device) for key, number in numbers.items()]
-        made.append([Sample(everyone[communicator.rank], due or ()) for everyone, due in found])
-    fillings = [packed(samples, device) for samples in made]
-    lanes, sets = {}, {}
-    for mode in BATCHES:
-        stream = torch.cuda.Stream() if overlap and device.type == "cuda" else None
-        lanes[mode] = Lane([filling.clone() for filling in fillings[:SLOTS]], stream)
-        sets[mode] = [unpacked(slot, made[0]) for slot in lanes[mode].slots]
-    wrong = torch.zeros(sum(len(entry.planned) for entry in entries), dtype=torch.int64, device=device)
-    count = 0
-    for entry in entries:
-        for problem, candidate in entry.planned:
-            number = numbers[replace(problem, mode="graph"), kind_of(entry.variant)]
-            mine = [samples[number] for samples in sets[problem.mode]]
-            if not mine[0].due:
-                entry.reasons.update(["its results are right within a tolerance, and only bits are compared here"])
-                continue
-            try:
-                launch = communicator.bind(problem, candidate)
-            except InfeasibleError as error:
-                entry.reasons.update([str(error)])
-                continue
-            room = room_for(mine[0].due, device)
-            lanes[problem.mode].trials.append(
-                Judged(
-                    candidate=candidate, problem=problem, launch=launch, wrong=wrong[count], number=count,
-                    inputs=[each.inputs for each in mine], outputs=parts_of(room, mine[0].due), room=room,
-                    due=[each.due[0].data_ptr() for each in mine],
-                )
-            )  # fmt: skip
-            count += 1
-    return lanes, fillings, wrong
-
-
-def some_groups(trials: Sequence[Judged], passes: int, shuffle: random.Random) -> Iterator[list[tuple[Judged, int]]]:
-    """Every trial so many times, in random order and groups of random length; no trial twice in a group."""
-    for _ in range(passes):
-        order = shuffle.sample(trials, len(trials))
-        while order:
-            length = shuffle.randint(1, GROUP)
-            yield [(trial, shuffle.randrange(SLOTS)) for trial in order[:length]]
-            order = order[length:]
-
-
-def run_concurrent(
-    communicator: Communicator, entries: Sequence[Entry], launches: int, seconds: float, *, overlap: bool
-) -> tuple[list[Judged], float]:
-    """Run both lanes until there were so many launches for each variant, or the time is over; (trials, seconds)."""
-    shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
-    lanes, fillings, wrong = bind_lanes(communicator, entries, overlap=overlap)
-    trials = [trial for lane in lanes.values() for trial in lane.trials]
-    if not trials:
-        raise SystemExit("no variant can run here: " + "; ".join(reason for e in entries for reason in e.reasons))
-    passes, steps = ON_GPU if communicator.device.type == "cuda" else ON_HOST
-    planned = {mode: list(some_groups(lane.trials, passes, shuffle)) for mode, lane in lanes.items()}
-    judge = Judge([group for groups in planned.values() for group in groups], wrong)
-    rest = iter(judge.groups)
+    made = samples_of(entries, device, FILLINGS)
+    fillings = {key: [each.copy(device) for each in held] for key, held in made.items()}
+    lanes = {mode: Lane(fillings, device) for mode in BATCHES}
+    bind_all(communicator, entries, {mode: lane.samples for mode, lane in lanes.items()}, exact=True)
     for mode, lane in lanes.items():
-        groups = [next(rest) for _ in planned[mode]]
-        for at in range(0, len(groups), BATCHES[mode]):
-            held = groups[at : at + BATCHES[mode]]
-            lane.batches.append(Batch([t for group in held for t, _ in group.launches], partial(launch_groups, held)))
-    enough = launches * len({(trial.candidate.op, trial.candidate.variant) for trial in trials})
+        trials = [trial for entry in entries for trial in entry.trials if trial.problem.mode == mode]
+        lane.plan(trials, 4 if device.type == "cuda" else 1, BATCHES[mode], shuffle)
+    return list(lanes.values())
+
+
+def run(
+    communicator: Communicator, trials: Sequence[Trial], step: Callable[[], None], launches: int, seconds: float
+) -> float:
+    """Step until there were so many launches for each variant, or the time is over; returns the seconds it took."""
+    num_variants = len({(trial.candidate.op, trial.candidate.variant) for trial in trials})
     begin = said = time.monotonic()
-    try:
-        for lane in lanes.values():
-            for batch in lane.batches:
-                batch.run(noise)
-            is_over(communicator, wrong.sum(), False)
-        for batch in lanes["graph"].batches:
-            batch.capture()
-        dist.barrier()  # waits of kernels are bounded, and captures take seconds
-        while True:
-            for _ in range(steps):
-                for lane in lanes.values():
-                    lane.step(fillings, shuffle, noise)
-            done, now = sum(trial.count for trial in trials), time.monotonic()
-            if is_over(communicator, wrong.sum(), done >= enough or now - begin > seconds):
-                break
-            if now - said > SAY_EVERY_S and dist.get_rank() == 0:
-                said = now
-                tell(f"{done:,} launches of {len(trials)} trials in {now - begin:.0f} s")
-    except PeerTimeoutError:
-        tell(f"out of step, first the last of\n{judge.first_wrong()}")
-        raise
-    if first := judge.first_wrong():
-        tell(f"wrong, first the last of\n{first}")
-    return trials, time.monotonic() - begin
+    first = sum(trial.count for trial in trials)
+    while (left := launches - (sum(trial.count for trial in trials) - first) // num_variants) > 0:
+        for _ in range(min(ROUNDS, left)):
+            step()
+        wrong, now = torch.stack([trial.wrong for trial in trials]).sum(), time.monotonic()
+        if is_over(communicator, wrong, now - begin > seconds):
+            break
+        if now - said > SAY_EVERY_S and dist.get_rank() == 0:
+            said = now
+            tell(f"{sum(trial.count for trial in trials):,} launches of {len(trials)} trials in {now - begin:.0f} s")
+    return time.monotonic() - begin
 
 
-def rows_of(
-    communicator: Communicator, entries: Sequence[Entry], trials: Sequence[Counted], seconds: float
-) -> list[dict[str, Any]]:
+def rows_of(communicator: Communicator, entries: Sequence[Entry], seconds: float) -> list[dict[str, Any]]:
     """One a variant, with what any rank saw."""
     devices: list[str] = [""] * communicator.world_size
     mine = str(torch.cuda.get_device_properties(communicator.device).uuid) if communicator.device.type == "cuda" else ""
@@ -532,8 +494,7 @@ def rows_of(
     gpus, run_columns = len(set(filter(None, devices))), of_run(communicator.environment)
     rows = []
     for entry in entries:
-        names = (entry.variant.op, entry.variant.name)
-        own = [trial for trial in trials if (trial.candidate.op, trial.candidate.variant) == names]
+        own = entry.trials
         wrong = torch.tensor([sum(int(trial.wrong) for trial in own)], device=communicator.device)
         dist.all_reduce(wrong)
         reason = entry.reasons.most_common(1)[0][0] if entry.reasons and not own else ""
@@ -564,27 +525,46 @@ def stress(
     *,
     graph: bool = False,
     concurrent: bool = False,
-    overlap: bool = False,
 ) -> list[dict[str, Any]]:
     """The rows of one run of these ops, of these variants alone if some are named; torch.distributed is initialised."""
     communicator = get_communicator()
     entries = plan(communicator, names, random.Random(7), only, concurrent=concurrent)
     compile_all(entries)
-    trials: Sequence[Counted]
+    shuffle, noise = random.Random(11), random.Random(1000 + dist.get_rank())
     if concurrent:
-        trials, took = run_concurrent(communicator, entries, launches, seconds, overlap=overlap)
+        lanes = lanes_of(communicator, entries, shuffle)
     else:
-        bind_all(communicator, entries)
-        took = run(communicator, entries, launches, seconds, graph=graph)
-        trials = [trial for entry in entries for trial in entry.trials]
+        bind_all(communicator, entries, {"graph": samples_of(entries, communicator.device, 1)}, exact=False)
+    order = [entry for entry in entries if entry.trials]
+    trials = [trial for entry in order for trial in entry.trials]
+    graphs = lanes[0].batches if concurrent else graphs_of(order, shuffle) if graph else []
+
+    def step() -> None:
+        if concurrent:
+            for lane in lanes:
+                lane.step(shuffle, noise)
+            return
+        shuffle.shuffle(order)
+        if graphs:
+            shuffle.choice(graphs).run(noise)
+        for entry in order if not graphs else ():
+            launch_once(shuffle.choice(entry.trials), noise)
+
+    if graphs:
+        for trial in trials:
+            launch_once(trial, noise)
+        for batch in graphs:
+            batch.capture()
+        dist.barrier()  # waits of kernels are bounded, and captures take seconds
+    took = run(communicator, trials, step, launches, seconds)
     for trial in trials:
         if int(trial.wrong):
             tell(f"{int(trial.wrong)} of {trial.count} launches were wrong: {trial.problem} {trial.candidate}")
-    return rows_of(communicator, entries, trials, took)
+    return rows_of(communicator, entries, took)
 
 
 def main() -> None:
-    modes = {"graph": False, "concurrent": False, "overlap": False}
+    modes = {"graph": False, "concurrent": False}
     options = {"launches": 300, "seconds": 1e9, "hang_s": 280.0, "csv": None}
     args = arguments(__doc__, op=[], variant=[], **modes, **options)
     faulthandler.dump_traceback_later(args.hang_s, exit=True)
