@@ -200,7 +200,7 @@ def test_a_long_run_writes_a_problem_when_its_count_has_doubled(log: Path) -> No
     plan = plan_for(communicator(), UNTUNED, "default")
     for _ in range(1000):
         plan.launch((), (), 0)
-        misses._counters.flush(everything=False)
+        misses.flush(everything=False)
     assert len(log.read_bytes().splitlines()) == 10
     assert read(log)[0][0].count == 512
     misses.flush()

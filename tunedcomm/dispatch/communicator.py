@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -44,55 +44,38 @@ logger = logging.getLogger("tunedcomm")
 T = TypeVar("T")
 
 
+def _source_hashes() -> dict[str, str]:
+    with gc_paused():
+        return {f"{v.op}.{v.name}": kernels.source_hash(v) for op in ops() for v in variants(op).values()}
+
+
 @dataclass(frozen=True, slots=True)
 class AgreedSettings:
-    """The settings that change dispatch: the same on every rank, fixed when the group is made.
+    """The settings that change dispatch, read when it is made: the same on every rank, fixed when the group is made.
 
     Attributes:
         device: `cuda` or `cpu`.
         interpreted: kernels were made for Triton's interpreter.
-        mode, forced, borrow, check, debug, nan_check, node_of_rank, peer_timeout_s, workspace_bytes: the environment
-            variables.
         sources: variant to source hash, so that ranks with different code do not choose from the same rows differently.
+
+    The others are environment variables.
+
+    Raises:
+        SettingError: a variable holds a value that it does not take.
     """
 
     device: str
-    interpreted: bool
-    mode: str
-    forced: Mapping[str, str]
-    borrow: tuple[str, ...]
-    check: tuple[int, bool]
-    debug: bool
-    nan_check: bool
-    node_of_rank: tuple[int, ...]
-    peer_timeout_s: float
-    workspace_bytes: int
-    sources: Mapping[str, str]
-
-    @classmethod
-    def read(cls, device: str) -> AgreedSettings:
-        """The settings of this rank.
-
-        Raises:
-            SettingError: a variable holds a value that it does not take.
-        """
-        every = [variant for op in ops() for variant in variants(op).values()]
-        with gc_paused():
-            sources = {f"{variant.op}.{variant.name}": kernels.source_hash(variant) for variant in every}
-        return cls(
-            device=device,
-            interpreted=bool(sync.INTERPRET),
-            mode=settings.mode(),
-            forced=settings.forced_all(),
-            borrow=settings.borrow(),
-            check=settings.check(),
-            debug=settings.debug(),
-            nan_check=settings.nan_check(),
-            node_of_rank=settings.node_of_rank(),
-            peer_timeout_s=settings.peer_timeout_s(),
-            workspace_bytes=settings.workspace_bytes(),
-            sources=sources,
-        )
+    interpreted: bool = field(default_factory=lambda: bool(sync.INTERPRET))
+    mode: str = field(default_factory=settings.mode)
+    forced: Mapping[str, str] = field(default_factory=settings.forced_all)
+    borrow: tuple[str, ...] = field(default_factory=settings.borrow)
+    check: tuple[int, bool] = field(default_factory=settings.check)
+    debug: bool = field(default_factory=settings.debug)
+    nan_check: bool = field(default_factory=settings.nan_check)
+    node_of_rank: tuple[int, ...] = field(default_factory=settings.node_of_rank)
+    peer_timeout_s: float = field(default_factory=settings.peer_timeout_s)
+    workspace_bytes: int = field(default_factory=settings.workspace_bytes)
+    sources: Mapping[str, str] = field(default_factory=_source_hashes)
 
     def fields(self) -> dict[str, Any]:
         """The values to compare, one for each variable and source."""
@@ -243,7 +226,7 @@ class Communicator:
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.settings = agree(group, "settings", lambda: AgreedSettings.read(device.type), AgreedSettings.fields)
+        self.settings = agree(group, "settings", lambda: AgreedSettings(device.type), AgreedSettings.fields)
         self.layout = LaneLayout.for_messages(self.settings.workspace_bytes)
         self.environment = self._agree_on_hardware()
         self.limits = self._make_memory(limits_for(self.environment, self.world_size, layout=self.layout))

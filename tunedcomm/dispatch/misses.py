@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,99 +49,30 @@ class Counter:
     count: int = 0
     written: int = 0
 
-
-class _Counters:
-    """Every counter of this process, and the thread that writes them down."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.counters: dict[tuple[Path, HardKey, Problem], Counter] = {}
-        self.thread: threading.Thread | None = None
-        self.refused: set[Path] = set()
-
-    def counter(self, path: Path, hard_key: HardKey, problem: Problem, source: str) -> Counter | None:
-        """The problem's counter, made at its first plan; None if there are too many already."""
-        key = (path, hard_key, problem)
-        found = self.counters.get(key)
-        if found is None:
-            if len(self.counters) >= MAX_PROBLEMS:
-                logger.info("%s is not counted as untuned: %d problems are already", problem, MAX_PROBLEMS)
-                return None
-            found = self.counters[key] = Counter(path, hard_key, problem, source)
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name="tunedcomm-misses", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
-                    self.thread.start()
-        found.source = source
-        return found
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_PERIOD_S)
-            self.flush(everything=False)
-
-    def flush(self, *, everything: bool) -> None:
-        """Write down what has been counted since; without `everything` only what has doubled.
-
-        So a process that runs for weeks writes a few dozen lines a problem, and one that is killed loses less than
-        half of its counts besides those of the last period.
-        """
-        if not self.lock.acquire(timeout=_PATIENCE_S):
-            return
-        try:
-            due: dict[Path, list[tuple[Counter, int]]] = {}
-            for counter in list(self.counters.values()):
-                count = counter.count
-                if count > counter.written and (everything or count >= 2 * counter.written):
-                    due.setdefault(counter.path, []).append((counter, count))
-            for path, counted_now in due.items():
-                self._write(path, counted_now)
-        finally:
-            self.lock.release()
-
-    def _write(self, path: Path, due: list[tuple[Counter, int]]) -> None:
-        if path in self.refused:
-            return
-        now = utc_now()
-        misses = [
-            Miss(
-                problem=found.problem,
-                hard_key=found.hard_key,
-                count=count - found.written,
-                source=found.source,
-                last_seen=now,
-            )
-            for found, count in due
-        ]
-        try:
-            miss_log.append(path, misses)
-        except (OSError, ValueError) as error:  # ValueError: a path that is none
-            self.refused.add(path)
-            logger.warning(
-                "untuned problems are not noted any more: cannot add to %s: %s; set TUNEDCOMM_MISS_LOG to a file that "
-                "can be written, or to 0",
-                path,
-                error,
-            )
-            return
-        for counter, count in due:
-            counter.written = count
+    def miss(self, count: int, now: datetime) -> Miss:
+        """Those of the first `count` calls that the file does not know yet."""
+        number = count - self.written
+        return Miss(problem=self.problem, hard_key=self.hard_key, count=number, source=self.source, last_seen=now)
 
 
-_counters = _Counters()
+_counters: dict[tuple[Path, HardKey, Problem], Counter] = {}
+_refused: set[Path] = set()
+_lock = threading.Lock()
 
 
 def _forget() -> None:
-    """Start empty counters in a forked child: the parent writes its own, and its thread does not run here."""
-    global _counters  # noqa: PLW0603
-    _counters = _Counters()
+    """Start anew in a forked child: the parent writes its own counters, and its thread does not run here."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+    _counters.clear()
+    _refused.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
 def counter(communicator: Communicator, problem: Problem, source: str) -> Counter | None:
-    """The counter of a missed problem's calls if it is worth tuning, else None.
+    """The counter of a missed problem's calls if it is worth tuning, else None; None if there are too many already.
 
     All ranks meet the same misses, the first of them counts. What no kernel can run is not worth tuning.
 
@@ -154,13 +86,59 @@ def counter(communicator: Communicator, problem: Problem, source: str) -> Counte
     if why_no_kernel(problem, communicator.limits, "any") is not None:
         return None
     try:
-        path = miss_log.log_path()
+        key = (miss_log.log_path(), communicator.environment.hard_key, problem)
     except DatabaseAccessError as error:
         warn_once(str(error))
         return None
-    return _counters.counter(path, communicator.environment.hard_key, problem, source)
+    if key not in _counters and len(_counters) >= MAX_PROBLEMS:
+        logger.info("%s is not counted as untuned: %d problems are already", problem, MAX_PROBLEMS)
+        return None
+    if not _counters:
+        with contextlib.suppress(RuntimeError):  # no more threads, or the interpreter is ending
+            threading.Thread(target=_keep_writing, name="tunedcomm-misses", daemon=True).start()
+    found = _counters.setdefault(key, Counter(*key, source))
+    found.source = source
+    return found
 
 
-def flush() -> None:
-    """Write down every count. Called when communicators are released, and so at exit."""
-    _counters.flush(everything=True)
+def _keep_writing() -> None:
+    while True:
+        time.sleep(_PERIOD_S)
+        flush(everything=False)
+
+
+def flush(*, everything: bool = True) -> None:
+    """Write down what has been counted since; without `everything` only what has doubled.
+
+    So a process that runs for weeks writes a few dozen lines a problem, and one that is killed loses less than half of
+    its counts besides those of the last period. Called when communicators are released, and so at exit.
+    """
+    if not _lock.acquire(timeout=_PATIENCE_S):
+        return
+    try:
+        due: dict[Path, list[tuple[Counter, int]]] = {}
+        for counter in list(_counters.values()):
+            count = counter.count
+            if count > counter.written and (everything or count >= 2 * counter.written):
+                due.setdefault(counter.path, []).append((counter, count))
+        for path in due.keys() - _refused:
+            _write(path, due[path])
+    finally:
+        _lock.release()
+
+
+def _write(path: Path, due: list[tuple[Counter, int]]) -> None:
+    now = utc_now()
+    try:
+        miss_log.append(path, [counter.miss(count, now) for counter, count in due])
+    except (OSError, ValueError) as error:  # ValueError: a path that is none
+        _refused.add(path)
+        logger.warning(
+            "untuned problems are not noted any more: cannot add to %s: %s; set TUNEDCOMM_MISS_LOG to a file that can "
+            "be written, or to 0",
+            path,
+            error,
+        )
+        return
+    for counter, count in due:
+        counter.written = count

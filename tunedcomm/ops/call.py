@@ -603,6 +603,33 @@ def make_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
         return None
 
 
+_FAST_CALL = """
+def make({values}):
+    def call({arguments}, numerics, max_sms):
+        if {differs}:
+            return None
+        stream = stream_of(device)
+        if {elsewhere}:
+            return None
+        {addresses}
+        if {unfit}:
+            return None
+        {made}
+        if status[0]:
+            communicator.check_peers()
+        if stream != last_streams[lane]:
+            communicator.order_streams(capturing, stream)
+        try:
+            {launch}
+        except RuntimeError:
+            if device_now() == device:
+                raise
+            return None
+        return {results}
+    return call
+"""
+
+
 def make_fast_call(
     communicator: Communicator,
     form: Form,
@@ -614,36 +641,8 @@ def make_fast_call(
 
     A call costs a few microseconds on the host, most of them in the driver. What Python adds is paid for each question
     asked of a tensor, so one guard (type, dtype, device, strides, sizes, gradients, lazy bits) answers most of them.
-    The function is written out as source for the tensors that are there: a loop over them would cost what it is to
-    save. For `all_reduce(x, out=out)` it reads, on one GPU:
-
-        def call(x, out, op, numerics, max_sms):
-            if (
-                not looks_alike(x, out)
-                or (op is not want_op and op != want_op)
-                or numerics is not want_numerics
-                or max_sms is not want_max_sms
-                or forward_ad._current_level >= 0
-            ):
-                return None
-            stream = stream_of(device)
-            if (stream != 0 and captures()) is not capturing:      # the default stream cannot be captured
-                return None
-            at_x = x.data_ptr()
-            at_out = out.data_ptr()
-            if (at_x | at_out) & 15 or below_out_x < at_out - at_x < above_out_x:
-                return None
-            if status[0]:
-                communicator.check_peers()
-            if stream != last_streams[0]:
-                communicator.order_streams(capturing, stream)
-            try:
-                launch(stream, at_x, at_out)
-            except RuntimeError:
-                if device_now() == device:
-                    raise
-                return None
-            return out
+    The function is `_FAST_CALL`, filled in for the tensors that are there: a loop over them would cost what it is to
+    save.
 
     Where nothing is allocated, which device is current need not be asked: a kernel of one device's context goes to a
     stream of its own whatever is current, and the driver refuses to launch it on the default stream of another.
@@ -673,7 +672,7 @@ def make_fast_call(
     values: dict[str, Any] = {
         "looks_alike": looks_alike, "want_numerics": asked.numerics, "want_max_sms": asked.max_sms,
         "forward_ad": forward_ad, "communicator": communicator, "device": communicator.device_index,
-        "status": communicator.status_view, "last_streams": communicator.last_streams, "capturing": asked.capturing,
+        "status": communicator.status_view, "last_streams": communicator.last_streams, "capturing": asked.capturing, "lane": int(asked.capturing),
         "stream_of": raw_stream, "captures": is_capturing, "device_now": current_device, "make_empty": empty,
         **{f"want_{name}": value for name, value in zip(options, asked.options, strict=True)},
     }  # fmt: skip
@@ -687,7 +686,7 @@ def make_fast_call(
     differs += [f"({name} is not want_{name} and {name} != want_{name})" for name in options]
     differs += ["numerics is not want_numerics", "max_sms is not want_max_sms", "forward_ad._current_level >= 0"]
 
-    elsewhere = ["(stream != 0 and captures()) is not capturing"]
+    elsewhere = ["(stream != 0 and captures()) is not capturing"]  # the default stream cannot be captured
     if new or by_address is None:
         elsewhere += ["device_now() != device"]
 
@@ -717,21 +716,12 @@ def make_fast_call(
     else:
         values["launch"] = _by_tensors(form, plan, asked)
         launch = f"launch(({', '.join(form.inputs)},), ({', '.join(form.outputs)},), stream)"
-    refused = ["except RuntimeError:", "    if device_now() == device:", "        raise", "    return None"]
-    lines = [
-        f"if {' or '.join(differs)}:", "    return None",
-        "stream = stream_of(device)",
-        f"if {' or '.join(elsewhere)}:", "    return None",
-        *(f"at_{name} = {name}.data_ptr()" for name in there),
-        *([f"if {' or '.join(unfit)}:", "    return None"] if unfit else []),
-        *made,
-        "if status[0]:", "    communicator.check_peers()",
-        f"if stream != last_streams[{int(asked.capturing)}]:", "    communicator.order_streams(capturing, stream)",
-        *([launch] if len(elsewhere) > 1 else ["try:", f"    {launch}", *refused]),
-        f"return {', '.join(form.outputs)}",
-    ]  # fmt: skip
-    head = f"def call({', '.join((*names, *options))}, numerics, max_sms):"
-    source = "\n    ".join([f"def make({', '.join(values)}):", head, *(f"    {line}" for line in lines), "return call"])
+    source = _FAST_CALL.format(
+        values=", ".join(values), arguments=", ".join((*names, *options)), differs=" or ".join(differs),
+        elsewhere=" or ".join(elsewhere), addresses="; ".join(f"at_{name} = {name}.data_ptr()" for name in there),
+        unfit=" or ".join(unfit) or "False", made="; ".join(made) or "pass", launch=launch,
+        results=", ".join(form.outputs),
+    )  # fmt: skip
     return _compiled(source)(**values)
 
 
