@@ -672,9 +672,9 @@ def make_fast_call(
     values: dict[str, Any] = {
         "looks_alike": looks_alike, "want_numerics": asked.numerics, "want_max_sms": asked.max_sms,
         "forward_ad": forward_ad, "communicator": communicator, "device": communicator.device_index,
-        "status": communicator.status_view, "last_streams": communicator.last_streams, "capturing": asked.capturing, "lane": int(asked.capturing),
-        "stream_of": raw_stream, "captures": is_capturing, "device_now": current_device, "make_empty": empty,
-        **{f"want_{name}": value for name, value in zip(options, asked.options, strict=True)},
+        "status": communicator.status_view, "last_streams": communicator.last_streams, "lane": int(asked.capturing),
+        "capturing": asked.capturing, "stream_of": raw_stream, "captures": is_capturing, "make_empty": empty,
+        "device_now": current_device, **dict(zip([f"want_{name}" for name in options], asked.options, strict=True)),
     }  # fmt: skip
 
     differs = [f"{name} is not None" for name in names if name not in there and name not in alias]
