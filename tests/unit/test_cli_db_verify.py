@@ -84,7 +84,7 @@ def test_verb_as_json(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_verb_with_nothing_to_verify(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Database.open(path) as database, database._writing() as connection:
+    with Database.open(path) as database, database._engine.begin() as connection:
         connection.exec_driver_sql("DELETE FROM trial")
     shown = start(Verify(path, tmp_path, {}), monkeypatch, "--db", str(path))
     assert shown.exit_code == 1

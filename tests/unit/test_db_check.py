@@ -114,7 +114,7 @@ def test_server_is_looked_at_too(postgres_url: str) -> None:
     with Database.open(postgres_url, create=True) as database:
         (first,) = database.record([sound()])
         assert levels(postgres_url) == {}
-        with database._writing() as connection:
+        with database._engine.begin() as connection:
             connection.exec_driver_sql(f"UPDATE trial SET status = 'great' WHERE id = {first}")
     assert levels(postgres_url) == {"trials": "fail"}
 

@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,67 +50,64 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def failing(times: int, error: Exception) -> tuple[Callable[[bool], str], list[bool]]:
-    told: list[bool] = []
+def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]:
+    """An operation that fails so many times, and one entry for each time that it has run."""
+    ran: list[int] = []
 
-    def operation(again: bool) -> str:
-        told.append(again)
-        if len(told) <= times:
+    def operation() -> str:
+        ran.append(len(ran))
+        if len(ran) <= times:
             raise error
         return "done"
 
-    return operation, told
+    return operation, ran
 
 
 @pytest.mark.parametrize("error", [DatabaseAwayError("away"), DatabaseBusyError("locked")])
-def test_waits_with_one_warning_and_says_that_it_runs_again(
-    error: DatabaseError, caplog: pytest.LogCaptureFixture, clock: Clock
-) -> None:
-    operation, told = failing(12, error)
+def test_waits_with_one_warning(error: DatabaseError, caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+    operation, ran = failing(12, error)
     with caplog.at_level(logging.WARNING, "tunedcomm"):
         assert retry(operation, 600) == "done"
-    assert told == [False] + [True] * 12
+    assert len(ran) == 13
     assert [record.message for record in caplog.records] == [f"{error}. Waiting for it, for up to 600 s"]
     assert 5 < clock.now < 60
 
 
 def test_gives_up_at_the_limit(clock: Clock) -> None:
-    operation, told = failing(10**6, DatabaseAwayError("away"))
+    operation, ran = failing(10**6, DatabaseAwayError("away"))
     with pytest.raises(DatabaseAwayError):
         retry(operation, 30)
     assert clock.now == pytest.approx(30)
-    assert len(told) < 30
-    operation, told = failing(1, DatabaseAwayError("away"))
+    assert len(ran) < 30
+    operation, ran = failing(1, DatabaseAwayError("away"))
     with pytest.raises(DatabaseAwayError):
         retry(operation, 0)
-    assert told == [False]
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize(
     "error", [DatabaseCorruptError("x"), DatabaseFullError("x"), DatabaseError("x"), KeyError("x")]
 )
 def test_other_errors_pass_at_once(error: Exception) -> None:
-    operation, told = failing(1, error)
+    operation, ran = failing(1, error)
     with pytest.raises(type(error)):
         retry(operation, 600)
-    assert told == [False]
+    assert len(ran) == 1
 
 
 def _lose_answers(database: Database, *, committed: bool) -> list[str]:
     """Break the connection at every first commit, before or after the server carries it out."""
-    engine = database._engine
     seen: list[str] = []
 
-    @event.listens_for(engine, "commit")
+    @event.listens_for(database._engine, "commit")
     def _on_commit(connection: Any) -> None:
-        if len(seen) % 2 == 0:
-            seen.append("lost")
+        seen.append("kept" if len(seen) % 2 else "lost")
+        if seen[-1] == "lost":
             raw = connection.connection.driver_connection
             if committed:
                 raw.commit()
             raw.close()
             raise sqlite3.OperationalError("database is locked") if database.path else _away()
-        seen.append("kept")
 
     return seen
 
@@ -119,54 +116,68 @@ def _away() -> DatabaseAwayError:
     return DatabaseAwayError("server closed the connection unexpectedly")
 
 
-@pytest.fixture
-def patient(database_url: str) -> Iterator[Database]:
-    with Database.open(database_url, create=True, patience_s=30) as database:
-        yield database
+def _record_all(patient: Database) -> list[int]:
+    """A run with some trials, two of them alike, while answers to commits are lost; the ids that were returned."""
+    run = patient.start_run(command="tunedcomm tune", seed=1, budget="", host="node")
+    ids = patient.record([trial(config={"num_blocks": i}, run_id=run) for i in range(5)])
+    ids += patient.record([trial("lamport", run_id=run)] * 2)
+    patient.finish_run(run)
+    return ids
+
+
+def _check_all(database: Database, ids: list[int]) -> None:
+    stored = database.trials()
+    assert [record.id for record in stored] == ids
+    assert [record.config["num_blocks"] for record in stored] == [0, 1, 2, 3, 4, 4, 4]
+    assert [r.finished_at is not None for r in database.runs()] == [True]
 
 
 @pytest.mark.parametrize("committed", [True, False], ids=["carried out", "not carried out"])
-def test_a_commit_whose_answer_was_lost_doubles_nothing(patient: Database, committed: bool) -> None:
-    seen = _lose_answers(patient, committed=committed)
-    run = patient.start_run(command="tunedcomm tune", seed=1, budget="", host="node")
-    batch = [trial(config={"num_blocks": i}, run_id=run) for i in range(5)]
-    ids = patient.record(batch)
-    twins = patient.record([trial("lamport", run_id=run)] * 2)
-    patient.finish_run(run)
-    assert seen == ["lost", "kept"] * 4
-    with Database.open(patient.path or _url_of(patient), readonly=True) as database:
-        stored = database.trials()
-        assert [record.id for record in stored] == [*ids, *twins]
-        assert [record.config["num_blocks"] for record in stored] == [0, 1, 2, 3, 4, 4, 4]
-        assert [r.finished_at is not None for r in database.runs()] == [True]
+def test_a_commit_whose_answer_was_lost_doubles_nothing(postgres_url: str, committed: bool) -> None:
+    with Database.open(postgres_url, create=True, patience_s=30) as patient:
+        seen = _lose_answers(patient, committed=committed)
+        ids = _record_all(patient)
+        assert seen == ["lost", "kept"] * 4
+        _check_all(patient, ids)
 
 
-def _url_of(database: Database) -> str:
-    return database._target.url.render_as_string(hide_password=False)
+def test_a_commit_that_sqlite_refuses_is_repeated(tmp_path: Path) -> None:
+    with Database.open(tmp_path / "tuned.db", create=True, patience_s=30) as patient:
+        seen = _lose_answers(patient, committed=False)
+        ids = _record_all(patient)
+        assert seen == ["lost", "kept"] * 4
+        _check_all(patient, ids)
 
 
 def test_a_second_attempt_waits_for_a_commit_that_is_still_under_way(postgres_url: str) -> None:
     """The connection broke, but the server has not noticed and carries the commit out later."""
-    from tunedcomm.db.store import append_trials
+    late: list[Any] = []
+    with Database.open(postgres_url, create=True, patience_s=30) as database:
 
-    record = trial()
-    with Database.open(postgres_url, create=True) as first, Database.open(postgres_url) as second:
-        with first._engine.connect() as connection:
-            begun = connection.begin()
-            ids = append_trials(connection, [record], key="batch", again=False)
-            found: list[list[int]] = []
-            thread = threading.Thread(
-                target=lambda: found.append(
-                    second._write(lambda c, _: append_trials(c, [record], key="batch", again=True))
-                )
-            )
-            thread.start()
-            thread.join(0.3)
-            assert thread.is_alive()
-            begun.commit()
-        thread.join(10)
-        assert found == [ids]
-        assert len(second.trials()) == 1
+        @event.listens_for(database._engine, "commit")
+        def _on_commit(connection: Any) -> None:
+            if not late:
+                late.append(connection.connection.driver_connection)
+                connection.connection.detach()
+                late[0].rollback = late[0].close = lambda: None  # nobody tells the server
+                threading.Timer(1.0, lambda: type(late[0]).commit(late[0])).start()
+                raise _away()
+
+        ids = database.record([trial()])
+        assert late[0].info.transaction_status.name == "IDLE"
+        assert [record.id for record in database.trials()] == ids
+
+
+def test_a_server_that_does_not_say_what_became_of_a_commit_is_not_asked_twice(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Database.open(postgres_url, create=True, patience_s=30) as patient:
+        _lose_answers(patient, committed=True)
+        monkeypatch.setattr(patient._engine.dialect, "name", "another")
+        with pytest.raises(DatabaseError, match="run the same command again"):
+            patient.record([trial()])
+    with Database.open(postgres_url, readonly=True) as database:
+        assert len(database.trials()) == 1
 
 
 _ROWS = 60

@@ -126,7 +126,7 @@ def test_winners_are_what_dispatch_runs(shipped: Path) -> None:
 
 
 def test_damaged_rows_are_left_out(path: Path) -> None:
-    with Database.open(path) as database, database._writing() as connection:
+    with Database.open(path) as database, database._engine.begin() as connection:
         connection.exec_driver_sql("UPDATE trial SET created_at = 'noon' WHERE id = 1")
         connection.exec_driver_sql("UPDATE problem SET world_size = 'four' WHERE mode = 'eager'")
     stats = stats_of(path)

@@ -138,7 +138,7 @@ def test_a_time_beyond_reason_is_left_out(latency_us: float, tmp_path: Path) -> 
     """Of rows from elsewhere; a sum or a ratio of such times would be 0 or infinite."""
     with Database.open(tmp_path / "tuned.db", create=True) as database:
         database.record([trial(final=True, problem=problem(size)) for size in (4096, 16384)])
-        with database._writing() as connection:
+        with database._engine.begin() as connection:
             connection.exec_driver_sql("UPDATE trial SET latency_p50_us = ? WHERE id = 1", (latency_us,))
     loaded = load_snapshot(H200, 4, layers=[Layer("user", str(tmp_path / "tuned.db"))])
     assert [row.problem for row in loaded.rows] == [problem(16384)]

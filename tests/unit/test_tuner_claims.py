@@ -62,7 +62,7 @@ def opened(database: Database) -> Iterator[Callable[..., Claims]]:
 
 
 def rows(database: Database) -> int:
-    return len(database.ask(lambda connection: connection.execute(select(ClaimRow.key)).all()))
+    return len(database.ask(lambda connection, _: connection.execute(select(ClaimRow.key)).all()))
 
 
 def test_one_of_two_gets_a_candidate(opened: Callable[..., Claims], database: Database) -> None:

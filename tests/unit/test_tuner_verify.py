@@ -205,7 +205,7 @@ def test_nothing_is_stored_unless_asked_for(path: Path, tmp_path: Path) -> None:
 def test_limit_takes_what_is_most_in_doubt(path: Path, tmp_path: Path) -> None:
     run(path, tmp_path)
     # All were just timed; the two of the largest sizes are made to look old.
-    with Database.open(path) as database, database._writing() as connection:
+    with Database.open(path) as database, database._engine.begin() as connection:
         connection.exec_driver_sql(
             "DELETE FROM trial WHERE run_id IS NOT NULL AND problem_id IN (SELECT id FROM problem WHERE shape IN "
             "('8388608', '33554432'))"

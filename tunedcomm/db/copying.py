@@ -33,12 +33,12 @@ from sqlalchemy import (
 
 from tunedcomm.db import records as parse
 from tunedcomm.db.engine import connected, parse_target
-from tunedcomm.db.jsonl import Line, OnBad, SoundRows, is_jsonl, key_of, read_lines
+from tunedcomm.db.jsonl import RUN_IDENTITY, Line, OnBad, SoundRows, is_jsonl, key_of, read_lines
 from tunedcomm.db.migrate import create_file
 from tunedcomm.db.query import table
 from tunedcomm.db.records import Reader, canonical_json, config_digest
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.db.store import IDENTITY, Database, get_or_create
+from tunedcomm.db.store import Database, get_or_create
 from tunedcomm.errors import DatabaseCorruptError
 
 _BATCH = 2000
@@ -213,7 +213,7 @@ class _Writer:
     def _run_id(self, values: dict[str, Any]) -> int:
         """The id of a run; a copy that was made while its command ran does not know its end."""
         run = table(RunRow)
-        same = [run.c[name].is_not_distinct_from(values[name]) for name in IDENTITY[RunRow]]
+        same = [run.c[name].is_not_distinct_from(values[name]) for name in RUN_IDENTITY]
         id_ = self._connection.execute(select(func.min(run.c.id)).where(*same)).scalar()
         if id_ is None:
             id_ = self._connection.execute(insert(run).values(values).returning(run.c.id)).scalar_one()

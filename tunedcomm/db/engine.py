@@ -561,23 +561,18 @@ def _server_error(target: Target, error: Any, code: str, says: Callable[..., boo
     return None
 
 
-def retry(operation: Callable[[bool], T], limit_s: float) -> T:
-    """Run `operation(again)` until the database is neither away nor locked, for `limit_s` at most.
-
-    An operation is one transaction and may be run several times. When a connection breaks during a commit, nobody can
-    say whether it was carried out; so an operation that adds something is told that it runs again, and looks for what
-    the attempt before has left. Every other error passes at once.
-    """
-    begin, wait, again = time.monotonic(), 0.05, False
+def retry(operation: Callable[[], T], limit_s: float) -> T:
+    """Run `operation` until the database is neither away nor locked, for `limit_s` at most. Other errors pass."""
+    begin, wait = time.monotonic(), 0.05
     while True:
         try:
-            return operation(again)
+            return operation()
         except (DatabaseAwayError, DatabaseBusyError) as error:
             left = limit_s - (time.monotonic() - begin)
             if left <= 0:
                 raise
-            if not again:
+            if wait == 0.05:
                 _log.warning("%s. Waiting for it, for up to %.0f s", error, limit_s)
             # Scattered, so that a cluster does not come back all at once.
             time.sleep(min(wait * random.uniform(0.5, 1.0), left))  # noqa: S311
-            wait, again = min(wait * 1.6, 5.0), True
+            wait = min(wait * 1.6, 5.0)

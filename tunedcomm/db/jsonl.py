@@ -32,7 +32,6 @@ from tunedcomm.db.schema import (
     TrialRow,
     VariantRow,
 )
-from tunedcomm.db.store import IDENTITY
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 from tunedcomm.spec import Problem, format_shape
 
@@ -40,6 +39,8 @@ FORMAT = "tunedcomm-jsonl"
 _VERSION = 1
 # Longer than any line that is written: the longest texts are bounded.
 _MAX_LINE = 1 << 20
+# Columns by which a run of one database is the same as a run of another; its end may be known to one alone.
+RUN_IDENTITY = ("command", "seed", "budget", "host", "user", "version", "started_at")
 
 T = TypeVar("T")
 Line: TypeAlias = dict[str, Any]
@@ -112,7 +113,7 @@ def key_of(model: type[Base], values: Mapping[str, Any]) -> str:
     """The digest by which lines refer to an environment or a run; of a run without its end."""
     if model is EnvironmentRow:
         return parse.parse_environment(values).digest
-    identity = _plain({name: values[name] for name in IDENTITY[RunRow]})
+    identity = _plain({name: values[name] for name in RUN_IDENTITY})
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
 
 

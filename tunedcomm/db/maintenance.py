@@ -459,11 +459,9 @@ def _hidden_by_failures(
         stored = query.load_variants(connection, reader).items()
         known = [key for key, variant in stored if (variant.op, variant.name, variant.source_hash) in names]
         where = [TrialRow.status.in_(statuses), TrialRow.variant_id.in_(known)]
-        return [trial for trial in query.trials(connection, reader, where, ()) if reach(trial) in reaches]
+        return [trial for trial in query.trials(connection, reader, *where) if reach(trial) in reaches]
 
-    failed = [
-        trial for trial in query.trials(connection, Reader(), [TrialRow.status.in_(FAILED)], ()) if trial.id in ids
-    ]
+    failed = [trial for trial in query.trials(connection, Reader(), TrialRow.status.in_(FAILED)) if trial.id in ids]
     reaches = {reach(trial) for trial in failed}
     names = {(trial.problem.op, trial.variant, trial.source_hash) for trial in failed}
     here, there = load(connection, _RAN) if failed else [], []

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Integer
+from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, Text
 
 from tunedcomm.db.rekey import current_hash
-from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, RunRow, UtcDateTime, VariantRow
-from tunedcomm.errors import TunedCommError
+from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, UtcDateTime, VariantRow
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Numerics, Problem, parse_shape
@@ -114,7 +113,8 @@ class Trial:
     @property
     def stored_variant(self) -> StoredVariant:
         """The variant at the state of its source."""
-        return StoredVariant(self.problem.op, self.variant, self.numerics, self.source_hash)
+        source_hash = current_hash(self.problem.op, self.variant, self.source_hash)
+        return StoredVariant(self.problem.op, self.variant, self.numerics, source_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,22 +226,13 @@ def bool_of(value: object, name: str) -> bool:
     return bool(value)
 
 
-def latency_of(value: object, name: str) -> float | None:
+def latency_of(value: Any, name: str) -> float | None:
     """µs; selection multiplies and divides them, which nothing between these bounds makes 0 or infinite."""
     if value is None:
         return None
-    if type(value) is float and LEAST_US <= value <= MOST_US:  # nearly all of them
-        return value
-    if type(value) not in (int, float) or not LEAST_US <= cast(float, value) <= MOST_US:
+    if type(value) not in (int, float) or not LEAST_US <= value <= MOST_US:
         raise ValueError(f"{name} is not a time in µs: {value!r:.80}")
-    return float(cast(float, value))
-
-
-def number_of(value: object, name: str) -> float | None:
-    """A number, which may be infinite, or None."""
-    if value is not None and type(value) not in (int, float):
-        raise ValueError(f"{name} is not a number: {value!r:.80}")
-    return None if value is None else float(cast(float, value))
+    return float(value)
 
 
 def time_of(value: object, name: str = "time") -> datetime:
@@ -254,15 +245,6 @@ def time_of(value: object, name: str = "time") -> datetime:
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
     except OverflowError:
         raise ValueError(f"{name} is not a time that UTC knows: {value}") from None
-
-
-def time_text(value: object) -> str:
-    """ISO 8601 in UTC of what `time_of` reads; aware times cost as much as the rest of a row."""
-    if isinstance(value, str):
-        value = datetime.fromisoformat(value)
-        if value.tzinfo is None:
-            return f"{value.isoformat()}+00:00"
-    return time_of(value).isoformat()
 
 
 def check_one_of(value: object, allowed: Sequence[str], name: str) -> None:
@@ -291,27 +273,28 @@ def own_columns(model: type[Base]) -> tuple[Column[Any], ...]:
     )
 
 
-def typed(column: Column[Any], value: object) -> Any:
+_CHECKS: Mapping[type, Callable[[Any, str], Any]] = {
+    BigInteger: id_of,
+    Boolean: bool_of,
+    Integer: int_of,
+    Text: text_of,
+    UtcDateTime: time_of,
+}
+
+
+def typed(column: Column[Any], value: Any) -> Any:
     """A stored value in Python's form, checked by the column's type."""
-    if value is not None:
-        return _check_of(column)(value, column.name)
-    if not column.nullable:
-        raise ValueError(f"{column.name} is missing")
-    return None
-
-
-@functools.cache
-def _check_of(column: Column[Any]) -> Callable[[object, str], Any]:
-    kind = column.type
-    if isinstance(kind, Float):
-        return latency_of if column.name in LATENCIES else number_of
-    if isinstance(kind, Boolean):
-        return bool_of
-    if isinstance(kind, UtcDateTime):
-        return time_of
-    if isinstance(kind, BigInteger):
-        return id_of
-    return int_of if isinstance(kind, Integer) else text_of
+    if value is None:
+        if not column.nullable:
+            raise ValueError(f"{column.name} is missing")
+        return None
+    if isinstance(column.type, Float):
+        if column.name in LATENCIES:
+            return latency_of(value, column.name)
+        if type(value) not in (int, float):  # it may be infinite
+            raise ValueError(f"{column.name} is not a number: {value!r:.80}")
+        return float(value)
+    return _CHECKS[type(column.type)](value, column.name)
 
 
 def parse_row(model: type[Base], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,10 +333,7 @@ def parse_problem(row: Mapping[str, Any]) -> Problem:
     extents = parse_shape(shape) if shape else ()
     if any(extent >= _MAX_EXTENT for extent in extents):
         raise ValueError(f"shape has an extent of more than 63 bits: {shape:.80}")
-    try:
-        problem = Problem(**{**values, "shape": extents})
-    except TunedCommError as error:
-        raise ValueError(str(error)) from None
+    problem = Problem(**{**values, "shape": extents})
     check_digest(row.get("digest", problem.digest), problem.digest)
     return problem
 
@@ -386,39 +366,22 @@ def check_op(variant: StoredVariant, problem: Problem) -> None:
         raise ValueError(f"a variant of {variant.op!r:.80} on a problem of {problem.op!r:.80}")
 
 
-def parse_run(row: Mapping[str, Any]) -> Run:
-    """The run of a row."""
-    return Run(id=id_of(row["id"]), **parse_row(RunRow, row))
-
-
 class Reader:
-    """Parses rows of one query, each distinct config once, and counts what it had to skip.
+    """What one query has read: each distinct config parsed once, and the rows that made no sense.
 
     Attributes:
         skipped: rows that made no sense.
         latest: no trial is from after this time.
+        config: like `parse_config`; the caller must not change the result.
+        candidate: op, variant and stored config to a candidate, one object for all rows that name it.
     """
 
     def __init__(self) -> None:
         self.skipped = Skipped()
         self.latest = utc_now() + _AHEAD
-        self._latest = self.latest.isoformat()
-        self._configs: dict[object, dict[str, Value] | str] = {}
-        self._digests: dict[object, str] = {}
-        self._candidates: dict[tuple[str, str, object], Candidate] = {}
-
-    def config(self, value: object) -> dict[str, Value]:
-        """Like `parse_config`; the caller must not change the result."""
-        known = self._configs.get(value)
-        if known is None:
-            try:
-                known = parse_config(value)
-            except ValueError as error:
-                known = str(error)
-            self._configs[value] = known
-        if isinstance(known, str):
-            raise ValueError(known)
-        return known
+        self.config = functools.cache(parse_config)
+        self.candidate = functools.cache(lambda op, variant, config: Candidate.of(op, variant, self.config(config)))
+        self._digest = functools.cache(lambda config: config_digest(self.config(config)))
 
     def check_trial(self, row: Mapping[str, Any]) -> tuple[float | None, float | None, float | None, str]:
         """Refuse a trial that contradicts itself: every reader leaves it out, and `db check` reports it.
@@ -427,20 +390,9 @@ class Reader:
         """
         p10, p50, p90 = (latency_of(row[name], name) for name in LATENCIES[:3])
         check_outcome(row["status"], p10, p50, p90)
-        created_at = time_text(row["created_at"])
-        if created_at > self._latest:
+        created_at = time_of(row["created_at"], "created_at")
+        if created_at > self.latest:
             raise ValueError(f"it was made in the future, {created_at}, and would outrank what comes")
-        config = row["config"]
-        if config not in self._digests:
-            self._digests[config] = config_digest(self.config(config))
-        if row["config_digest"] != self._digests[config]:
-            raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not that of {config:.80}")
-        return p10, p50, p90, created_at
-
-    def candidate(self, op: str, variant: str, config: object) -> Candidate:
-        """The candidate with a stored config; one object for all rows that name it."""
-        key = (op, variant, config)
-        known = self._candidates.get(key)
-        if known is None:
-            known = self._candidates[key] = Candidate.of(op, variant, self.config(config))
-        return known
+        if row["config_digest"] != self._digest(row["config"]):
+            raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not that of {row['config']:.80}")
+        return p10, p50, p90, created_at.isoformat()

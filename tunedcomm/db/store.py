@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import getpass
 import os
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, delete, insert, select, update
+from sqlalchemy import BigInteger, ColumnElement, Connection, Engine, delete, func, insert, literal, select, update
 
 from tunedcomm.db import query
 from tunedcomm.db.engine import (
@@ -30,7 +29,6 @@ from tunedcomm.db.engine import (
     warn_once,
 )
 from tunedcomm.db.migrate import ensure_schema
-from tunedcomm.db.query import raw, table
 from tunedcomm.db.records import (
     STATUSES,
     Pin,
@@ -46,12 +44,10 @@ from tunedcomm.db.records import (
     utc_now,
 )
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError, DatabaseError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, format_shape
 from tunedcomm.version import VERSION
-
-_INT64 = 2**63
 
 T = TypeVar("T")
 _Thing = TypeVar("_Thing", Problem, Environment, StoredVariant)
@@ -163,38 +159,42 @@ class Database:
                     f"{self._target} was written by another host or user while it was read; read again"
                 )
 
-    @contextmanager
-    def _writing(self) -> Iterator[Connection]:
+    def change(self, change: Callable[[Connection], T]) -> T:
+        """Run `change` in one transaction that writes, all or nothing; again while the database is away or locked.
+
+        Nothing is done twice: when a connection breaks during a commit, the server is asked what became of it.
+        """
         if self.readonly:
             raise DatabaseAccessError(f"{self._target} is open for reading only; open it without readonly to write")
-        with (
-            translated(self._target),
-            self._engine.connect().execution_options(**{IMMEDIATE: True}) as connection,
-            connection.begin(),
-        ):
-            yield connection
+        # A transaction that a server was asked to commit, by its number where the server has one, and its result.
+        sent: tuple[int | None, T] | None = None
 
-    def _write(self, change: Callable[[Connection, bool], T]) -> T:
-        """One transaction, tried again while the database is away; `change` is told when it is."""
-
-        def attempt(again: bool) -> T:
-            with self._writing() as connection:
-                return change(connection, again)
+        def attempt() -> T:
+            nonlocal sent
+            with (
+                translated(self._target),
+                self._engine.connect().execution_options(**{IMMEDIATE: True}) as connection,
+                connection.begin(),
+            ):
+                if sent is not None and _is_committed(connection, sent[0], self._target):
+                    return sent[1]
+                found, sent = change(connection), None
+                match connection.dialect.name:
+                    case "sqlite":  # a commit that fails has not been carried out
+                        pass
+                    case "postgresql":
+                        number = connection.execute(select(func.txid_current_if_assigned())).scalar()
+                        sent = None if number is None else (number, found)
+                    case _:
+                        sent = (None, found)
+            return found
 
         return retry(attempt, self._patience_s)
 
-    def change(self, change: Callable[[Connection], T]) -> T:
-        """Run `change` in one transaction that writes, all or nothing; it may be run again after a failure."""
-        return self._write(lambda connection, _: change(connection))
+    def ask(self, ask: Callable[[Connection, Reader], T]) -> T:
+        """Run `ask` in one transaction that reads, again while the database is away; warn of rows that it skipped."""
 
-    def ask(self, ask: Callable[[Connection], T]) -> T:
-        """Run `ask` in one transaction that reads, again while the database is away."""
-        return self._read(lambda connection, _: ask(connection))
-
-    def _read(self, ask: Callable[[Connection, Reader], T]) -> T:
-        """One read transaction, tried again while the database is away; what makes no sense is warned of."""
-
-        def attempt(_: bool) -> T:
+        def attempt() -> T:
             reader = Reader()
             with self.reading() as connection:
                 found = ask(connection, reader)
@@ -216,24 +216,16 @@ class Database:
 
     def start_run(self, *, command: str, seed: int | None, budget: str, host: str) -> int:
         """Register a command that is about to record trials; returns its run id."""
-        if seed is not None and not -_INT64 <= seed < _INT64:
+        if seed is not None and not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
         values: dict[str, Any] = {"command": command, "seed": seed, "budget": budget, "host": host, "user": login()}
         values |= {"version": VERSION, "started_at": utc_now()}
-        key = uuid.uuid4().hex
-
-        def append(connection: Connection, again: bool) -> int:
-            exclusive(connection, key)
-            if again and (stored := _stored(connection, RunRow, IDENTITY[RunRow], [values])):
-                return stored[0]
-            return _row_id(connection.execute(insert(RunRow).values(values).returning(RunRow.id)).scalar_one())
-
-        return self._write(append)
+        return self.change(lambda connection: _insert(connection, RunRow, [values])[0])
 
     def finish_run(self, run_id: int) -> None:
         """Note that the run ended of its own accord."""
         ended = update(RunRow).where(RunRow.id == run_id).values(finished_at=utc_now())
-        if self._write(lambda connection, _: connection.execute(ended).rowcount) == 0:
+        if self.change(lambda connection: connection.execute(ended).rowcount) == 0:
             raise ValueError(f"{self._target} has no run {run_id}; pass what start_run returned")
 
     def record(
@@ -246,41 +238,45 @@ class Database:
             then: a further change in the same transaction; it may be run again after a failure.
         """
         batch = list(records)
-        if not batch:
-            return []
-        key = uuid.uuid4().hex
 
-        def append(connection: Connection, again: bool) -> list[int]:
-            ids = append_trials(connection, batch, key=key, again=again)
+        def append(connection: Connection) -> list[int]:
+            problems = get_or_create(connection, (trial.problem for trial in batch))
+            environments = get_or_create(connection, (trial.environment for trial in batch))
+            variants = get_or_create(connection, (trial.stored_variant for trial in batch))
+            rows = [
+                {
+                    **{column.name: getattr(trial, column.name) for column in own_columns(TrialRow)},
+                    "problem_id": problems[trial.problem],
+                    "environment_id": environments[trial.environment],
+                    "variant_id": variants[trial.stored_variant],
+                    "run_id": trial.run_id,
+                    "config": canonical_json(trial.config),
+                    "config_digest": config_digest(trial.config),
+                }
+                for trial in batch
+            ]
+            ids = _insert(connection, TrialRow, rows)
             then(connection)
             return ids
 
-        return self._write(append)
+        return self.change(append) if batch else []
 
     def pin(self, problem: Problem, candidate: Candidate, *, environment: Environment, reason: str) -> int:
         """Override what is dispatched for `problem` on machines like `environment`; replaces an earlier pin."""
-        config = canonical_json(candidate.config_dict)
-        values: dict[str, Any] = {"variant": candidate.variant, "config": config, "reason": reason}
-        values |= {"user": login(), "created_at": utc_now()}
+        values: dict[str, Any] = {"variant": candidate.variant, "config": canonical_json(candidate.config_dict)}
+        values |= {"reason": reason, "user": login(), "created_at": utc_now()}
 
-        def replace(connection: Connection, _: bool) -> int:
-            keys = {
-                "problem_id": get_or_create(connection, [problem])[problem],
-                "environment_id": get_or_create(connection, [environment])[environment],
-            }
-            _remove_pins(connection, keys["problem_id"], environment)
-            return _row_id(connection.execute(insert(PinRow).values(keys | values).returning(PinRow.id)).scalar_one())
+        def replace(connection: Connection) -> int:
+            values["problem_id"] = get_or_create(connection, [problem])[problem]
+            values["environment_id"] = get_or_create(connection, [environment])[environment]
+            _remove_pins(connection, problem, environment)
+            return _insert(connection, PinRow, [values])[0]
 
-        return self._write(replace)
+        return self.change(replace)
 
     def unpin(self, problem: Problem, *, environment: Environment) -> bool:
         """Remove the pin of `problem` on machines like `environment`; False if there was none."""
-
-        def remove(connection: Connection, _: bool) -> bool:
-            key = connection.execute(select(ProblemRow.id).where(ProblemRow.digest == problem.digest)).scalar()
-            return key is not None and _remove_pins(connection, key, environment)
-
-        return self._write(remove)
+        return self.change(lambda connection: _remove_pins(connection, problem, environment))
 
     # Reading
 
@@ -302,20 +298,16 @@ class Database:
         """
         if status is not None:
             check_one_of(status, STATUSES, "status")
+        where = _equal((TrialRow.status, status), (TrialRow.final, final))
         digest = None if problem is None else problem.digest
-        wanted = ((ProblemRow.op, op), (ProblemRow.world_size, world_size), (ProblemRow.digest, digest))
-        of_problem = [column == value for column, value in wanted if value is not None]
-        where: list[Any] = []
-        if status is not None:
-            where.append(TrialRow.status == status)
-        if final is not None:
-            where.append(TrialRow.final == final)
-        if after_id is not None:
-            where.append(TrialRow.id > after_id)
+        if of := _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size), (ProblemRow.digest, digest)):
+            where.append(TrialRow.problem_id.in_(select(ProblemRow.id).where(*of).correlate(None)))
         if environment is not None:
             same = select(EnvironmentRow.id).where(EnvironmentRow.digest == environment.digest)
-            where.append(TrialRow.environment_id.in_(same))
-        return self._read(lambda connection, reader: query.trials(connection, reader, where, of_problem))
+            where.append(TrialRow.environment_id.in_(same.correlate(None)))
+        if after_id is not None:
+            where.append(TrialRow.id > after_id)
+        return self.ask(lambda connection, reader: query.trials(connection, reader, *where))
 
     def environments(self, *, op: str | None = None, world_size: int | None = None) -> list[Environment]:
         """Every environment, in the order in which they were first seen; those where something of `op` ran, if given.
@@ -324,27 +316,45 @@ class Database:
             op: only those with an ok trial of this op.
             world_size: only those with an ok trial of this world size.
         """
-        where = [] if op is None and world_size is None else [query.has_run(op, world_size)]
-        found = self._read(lambda connection, reader: query.load_environments(connection, reader, *where))
-        return [found[key] for key in sorted(found)]
+        ran = select(TrialRow.id).where(
+            TrialRow.environment_id == EnvironmentRow.id,
+            TrialRow.status == "ok",
+            TrialRow.final.in_([True, False]),  # lets the index be used through to the problem
+        )
+        of = _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size))
+        where = [ran.where(TrialRow.problem_id.in_(select(ProblemRow.id).where(*of))).exists()] if of else []
+        return list(self.ask(lambda connection, reader: query.load_environments(connection, reader, *where)).values())
 
     def problems(self, *, op: str | None = None) -> list[Problem]:
         """Every problem, sorted."""
-        where = [ProblemRow.op == op] if op is not None else []
-        found = self._read(lambda connection, reader: query.load_problems(connection, reader, *where))
-        return sorted(found.values())
+        where = _equal((ProblemRow.op, op))
+        return sorted(self.ask(lambda connection, reader: query.load_problems(connection, reader, *where)).values())
 
     def runs(self) -> list[Run]:
         """Every run, oldest first."""
-        return self._read(query.runs)
+        return self.ask(query.runs)
 
     def pins(self) -> list[Pin]:
         """Every pin, oldest first."""
-        return self._read(query.pins)
+        return self.ask(query.pins)
 
     def stats(self) -> dict[str, int]:
         """Rows of each table, trials of each status (`trials_ok`, …) and finals."""
-        return self._read(lambda connection, _: query.counts(connection))
+
+        def count(connection: Connection, _: Reader) -> dict[str, int]:
+            tables = Base.metadata.tables.items()
+            found = {f"{name}s": query.count(connection, select(table.c.id)) for name, table in tables}
+            ended = connection.execute(select(TrialRow.status, func.count()).group_by(TrialRow.status))
+            by_status = {row[0]: row[1] for row in ended}
+            found |= {f"trials_{status}": by_status.get(status, 0) for status in STATUSES}
+            return found | {"finals": query.count(connection, select(TrialRow.id).where(TrialRow.final))}
+
+        return self.ask(count)
+
+
+def _equal(*wanted: tuple[Any, Any]) -> list[ColumnElement[bool]]:
+    """Conditions of the columns for which there is a value."""
+    return [column == value for column, value in wanted if value is not None]
 
 
 def login() -> str:
@@ -367,134 +377,81 @@ def _stamp(path: Path) -> tuple[object, ...] | None:
         return None
 
 
-# Adding rows, so that running the same transaction a second time adds none twice
-#
-# When the connection breaks during a commit, the client cannot know whether the rows are stored. The second attempt
-# looks for them by what no two trials share: everything that was asked, the run and the microsecond at which the record
-# was made. On a server the first attempt may even be in the middle of its commit then; so both take a lock that is
-# named by the client, which the server holds until the first attempt has ended one way or the other.
+def _is_committed(connection: Connection, number: int | None, target: Target) -> bool:
+    """True if a transaction was carried out, whose commit the server did not answer."""
+    if number is None:
+        raise DatabaseError(
+            f"{target} does not say whether it has stored what was sent as the connection broke; run the same command "
+            "again, which goes on from what is there"
+        )
+    status = connection.execute(select(func.txid_status(literal(number, BigInteger)))).scalar()
+    if status == "in progress":
+        raise DatabaseBusyError(f"{target} has not ended a transaction whose connection broke")
+    return status == "committed"
 
-_TRIAL_IDENTITY = ("problem_id", "environment_id", "variant_id", "config_digest", "final", "run_id", "created_at")
-# Columns by which a row of one database is the same as a row of another; a run's end may be known to one alone.
-IDENTITY: Mapping[type[Base], tuple[str, ...]] = {
-    EnvironmentRow: ("digest",),
-    ProblemRow: ("digest",),
-    VariantRow: ("op", "name", "numerics", "source_hash"),
-    RunRow: ("command", "seed", "budget", "host", "user", "version", "started_at"),
+
+# Adding rows
+
+
+# Each thing that trials refer to: its table, its reader, and the column and attribute that it is looked for by.
+_REFERRED: Mapping[type, tuple[Any, Callable[..., dict[int, Any]], str]] = {
+    Problem: (ProblemRow, query.load_problems, "digest"),
+    Environment: (EnvironmentRow, query.load_environments, "digest"),
+    StoredVariant: (VariantRow, query.load_variants, "source_hash"),
 }
-_MODELS: Mapping[type, type[Base]] = {Problem: ProblemRow, Environment: EnvironmentRow, StoredVariant: VariantRow}
-_CHUNK = 500  # below every driver's limit of parameters in one statement
-
-
-def append_trials(connection: Connection, batch: Sequence[Trial], *, key: str, again: bool = False) -> list[int]:
-    """Add trials; returns their ids in the same order.
-
-    Args:
-        connection: in a transaction that writes.
-        batch: what to add.
-        key: the client's name for this batch, the same at every attempt.
-        again: an attempt before may have added them.
-    """
-    exclusive(connection, key)
-    problems = get_or_create(connection, (trial.problem for trial in batch))
-    environments = get_or_create(connection, (trial.environment for trial in batch))
-    variants = get_or_create(connection, (trial.stored_variant for trial in batch))
-    rows = [
-        {
-            **{column.name: getattr(trial, column.name) for column in own_columns(TrialRow)},
-            "problem_id": problems[trial.problem],
-            "environment_id": environments[trial.environment],
-            "variant_id": variants[trial.stored_variant],
-            "run_id": trial.run_id,
-            "config": canonical_json(trial.config),
-            "config_digest": config_digest(trial.config),
-        }
-        for trial in batch
-    ]
-    if again and (stored := _stored(connection, TrialRow, _TRIAL_IDENTITY, rows)):
-        return stored
-    statement = insert(TrialRow).returning(TrialRow.id, sort_by_parameter_order=True)
-    return [_row_id(id_) for id_ in connection.execute(statement, rows).scalars()]
-
-
-def _stored(
-    connection: Connection, model: type[Base], identity: Sequence[str], rows: Sequence[dict[str, Any]]
-) -> list[int]:
-    """Ids of rows that were added together, or nothing if they were not: a transaction is stored as a whole."""
-    columns = table(model).columns
-    ids: list[int] = []
-    for row in rows:
-        where = [columns[name].is_not_distinct_from(row[name]) for name in identity]
-        same = connection.execute(select(columns["id"]).where(*where).order_by(columns["id"])).scalars()
-        new = next((int(id_) for id_ in same if id_ not in ids), None)
-        if new is None:
-            return []
-        ids.append(new)
-    return ids
-
-
-def _remove_pins(connection: Connection, problem_id: int, environment: Environment) -> bool:
-    same = list(query.environments_like(connection, environment, Reader()))
-    where = (PinRow.problem_id == problem_id, PinRow.environment_id.in_(same))
-    return connection.execute(delete(PinRow).where(*where)).rowcount > 0
-
-
-def row_of(thing: Problem | Environment | StoredVariant) -> dict[str, Any]:
-    """The stored values of what trials refer to."""
-    match thing:
-        case Problem():
-            return {**thing.to_dict(), "shape": format_shape(thing.shape), "digest": thing.digest}
-        case Environment():
-            return {**thing.to_dict(), "digest": thing.digest}
-    return asdict(thing)
 
 
 def get_or_create(connection: Connection, things: Iterable[_Thing]) -> dict[_Thing, int]:
-    """Ids of problems, environments or variants; those that are new are added.
+    """Ids of problems, of environments or of variants; those that are new are added.
 
     Raises:
         DatabaseCorruptError: a stored row is damaged: readers would skip it, and with it what refers to it.
     """
-    wanted = {thing: row_of(thing) for thing in dict.fromkeys(things)}
-    ids = _find(connection, wanted)
-    if len(ids) < len(wanted):
+    wanted = list(dict.fromkeys(things))
+    if not wanted:
+        return {}
+    model, load, key = _REFERRED[type(wanted[0])]
+    keys = {getattr(thing, key) for thing in wanted}
+
+    def stored() -> dict[_Thing, int]:
+        reader = Reader()
+        found = load(connection, reader, getattr(model, key).in_(keys))
+        if reader.skipped.count:
+            raise DatabaseCorruptError(
+                f"a row of the database is damaged: {reader.skipped.first}. Nothing was recorded. `tunedcomm db check` "
+                "lists such rows, `tunedcomm db prune --invalid` takes them out and their trials"
+            )
+        return {thing: id_ for id_, thing in found.items()}
+
+    ids = stored()
+    if not ids.keys() >= set(wanted):
         # New rows are rare, and writers that add the same ones in another order would deadlock: one at a time.
         exclusive(connection, "intern")
-        ids = _find(connection, wanted)
-        for thing, row in wanted.items():
-            if thing not in ids:
-                connection.execute(insert(_MODELS[type(thing)]).values(row))
-        ids = _find(connection, wanted)
-    return {thing: _row_id(ids.get(thing)) for thing in wanted}
+        ids = stored()
+        new = [thing for thing in wanted if thing not in ids]
+        ids |= zip(new, _insert(connection, model, list(map(_row_of, new))), strict=True)
+    return ids
 
 
-def _find(connection: Connection, wanted: Mapping[_Thing, dict[str, Any]]) -> dict[_Thing, int]:
-    """Ids of the rows that are there."""
-    found: dict[_Thing, int] = {}
-    for model in {_MODELS[type(thing)] for thing in wanted}:
-        names, columns = IDENTITY[model], table(model).columns
-        by_key = {tuple(row[name] for name in names): thing for thing, row in wanted.items()}
-        last = sorted({key[-1] for key in by_key})  # the digest or the source hash
-        for start in range(0, len(last), _CHUNK):
-            here = columns[names[-1]].in_(last[start : start + _CHUNK])
-            for row in connection.execute(select(*map(raw, columns)).where(here)).mappings():
-                if (thing := by_key.get(tuple(row[name] for name in names))) is None:
-                    continue
-                if any(row[name] != value for name, value in wanted[thing].items()):
-                    raise DatabaseCorruptError(
-                        f"{model.__tablename__} {row['id']} of the database is damaged: it is not what its digest "
-                        "says. Nothing was recorded. `tunedcomm db check` lists such rows, `tunedcomm db prune "
-                        "--invalid` takes them out and their trials"
-                    )
-                found[thing] = _row_id(row["id"])
-    return found
+def _row_of(thing: Problem | Environment | StoredVariant) -> dict[str, Any]:
+    if isinstance(thing, StoredVariant):
+        return asdict(thing)
+    row = {**thing.to_dict(), "digest": thing.digest}
+    return {**row, "shape": format_shape(thing.shape)} if isinstance(thing, Problem) else row
 
 
-def _row_id(value: object) -> int:
-    """The id of a row that was found or added just now."""
-    if type(value) is not int:
+def _insert(connection: Connection, model: Any, rows: list[dict[str, Any]]) -> list[int]:
+    """Add rows; returns their ids in the same order."""
+    added = insert(model).returning(model.id, sort_by_parameter_order=True)
+    ids = list(connection.execute(added, rows).scalars()) if rows else []
+    if None in ids:
         raise DatabaseCorruptError(
-            "the database does not find a row that it holds: an index of it is damaged, or a table was made by another "
-            "program; restore a copy of it, or read what is left with `sqlite3 FILE .recover`"
+            f"table {model.__tablename__} of the database was made by another program; move it away"
         )
-    return value
+    return ids
+
+
+def _remove_pins(connection: Connection, problem: Problem, environment: Environment) -> bool:
+    same = list(query.environments_like(connection, environment, Reader()))
+    of_problem = PinRow.problem_id.in_(select(ProblemRow.id).where(ProblemRow.digest == problem.digest))
+    return connection.execute(delete(PinRow).where(of_problem, PinRow.environment_id.in_(same))).rowcount > 0

@@ -27,7 +27,7 @@ from sqlalchemy import Connection, Delete, bindparam, delete, func, insert, sele
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
-from tunedcomm.db.records import Trial, canonical_json
+from tunedcomm.db.records import Reader, Trial, canonical_json
 from tunedcomm.db.schema import ClaimRow, ProblemRow, TrialRow, UtcDateTime
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseError
@@ -153,7 +153,7 @@ class Claims:
             return True
         query = select(ClaimRow.key).where(ClaimRow.key == claim.key, ClaimRow.owner == self.owner)
 
-        def ask(connection: Connection) -> bool:
+        def ask(connection: Connection, _: Reader) -> bool:
             self._look(connection, claim.problem)
             return connection.execute(query).one_or_none() is not None
 
@@ -184,7 +184,7 @@ class Claims:
         now = time.monotonic()
         query = _HELD.where(ClaimRow.search == self._search(problem, final), ClaimRow.owner != self.owner)
 
-        def ask(connection: Connection) -> Sequence[Any]:
+        def ask(connection: Connection, _: Reader) -> Sequence[Any]:
             rows = connection.execute(query).all()
             self._look(connection, problem)  # after the claims, which end with the transaction that stores a trial
             return rows
