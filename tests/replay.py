@@ -1,8 +1,8 @@
 """Recorded trials in a gang's place: the whole search runs without GPUs, and the same way every time.
 
 A `Replay` answers a command as the recorded gang did; `run_search` walks a coordinator to its end with such answers,
-in this process. `python -m replay RECORDING TRIAL_S SUPERVISOR_PID SETTINGS` is a gang of one process for a whole
-sweep, see `stand_in`: no group, no device, no kernel. What was recorded as crashed or hung ends it.
+in this process. `python -m replay RECORDING TRIAL_S SUPERVISOR_PID FD PROTOCOL` is a gang of one process for a whole
+sweep, see `stand_in`: no group, no device, no kernel.
 
 A recording is a text file of JSON lines: the environment first, then a line for each problem, followed by one for each
 of its trials.
@@ -30,13 +30,13 @@ from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, admits, g
 from tunedcomm.symm.layout import limits_for
 from tunedcomm.tuner.gang.process import die_with_parent
 from tunedcomm.tuner.gang.protocol import (
-    EXIT_UNUSABLE,
     LOST,
     Command,
     Latency,
     Settings,
+    Start,
     TrialResult,
-    gang_end,
+    check_protocol,
     pruned,
     rounds_after_look,
 )
@@ -394,34 +394,20 @@ def read_recording(path: Path) -> list[Trial]:
     return records
 
 
-def _work(settings: Settings, replay: Replay, channel: Connection, trial_s: float) -> str:
-    while True:
-        command: Command = channel.recv()
-        if command.kind == "end":
-            return command.reason
-        if command.kind == "wait":
-            continue
-        assert command.candidate is not None
-        for event in ("work", "trial", "run"):
-            channel.send((event, command.candidate))
-        time.sleep(trial_s)
-        result = replay.answer(command, settings)
-        channel.send(("result", result))
-        if result.status in LOST:
-            return "unusable"
-
-
-def answer_as_gang(recording: Path, trial_s: float, supervisor: int, path: Path) -> int:
-    """Answer until the supervisor says that it is enough."""
+def answer_as_gang(recording: Path, trial_s: float, supervisor: int, line: Connection) -> None:
+    """Answer until the supervisor kills this process."""
     die_with_parent(supervisor)
-    settings = Settings.load(path)
+    start: Start = line.recv()
     replay = Replay(read_recording(recording))
-    channel = gang_end()
-    limits = limits_for(replay.environment, settings.world_size)
-    channel.send(("ready", (replay.environment, limits)))
-    reason = _work(settings, replay, channel, trial_s)
-    channel.send(("end", reason))
-    return EXIT_UNUSABLE if reason == "unusable" else 0
+    limits = limits_for(replay.environment, start.settings.world_size)
+    line.recv()
+    line.send(("ready", (replay.environment, limits)))
+    while True:
+        command: Command = line.recv()
+        for event in ("work", "trial", "run"):
+            line.send((event, command.candidate))
+        time.sleep(trial_s)
+        line.send(("result", replay.answer(command, start.settings)))
 
 
 def stand_in(recording: Path, trial_s: float = 0.0) -> tuple[str, ...]:
@@ -430,4 +416,5 @@ def stand_in(recording: Path, trial_s: float = 0.0) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(answer_as_gang(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])))
+    check_protocol(sys.argv[5])
+    answer_as_gang(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), Connection(int(sys.argv[4])))

@@ -19,7 +19,7 @@ from tunedcomm import spec
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
-from tunedcomm.tuner.gang.process import is_alive
+from tunedcomm.tuner.gang.process import process_start
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
 
@@ -64,7 +64,7 @@ def gang_processes() -> set[int]:
             continue
         if b"tunedcomm.tuner.gang.worker" in words and str(os.getpid()).encode() in words:
             found.add(int(folder.name))
-    return {pid for pid in found if is_alive(pid)}
+    return {pid for pid in found if process_start(pid)}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_bad_variant_is_recorded_once(swept: tuple[SweepOutcome, list[Trial], Pa
         ),
         ("segfaults", "SIGSEGV"),
         ("peer_times_out", "waited for rank 0"),
-        ("deadlocks", "no sign of life for 10 s while launching"),
+        ("deadlocks", "no sign of life for 10 s while running"),
         ("bind_takes_for_ever", "while binding"),
         ("wrong_by_one_element", "on rank 1 of 2: .*1 of 64 elements"),
         ("wrong_second_launch", "launch 2"),
@@ -253,9 +253,9 @@ def test_killed_supervisor_takes_its_gang_along_and_the_next_one_goes_on(tmp_pat
         supervisor.send_signal(signal.SIGKILL)
         supervisor.wait()
     deadline = time.monotonic() + 10
-    while any(is_alive(pid) for pid in ranks) and time.monotonic() < deadline:
+    while any(process_start(pid) for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not [pid for pid in ranks if is_alive(pid)]
+    assert not [pid for pid in ranks if process_start(pid)]
     before = _stored(path)
     with Database.open(path) as database:
         sweep(spec_of("good", shapes=((64,),), finals=False), database)

@@ -23,7 +23,7 @@ from replay import stand_in
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.gang.process import is_alive
+from tunedcomm.tuner.gang.process import process_start
 from tunedcomm.tuner.search.sweep import Progress, SweepOutcome, SweepSpec, sweep
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def gang_pids(supervisor: int) -> list[int]:
             continue
         if b"replay" in words and str(supervisor).encode() in words:
             found.append(int(folder.name))
-    return sorted(pid for pid in found if is_alive(pid))
+    return sorted(pid for pid in found if process_start(pid))
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -124,7 +124,7 @@ class Killed:
         gangs = gang_pids(self.process.pid)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        wait_for(lambda: not any(map(is_alive, gangs)), 10)
+        wait_for(lambda: not any(map(process_start, gangs)), 10)
         self.start()
 
     def kill_gang(self, *, starting: bool) -> None:
@@ -136,7 +136,7 @@ class Killed:
         assert self.process.poll() is None, "the sweep was over before it was killed often enough"
         for pid in gang_pids(self.process.pid):
             os.kill(pid, signal.SIGKILL)
-            wait_for(lambda pid=pid: not is_alive(pid), 10)  # type: ignore[misc]
+            wait_for(lambda pid=pid: not process_start(pid), 10)  # type: ignore[misc]
 
     def kill(self, what: str) -> None:
         if what == "supervisor":
@@ -242,7 +242,7 @@ def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
     wanted = spec_of(9, gangs=2, replay_trial_s=1.0, trial_timeout_s=10.0, compile_timeout_s=10.0, **few)
     outcome, found = run(tmp_path / "tuned.db", wanted, stop_one)
     assert (outcome.reason, outcome.num_gangs, outcome.failures) == ("done", 3, {"hung": 1})
-    assert not is_alive(stopped[0][0])
+    assert not process_start(stopped[0][0])
     assert outcome.num_trials > stopped[0][1] + 5
     assert searched(found) == expected
     assert [status for status, _ in found.values() if status not in ("ok", "pruned", "infeasible")] == ["hung"]

@@ -16,28 +16,10 @@ from typing import Any
 import pytest
 
 from tunedcomm.db.records import Trial
-from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
-from tunedcomm.kernels.common.launch import CompileRequest
 from tunedcomm.spec import Candidate, Problem
-from tunedcomm.tuner.gang.process import (
-    ExitStatus,
-    GangProcess,
-    exit_status_of,
-    gang_environment,
-    is_alive,
-    kill_processes,
-)
-from tunedcomm.tuner.gang.protocol import (
-    LINE_FD,
-    PROTOCOL,
-    Command,
-    Settings,
-    TrialResult,
-    read_failures,
-    write_failure,
-)
-from tunedcomm.tuner.measure.compile_pool import decode, encode
+from tunedcomm.tuner.gang.process import GangProcess, Loss, gang_environment, loss_by_exit, process_start
+from tunedcomm.tuner.gang.protocol import Command, Settings, TrialResult
 from tunedcomm.tuner.search.sweep import SweepCounters, summarise_problem
 
 RECORDING = Path(__file__).parents[1] / "data" / "trials_h200_x4.jsonl.gz"
@@ -45,92 +27,90 @@ HERE = Environment("gpu", 1, 0, 0, "host", 0, False, 1, "", "", "2.9", "", "", "
 PROBLEM = Problem(op="all_reduce", shape=(512,), dtype="bfloat16", world_size=2, mode="eager")
 SETTINGS = Settings(backend="host", world_size=2, trials=8, variants=("one_shot",), plugins=("planted",))
 
-OUTPUT = """
-[rank0]: Traceback (most recent call last):
-[rank0]: RuntimeError: Connection closed by peer
-[rank1]: ValueError: planted
-"""
+
+def path_of_modules() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def test_settings_survive_their_file(tmp_path: Path) -> None:
-    for settings in (SETTINGS, replace(SETTINGS, gangs=3, stand_in=("replay", "a.jsonl"))):
-        settings.save(tmp_path / "settings.json")
-        assert Settings.load(tmp_path / "settings.json") == settings
-
-
-def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "settings.json"
-    SETTINGS.save(path)
-    path.write_text(path.read_text().replace(PROTOCOL, "0.0.1/1"))
-    with pytest.raises(TuningError, match=r"0\.0\.1/1"):
-        Settings.load(path)
+def test_rank_refuses_a_supervisor_of_another_version() -> None:
+    line, theirs = Pipe()
+    with theirs:
+        command = [sys.executable, "-m", "tunedcomm.tuner.gang.worker", str(os.getpid()), str(theirs.fileno())]
+        process = subprocess.Popen([*command, "0.0.1/1"], env=path_of_modules(), pass_fds=[theirs.fileno()])
+    assert line.poll(60)
+    name, (_, text) = line.recv()
+    assert name == "failure"
+    assert text.startswith("TuningError: ")
+    assert "0.0.1/1" in text
+    assert process.wait(60) == 1
 
 
 CHILD_OF_LINE = """
 import os, signal, sys
-from tunedcomm.tuner.gang.protocol import gang_end
-line = gang_end()
-line.send(("ready", line.recv()))
-line.recv()
+from multiprocessing.connection import Connection
+line = Connection(int(sys.argv[2]))
+start, _, = line.recv(), line.recv()
+line.send(("ready", start.settings))
+line.send(("run", line.recv().candidate))
 os.write(line.fileno(), b"\\0\\0\\0\\x20torn")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_line_carries_both_ways_and_keeps_what_a_dead_gang_said() -> None:
+def test_line_carries_both_ways_and_keeps_what_a_dead_gang_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "child_of_line.py").write_text(CHILD_OF_LINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = replace(SETTINGS, stand_in=("child_of_line",))
     candidate = Candidate.of("all_reduce", "lamport", {"launch_pdl": True, "num_blocks": 4})
     command = Command(kind="trial", problem=PROBLEM, candidate=candidate, baseline=None, final=True)
-    gang: Any = GangProcess.__new__(GangProcess)
-    gang._channel, theirs = Pipe()
-    gang.begun, gang.launched = candidate, True
-    with selectors.DefaultSelector() as gang._selector:
-        gang._selector.register(gang._channel, selectors.EVENT_READ, "data")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        environment[LINE_FD] = str(theirs.fileno())
-        process = subprocess.Popen([sys.executable, "-c", CHILD_OF_LINE], env=environment, pass_fds=[theirs.fileno()])
-        theirs.close()
+    with selectors.DefaultSelector() as selector:
+        gang = GangProcess(0, settings, selector)
+        assert gang.step == "starting"
+        gang.go()
+        assert [key.data for key, _ in selector.select(60)] == [gang]
+        assert gang.read() == [("ready", settings)]
+        assert gang.step == "waiting"
         gang.send(command)
-        assert [key.data for key, _ in gang._selector.select(60)] == ["data"]
-        assert gang.read() == [("ready", command)]
-        assert gang.ready
-        gang.send(Command(kind="wait"))
-        assert gang.waiting
-        assert process.wait(60) == -9
+        assert gang.step == "binding"
+        deadline = time.monotonic() + 60
+        while (loss := gang.loss()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert loss == Loss("crashed", "rank 0 was killed by SIGKILL", killed=True)
+        assert gang.read() == [("run", candidate)]
+        assert gang.step == "running"
+        assert not selector.get_map()
+        gang.send(command)
         assert gang.read() == []
-        assert gang._channel.closed
-        assert not gang._selector.get_map()
-        gang.send(Command(kind="wait"))
-        assert gang.read() == []
-
-
-def test_failures_are_read_by_rank_and_torn_ones_are_skipped(tmp_path: Path) -> None:
-    write_failure(tmp_path, 1, "ValueError: b")
-    write_failure(tmp_path, 0, "ValueError: a")
-    (tmp_path / "failure-2.json").write_text('{"rank": 2, "err')
-    assert read_failures(tmp_path) == ["rank 0: ValueError: a", "rank 1: ValueError: b"]
+        gang.finish()
+        assert gang.step == "ending"
 
 
 @pytest.mark.parametrize(
-    ("exits", "text", "killed"),
+    ("exits", "reason", "killed"),
     [
         ([(0, 1), (1, -11)], "rank 1 was killed by SIGSEGV", False),
         ([(1, -9), (0, 1)], "rank 1 was killed by SIGKILL", True),
-        ([(1, 1), (0, 1)], "rank 1 ended with exit code 1; ValueError: planted", False),
-        ([(0, 0), (1, 1)], "rank 1 ended with exit code 1; ValueError: planted", False),
+        ([(1, 1), (0, 1)], "rank 1 ended with exit code 1; rank 1: ValueError: planted", False),
+        ([(0, 0), (1, 1)], "rank 1 ended with exit code 1; rank 1: ValueError: planted", False),
+        ([(0, 0)], "rank 0 ended with exit code 0; rank 1: ValueError: planted", False),
     ],
 )
-def test_death_is_blamed_on_its_root_cause(
-    tmp_path: Path, exits: list[tuple[int, int]], text: str, killed: bool
-) -> None:
-    (tmp_path / "output.txt").write_text(OUTPUT)
-    assert exit_status_of(dict(exits), tmp_path) == ExitStatus(text, killed)
+def test_death_is_blamed_on_its_root_cause(exits: list[tuple[int, int]], reason: str, killed: bool) -> None:
+    assert loss_by_exit(dict(exits), "rank 1: ValueError: planted") == Loss("crashed", reason, killed)
 
 
-def test_death_that_left_no_rank_in_its_output_quotes_the_first_error(tmp_path: Path) -> None:
-    (tmp_path / "output.txt").write_text("ModuleNotFoundError: No module named 'x'\n")
-    expected = "rank 1 ended with exit code 3; ModuleNotFoundError: No module named 'x'"
-    assert exit_status_of({1: 3}, tmp_path).text == expected
-    assert exit_status_of({0: 0, 1: 0}, tmp_path).text.startswith("its ranks ended unasked")
+def test_death_of_ranks_that_cannot_speak_quotes_the_end_of_their_output() -> None:
+    settings = replace(SETTINGS, stand_in=("no_such_module",))
+    with selectors.DefaultSelector() as selector:
+        gang = GangProcess(0, settings, selector)
+        while (loss := gang.loss()) is None:
+            time.sleep(0.02)
+        gang.finish()
+    assert loss.reason.startswith("rank 0 ended with exit code 1; ")
+    assert loss.reason.endswith("No module named no_such_module")
 
 
 def test_gang_does_not_inherit_the_supervisors_place_in_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +134,7 @@ time.sleep(60)
 
 
 def test_child_dies_with_its_parent_and_at_once_if_it_is_gone() -> None:
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = path_of_modules()
     middle = "import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())]); "
     middle += "print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", middle, CHILD], env=environment, stdout=subprocess.PIPE, text=True)
@@ -165,24 +144,11 @@ def test_child_dies_with_its_parent_and_at_once_if_it_is_gone() -> None:
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 10
-    while is_alive(child) and time.monotonic() < deadline:
+    while process_start(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not is_alive(child)
+    assert not process_start(child)
     orphan = subprocess.run([sys.executable, "-c", CHILD, "1"], env=environment, timeout=60, check=False)
     assert orphan.returncode == 1
-
-
-def test_kill_processes_reports_none_left() -> None:
-    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    assert kill_processes([sleeper.pid], 5.0) == []
-    assert sleeper.wait() == -9
-
-
-def test_compile_requests_travel_as_lines() -> None:
-    request = CompileRequest("a.b", "kernel", (("AVG", False), ("BLOCK", 64)), 4, launch_pdl=True)
-    line = encode(request, 90)
-    assert line.endswith(b"\n")
-    assert decode(line) == (request, 90)
 
 
 COMPILE = """
@@ -208,8 +174,7 @@ print(numbers, heard)
 
 
 def test_compilations_that_the_cache_did_not_spare_are_counted(tmp_path: Path) -> None:
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment = {**path_of_modules(), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "[1, 1, 1, 1] [False, True]\n"

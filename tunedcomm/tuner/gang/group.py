@@ -1,20 +1,21 @@
 """The processes that run one trial together, and how they stay in step.
 
-Every decision is either made by rank 0 and broadcast, or a pure function of numbers that every rank holds after a
-gather: no rank acts on its own clock, verdict or error. The control plane is a gloo group of its own, so that votes
-work whatever the kernels do to the data plane.
+Every decision is either the supervisor's, who tells all ranks the same, or a pure function of numbers that every rank
+holds after a gather: no rank acts on its own clock, verdict or error. The control plane is a gloo group of its own, so
+that votes work whatever the kernels do to the data plane.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from pathlib import Path
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,7 @@ from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.workspace import allocate
-from tunedcomm.tuner.gang.protocol import STORE_FD, STORE_PORT, Command, Settings, gang_end
-
-T = TypeVar("T")
+from tunedcomm.tuner.gang.protocol import Start
 
 _MIN_BUFFER_BYTES = 1 << 16
 
@@ -47,11 +46,6 @@ class Trouble(IntEnum):
         """The trial status that it leads to."""
         return self.name.lower() if self else "ok"
 
-    @property
-    def unusable(self) -> bool:
-        """True if ranks may be out of step afterwards, so that the gang must end."""
-        return self in (Trouble.HUNG, Trouble.CRASHED)
-
 
 @dataclass(frozen=True, slots=True)
 class Vote:
@@ -66,16 +60,14 @@ class Vote:
 class Gang:
     """One rank's end of the gang; the communicator is bound to the data plane."""
 
-    def __init__(self, control: dist.ProcessGroup, communicator: Communicator, folder: Path) -> None:
-        self._control = control
+    def __init__(self, control: dist.ProcessGroup, communicator: Communicator, line: Connection) -> None:
+        self._control, self._line = control, line
         self.communicator = communicator
-        self.folder = folder
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device: torch.device = communicator.device
         self._symmetric: dict[tuple[int, int], SymmetricBuffer] = {}
         self._token = torch.zeros(1, device=self.device)
-        self._channel = gang_end() if self.rank == 0 else None
 
     @property
     def on_gpu(self) -> bool:
@@ -84,18 +76,12 @@ class Gang:
 
     def report(self, event: str, value: object) -> None:
         """Tell the supervisor an event, on rank 0; it is in the kernel's hands when this returns."""
-        if self._channel is not None:
-            self._channel.send((event, value))
+        if self.rank == 0:
+            self._line.send((event, value))
 
-    def receive(self) -> Command | None:
-        """The supervisor's next command, on rank 0; None on the others."""
-        return None if self._channel is None else self._channel.recv()
-
-    def broadcast(self, value: T) -> T:
-        """Rank 0's `value`."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]
+    def report_failure(self, text: str) -> None:
+        """Tell the supervisor that a launch raised on this rank: the other ranks may never answer again."""
+        self._line.send(("failure", (time.monotonic(), text)))
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, by rank; all ranks give equally many."""
@@ -159,18 +145,18 @@ def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int
     return Vote(Trouble(heaviest), reason, number, count)
 
 
-def assemble(settings: Settings, folder: Path) -> Gang:
-    """Join the gang that the environment describes; collective over its ranks."""
-    rank = int(os.environ["RANK"])
+def assemble(start: Start, line: Connection) -> Gang:
+    """Join the gang that the environment and `start` describe; collective over its ranks."""
+    settings, rank = start.settings, int(os.environ["RANK"])
     # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
     timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1",
-        int(os.environ[STORE_PORT]),
+        start.store_port,
         settings.world_size,
         is_master=rank == 0,
         timeout=timeout,
-        master_listen_fd=int(os.environ[STORE_FD]) if rank == 0 else None,
+        master_listen_fd=start.store_fd,
     )
     device = gpu_of(rank) if settings.backend == "cuda" else None
     if device is not None:
@@ -184,4 +170,4 @@ def assemble(settings: Settings, folder: Path) -> Gang:
         device_id=device,
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Gang(control, get_communicator(None, device), folder)
+    return Gang(control, get_communicator(None, device), line)

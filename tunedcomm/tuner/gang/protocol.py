@@ -1,40 +1,46 @@
-"""Messages between supervisor and gang, over a pipe that rank 0 inherits: pickled values, both ways.
+"""Messages between the supervisor and the ranks of a gang, over a pipe to each: pickled values, both ways.
 
-Commands go down, see `Command`. Events come up, as pairs of a name and a value:
+Down goes the same to every rank: a `Start` at once, `GO` when it may take its device, then a `Command` for each trial.
+Up come pairs of a name and a value, all but the first from rank 0 alone:
 
-    ready    environment, limits
+    failure  time, text            a launch raised on this rank, or an error ends it; by the monotonic clock
+    ready    environment, limits   commands may follow
     work     candidate             the tensors for a problem are made, the library is bound beside the candidate
     trial    candidate             it is about to be bound
     run      candidate             every rank has bound it; launches begin
     result   TrialResult           how the trial ended
-    end      reason                nothing follows: `done`, `budget`, or `unusable` where ranks may be out of step
 
-What a gang wrote before it died is still there to be read. Besides, a rank on which a launch raised leaves
-`failure-<rank>.json` before anything else happens to it.
+What a rank wrote before it died is still there to be read. No message ends a gang: it is killed, as soon as it has
+nothing more to do, or where a result says that its ranks may be out of step.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import time
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from tunedcomm.errors import TuningError
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem
 from tunedcomm.version import VERSION
 
 # What both ends must have in common: a process that starts after tunedcomm was upgraded does not work for an old one.
-PROTOCOL = f"{VERSION}/3"
-# Descriptors and port that a gang's processes inherit, by environment variable.
-STORE_FD, STORE_PORT, GO_FD, LINE_FD = "GANG_STORE_FD", "GANG_STORE_PORT", "GANG_GO_FD", "GANG_LINE_FD"
-# Exit code of a gang that ended itself because its group may be out of step. The reason travels as an event; this only
-# marks the death as meant.
-EXIT_UNUSABLE = 75
+PROTOCOL = f"{VERSION}/4"
+GO = "go"
+
+
+def check_protocol(theirs: str) -> None:
+    """Refuse to work for a supervisor of another version.
+
+    Raises:
+        TuningError: it is one.
+    """
+    if theirs != PROTOCOL:
+        raise TuningError(
+            f"this process is of tunedcomm {PROTOCOL} and the one that started it of {theirs}: tunedcomm was replaced "
+            "while it ran. Start the command again"
+        )
+
 
 # Outcomes that are not tried again under the same environment and source unless asked to.
 FAILED = frozenset({"infeasible", "compile_error", "incorrect", "crashed", "hung"})
@@ -90,32 +96,26 @@ class Settings:
     plugins: tuple[str, ...] = ()
     stand_in: tuple[str, ...] = ()
 
-    def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps({"protocol": PROTOCOL, **asdict(self)}), encoding="utf-8")
 
-    @classmethod
-    def load(cls, path: Path) -> Settings:
-        """Read what `save` wrote.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a rank.
 
-        Raises:
-            TuningError: a supervisor of another version did.
-        """
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if (theirs := data.pop("protocol", "unknown")) != PROTOCOL:
-            raise TuningError(
-                f"this process is of tunedcomm {PROTOCOL} and the one that started it of {theirs}: tunedcomm was "
-                "replaced while it ran. Start the command again"
-            )
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
-        return cls(**values)
+    Attributes:
+        settings: of the sweep.
+        store_port: where the ranks meet, on this host.
+        store_fd: the listening socket of that port, which rank 0 inherits; None for others.
+    """
+
+    settings: Settings
+    store_port: int
+    store_fd: int | None
 
 
 # Outcomes after which the ranks may be out of step: the gang ends itself and another one is started.
 LOST = frozenset({"crashed", "hung"})
 # What becomes of a trial where the ranks have no memory for the problem itself: it is stored for nobody.
 TOO_LARGE = "too_large"
-_LIBRARY = "library"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The next thing that every rank does.
+    """The next thing for a gang to do; only trials are sent to it.
 
     Attributes:
         kind: run a trial, wait for the next command, or end.
@@ -157,12 +157,6 @@ class Command:
         assert self.problem is not None
         assert self.candidate is not None
         return self.problem, self.candidate
-
-    @property
-    def is_library(self) -> bool:
-        """True for the baseline itself, which is always measured well."""
-        # By its name: a gang that replays recorded trials has no variants to look up.
-        return self.candidate is not None and self.candidate.variant == _LIBRARY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +185,9 @@ class TrialResult:
 
 def rounds_after_look(command: Command, look_us: float, settings: Settings) -> int:
     """Timed rounds that a candidate gets after a first look of `look_us`; none if it is left at that look."""
-    near = command.is_library or look_us <= settings.reach * command.threshold_us
+    # The baseline itself is always measured well. By its name: a replay of recorded trials has no variants to look up.
+    is_library = command.trial[1].variant == "library"
+    near = is_library or look_us <= settings.reach * command.threshold_us
     if command.final:
         # A finalist that is far off at this shape needs a point on its curve, not a precise one.
         return settings.final_rounds if near else settings.first_rounds
@@ -202,31 +198,3 @@ def pruned(command: Command, look: Latency, error: float | None) -> TrialResult:
     """The outcome of a candidate that is left at its first look."""
     reason = f"{look.p50_us:.4g} µs at first look, the best so far is {command.threshold_us:.4g} µs"
     return TrialResult(status="pruned", reason=reason, latency=look, error=error)
-
-
-def gang_end() -> Connection:
-    """Rank 0's end of the line, in a process that inherited it."""
-    return Connection(int(os.environ[LINE_FD]))
-
-
-def write_failure(folder: Path, rank: int, text: str) -> None:
-    """Leave the error of a launch for the supervisor: the other ranks may never answer again."""
-    (folder / f"failure-{rank}.json").write_text(json.dumps({"rank": rank, "error": text}), encoding="utf-8")
-
-
-def failure_age_s(folder: Path) -> float:
-    """Seconds since the last rank left a failure; 0 where none did."""
-    now = time.time()
-    return max(0.0, now - max((path.stat().st_mtime for path in folder.glob("failure-*.json")), default=now))
-
-
-def read_failures(folder: Path) -> list[str]:
-    """What `write_failure` left, as sentences, by rank."""
-    texts = []
-    for path in sorted(folder.glob("failure-*.json")):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            continue  # the rank died while it wrote
-        texts.append(f"rank {data['rank']}: {data['error']}")
-    return texts

@@ -12,22 +12,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Limits, Problem
-from tunedcomm.tuner.gang.process import GangProcess, remove_stale_folders
-from tunedcomm.tuner.gang.protocol import LOST, Settings, TrialResult
+from tunedcomm.tuner.gang.process import GangProcess, Loss, Step
+from tunedcomm.tuner.gang.protocol import LOST, Command, Settings, TrialResult
 from tunedcomm.tuner.search.coordinator import Coordinator
 
 _log = logging.getLogger("tunedcomm")
 
 # Longest wait for events: within it a death is seen, and a hook is called.
 _TICK_S = 0.1
-# A gang with nothing to do is asked about again, for what other supervisors did meanwhile; and it hears of us often
-# enough that no rank of it gives up on rank 0.
-_IDLE_ASK_S, _IDLE_TELL_S = 1.0, 30.0
+# A gang with nothing to do is asked about again, for what other supervisors did meanwhile.
+_IDLE_ASK_S = 1.0
 # Gangs in a row that may die in a slot without one result and without a candidate to blame.
 _MAX_FRUITLESS = 3
 
@@ -45,7 +43,7 @@ class GangProgress:
     """
 
     slot: int
-    step: Literal["starting", "binding", "running", "waiting", "ending"]
+    step: Step
     problem: Problem | None = None
     candidate: Candidate | None = None
     final: bool = False
@@ -101,7 +99,6 @@ class Supervisor:
             TuningError: in every slot gangs die one after the other without a result, or they differ in their
                 environment.
         """
-        remove_stale_folders()
         try:
             for slot in range(len(self._devices)):
                 if self._coordinator.has_time:
@@ -118,27 +115,19 @@ class Supervisor:
 
     def states(self) -> list[GangProgress]:
         """What every gang is at, by slot, without latencies."""
-        return [self._state(gang) for _, gang in sorted(self._gangs.items())]
-
-    def _state(self, gang: GangProcess) -> GangProgress:
-        step: Literal["starting", "binding", "running", "waiting", "ending"] = "running" if gang.launched else "binding"
-        if gang.retired or gang.end:
-            step = "ending"
-        elif not gang.ready:
-            step = "starting"
-        elif gang.waiting:
-            step = "waiting"
-        command = self._coordinator.activity(gang.slot)
-        if command is None:
-            return GangProgress(slot=gang.slot, step=step)
-        return GangProgress(
-            slot=gang.slot, step=step, problem=command.problem, candidate=command.candidate, final=command.final
-        )
+        found = []
+        for slot, gang in sorted(self._gangs.items()):
+            at = self._coordinator.activity(slot) or Command(kind="wait")
+            found.append(
+                GangProgress(slot=slot, step=gang.step, problem=at.problem, candidate=at.candidate, final=at.final)
+            )
+        return found
 
     def _start(self, slot: int) -> None:
         self.num_gangs += 1
+        self._fruitless[slot] += 1  # until it has measured something, or a candidate is blamed for its end
         spare = self._spares.pop(slot, None)
-        if spare is not None and spare.is_dead():
+        if spare is not None and spare.loss() is not None:
             spare.finish()
             spare = None
         self._gangs[slot] = spare or self._make(slot)
@@ -152,7 +141,7 @@ class Supervisor:
         for key, _ in self._selector.select(_TICK_S):
             self._listen(key.data, results)
         for gang in list(self._gangs.values()):
-            if gang.retired:
+            if gang.step == "ending":
                 self._replace(gang)
             else:
                 self._watch(gang, results)
@@ -171,17 +160,17 @@ class Supervisor:
             elif name == "result":
                 self._coordinator.learn(gang.slot, value)
                 self._changed = True
+                self._fruitless[gang.slot] = 0
                 results.append(value)
-                if value.status not in LOST:  # else it ends itself
-                    self._command(gang)
-            elif name == "end":
-                if gang.end not in ("done", "budget"):
-                    self._lose(gang, "crashed", "its ranks may be out of step")
+                if value.status in LOST:
+                    self._coordinator.lost(gang.slot, value.status, value.reason, begun=None)
+                    self._let_go(gang)
                 else:
-                    gang.retire()
+                    self._command(gang)
 
     def _greet(self, gang: GangProcess, environment: Environment, limits: Limits) -> None:
-        self.start_s += gang.start_s
+        assert gang.went_at is not None
+        self.start_s += time.monotonic() - gang.went_at
         self._coordinator.gang_ready(gang.slot, environment, limits)
         self._on_ready()
         self._command(gang)
@@ -190,50 +179,49 @@ class Supervisor:
 
     def _command(self, gang: GangProcess) -> None:
         command = self._coordinator.next(gang.slot)
-        if command.kind == "wait" and gang.waiting and gang.seconds_since_command < _IDLE_TELL_S:
-            return
-        gang.send(command)
-        if command.kind == "end":
+        if command.kind == "trial":
+            gang.send(command)
+        elif command.kind == "end":
             self._reason = command.reason
+            gang.retire()
 
     def _command_idle(self) -> None:
         """Ask again for gangs with nothing to do; once all is done, those that only start are not waited for."""
         due = self._changed or time.monotonic() - self._asked_idle > _IDLE_ASK_S
         if due:
             self._changed, self._asked_idle = False, time.monotonic()
-        for gang in [gang for gang in self._gangs.values() if not gang.retired]:
-            if gang.waiting and due:
+        for gang in self._gangs.values():
+            if gang.step == "waiting" and due:
                 self._command(gang)
-            elif self._reason and not gang.ready:
+            elif gang.step == "starting" and self._reason:
                 gang.retire()
 
     # How gangs end
 
     def _watch(self, gang: GangProcess, results: list[TrialResult]) -> None:
-        if gang.is_dead():
-            self._listen(gang, results)  # what it said before it died
-            exit_status = gang.exit_status()
-            if exit_status is not None and not gang.retired:
-                self._lose(gang, "crashed", exit_status.text, killed=exit_status.killed)
-        elif gang.silence() is not None:
-            self._listen(gang, results)  # it may have spoken while this process waited for the database
-            if not gang.retired and (silence := gang.silence()) is not None:
-                self._lose(gang, *silence)
+        if gang.loss() is None:
+            return
+        self._listen(gang, results)  # what it said before it died, or while this process waited for the database
+        if gang.step != "ending" and (loss := gang.loss()) is not None:
+            self._lose(gang, loss)
 
-    def _lose(self, gang: GangProcess, status: str, reason: str, *, killed: bool = False) -> None:
-        row = self._coordinator.lost(gang.slot, status, reason, begun=gang.begun, killed=killed)
+    def _let_go(self, gang: GangProcess) -> None:
         self._changed = True
-        gang.retire()
         self._lossy.add(gang.slot)
-        if row is not None:
-            _log.warning("a gang %s at %s: %s", status, row.candidate, reason)
-        elif not gang.end:
-            _log.warning("a gang %s: %s", status, reason)
-        self._fruitless[gang.slot] = 0 if row is not None or gang.num_results else self._fruitless[gang.slot] + 1
+        gang.retire()
+
+    def _lose(self, gang: GangProcess, loss: Loss) -> None:
+        row = self._coordinator.lost(gang.slot, loss.status, loss.reason, begun=gang.begun, killed=loss.killed)
+        self._let_go(gang)
+        if row is None:
+            _log.warning("a gang %s: %s", loss.status, loss.reason)
+        else:
+            _log.warning("a gang %s at %s: %s", loss.status, row.candidate, loss.reason)
+            self._fruitless[gang.slot] = 0
         if self._fruitless[gang.slot] >= _MAX_FRUITLESS:
             self._failure = (
-                f"{self._fruitless[gang.slot]} gangs of {self._settings.world_size} processes in a row {status} "
-                f"without measuring anything; the last one: {reason}. Run `tunedcomm doctor` on this machine"
+                f"{self._fruitless[gang.slot]} gangs of {self._settings.world_size} processes in a row {loss.status} "
+                f"without measuring anything; the last one: {loss.reason}. Run `tunedcomm doctor` on this machine"
             )
             self._coordinator.abandon(gang.slot)
             if len(self._gangs) > 1:

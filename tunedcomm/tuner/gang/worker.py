@@ -1,95 +1,64 @@
-"""One rank of a gang: `python -m tunedcomm.tuner.gang.worker SUPERVISOR_PID SETTINGS`; SETTINGS is a file.
+"""One rank of a gang: `python -m tunedcomm.tuner.gang.worker SUPERVISOR_PID FD PROTOCOL`; FD is its pipe.
 
 The kernel ties the life of every rank to the supervisor's: closed pipes or time-outs would not reach a process that
 hangs in a driver call. The supervisor starts the ranks itself: importing PyTorch's elastic launcher takes seconds at
 every start of a gang, and a gang on one host needs none of it.
 
-A gang may be started before it is wanted: its ranks then import all they need and wait until the supervisor closes its
-end of `GO_FD`. That is most of what a start takes, and touches no device.
+A gang may be started before it is wanted: its ranks then import all they need and wait to be told to go. That is most
+of what a start takes, and touches no device.
 
-Rank 0 hears the supervisor's commands and broadcasts each; every rank runs it. A rank ends with code 0 when it is told
-to end, and with `EXIT_UNUSABLE` when a candidate left the ranks out of step.
+Every rank hears the same commands and runs each, until it is killed.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+import time
+import traceback
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
 
 from tunedcomm.tuner.gang.process import die_with_parent
-from tunedcomm.tuner.gang.protocol import EXIT_UNUSABLE, GO_FD, LOST, Settings
-
-if TYPE_CHECKING:
-    from tunedcomm.tuner.gang.group import Gang
+from tunedcomm.tuner.gang.protocol import Start, check_protocol
 
 
-def run_rank(path: Path) -> int:
-    """Body of one rank."""
-    faulthandler.enable()
-    settings = Settings.load(path)
-    _load_kernels(settings)
+def run_rank(line: Connection) -> None:
+    """Body of one rank, whose messages `protocol` describes."""
+    start: Start = line.recv()
+    _load_kernels(start.settings.plugins)
     # Whatever can be done before the device is the gang's own.
-    import tunedcomm.tuner.measure.trial  # noqa: F401
     from tunedcomm.tuner.gang.group import assemble
+    from tunedcomm.tuner.measure.trial import TrialRunner
 
-    _wait_until_wanted()
-    gang = assemble(settings, path.parent)
-    communicator = gang.communicator
-    gang.report("ready", (communicator.environment, communicator.limits))
-    reason = _work(settings, gang)
-    gang.report("end", reason)
-    return EXIT_UNUSABLE if reason == "unusable" else 0
+    line.recv()
+    gang = assemble(start, line)
+    gang.report("ready", (gang.communicator.environment, gang.communicator.limits))
+    runner = TrialRunner(gang, start.settings)
+    while True:
+        gang.report("result", runner.run(line.recv()))
 
 
-def _load_kernels(settings: Settings) -> None:
+def _load_kernels(plugins: Iterable[str]) -> None:
     import torch  # noqa: F401 - before the kernels, which ask it whether there are GPUs
 
     from tunedcomm import kernels
 
     kernels.discover()
-    for plugin in settings.plugins:
+    for plugin in plugins:
         importlib.import_module(plugin)
-
-
-def _wait_until_wanted() -> None:
-    """Return once the supervisor has closed its end, or is gone (which ends this process by other means)."""
-    descriptor = int(os.environ[GO_FD])
-    while os.read(descriptor, 1):
-        pass
-    os.close(descriptor)
-
-
-def _work(settings: Settings, gang: Gang) -> str:
-    """Run commands until the end; returns why it ended, the same on every rank."""
-    from tunedcomm.tuner.measure.trial import TrialRunner
-
-    runner = TrialRunner(gang, settings)
-    while True:
-        command = gang.broadcast(gang.receive())
-        assert command is not None
-        if command.kind == "end":
-            return command.reason
-        if command.kind == "wait":
-            continue
-        result = runner.run(command)
-        gang.report("result", result)
-        if result.status in LOST:
-            return "unusable"
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    channel = Connection(int(sys.argv[2]))
     try:
-        code = run_rank(Path(sys.argv[2]))
-    except Exception:  # noqa: BLE001 - printed as it would be if it were let through
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+        check_protocol(sys.argv[3])
+        run_rank(channel)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor hears of it
+        traceback.print_exc()
+        channel.send(("failure", (time.monotonic(), f"{type(error).__name__}: {error}"[:500])))
     # Not sys.exit, nor an exception let through: groups whose peers are gone, or hung on the device, may never return
     # from their destructors, and gloo's abort at the interpreter's end.
-    os._exit(code)
+    os._exit(1)

@@ -25,7 +25,6 @@ from tunedcomm.tuner.gang.protocol import (
     TrialResult,
     pruned,
     rounds_after_look,
-    write_failure,
 )
 from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
@@ -433,7 +432,7 @@ class TrialRunner:
             return None, Trouble.HUNG, str(error)
         except Exception as error:  # noqa: BLE001 - a candidate may raise anything
             reason = _sentence(error) + _place(error, " at ")
-            write_failure(self._gang.folder, self._gang.rank, reason)
+            self._gang.report_failure(reason)
             return None, Trouble.CRASHED, reason
 
     def _check(self, bench: Bench, bound: _Bound, *, ordered: bool, full: bool) -> Vote:
@@ -520,7 +519,7 @@ class TrialRunner:
         contender = made[0]
         if self._stream is not None and bench.problem.mode == "graph":
             self._check_replay(bench, contender, launch, ordered=ordered)
-        # From numbers that every rank holds: the gathered look, and what rank 0 broadcast.
+        # From numbers that every rank holds: the gathered look, and the command.
         rounds = rounds_after_look(command, look.p50_us, self._settings)
         if not rounds:
             return pruned(command, look, self._error)
