@@ -1,9 +1,8 @@
-"""Made-up trials of a busy cluster, always the same ones.
+"""Trials of a busy cluster, made of a sweep that was recorded on H200 GPUs; always the same ones.
 
-They are in the proportions of a recorded sweep on H200 GPUs: 53 trials a problem of which five are finals, the rest
-mostly pruned, with the variants, configs and statuses that a sweep meets. On top of that, as years of use leave them:
-sweeps that were broken off before their finals, finals measured twice, sweeps of kernels that have changed since, ops
-besides all_reduce, and shapes of models between the sizes of whole sweeps.
+The sweep is copied to other machines, ops, dtypes, modes, world sizes and shapes of models. On top of that, as years of
+use leave them: sweeps that were broken off before their finals, finals measured twice, and sweeps of kernels that have
+changed since.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
 
+from rows import ROOT, read_trials
+
 from tunedcomm import kernels
 from tunedcomm.db.records import Trial, config_digest
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
-from tunedcomm.space import Value
-from tunedcomm.spec import InputKind, Mode, Problem, variants
-from tunedcomm.symm.layout import limits_for
+from tunedcomm.spec import Problem, variants
 
+RECORDING = ROOT / "tests" / "data" / "trials_h200_x4.jsonl.gz"
 BATCH = 2000
-TRIALS_A_PROBLEM = 48
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
-SHAPES = tuple(512 << i for i in range(19))
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # Names, SMs, compute capabilities, fabrics and links of machines that clusters have.
 MACHINES = (
     ("NVIDIA H200", 132, 90, 141, "nvswitch-18", 18, True),
@@ -42,16 +41,6 @@ MACHINES = (
     ("NVIDIA H100 NVL", 132, 90, 94, "nvlink-12", 12, False),
     ("NVIDIA B300", 148, 103, 270, "nvswitch-18", 18, True),
 )
-# Of a recorded sweep: 8,097 trials on four H200 GPUs.
-STATUSES = {"pruned": 6100, "ok": 3000, "infeasible": 870, "compile_error": 15, "incorrect": 8, "crashed": 4, "hung": 3}
-VARIANTS = {"lamport": 12, "two_shot": 32, "two_shot_lamport": 12, "one_shot": 9, "multimem_one_shot": 2}
-REASONS = {
-    "infeasible": "264 blocks of 8 warps with 166 registers a thread do not fit on 132 SMs at once (at most 132 do)",
-    "compile_error": "PTXASError: register allocation failed with register count of '255'",
-    "incorrect": "relative error 1.3e-01 above 8.0e-03 on random inputs",
-    "crashed": "rank 2 ended with signal 11 (SIGSEGV)",
-    "hung": "no progress for 20 s; killed",
-}
 
 
 def environments(hardware: int, software: int) -> list[Environment]:
@@ -72,40 +61,13 @@ def environments(hardware: int, software: int) -> list[Environment]:
     ]
 
 
-def problems(world_sizes: Sequence[int], rng: random.Random) -> Iterator[Problem]:
-    """Problems that a cluster tunes: the sizes of whole sweeps, and in between the shapes of models, without end."""
-    modes: tuple[Mode, ...] = ("graph", "eager")
-    kinds: tuple[InputKind, ...] = ("plain", "symmetric")
-    ops = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    swept = (
-        Problem(op, (shape,), dtype, world_size, "sum" if "reduce" in op else "", kind, in_place, "", "", mode)
-        for op, kind, in_place, dtype, mode in itertools.product(
-            ops, kinds, (False, True), ("bfloat16", "float16"), modes
-        )
-        for shape, world_size in itertools.product(SHAPES, world_sizes)
-    )
-    seen = set()
-    for problem in itertools.chain(swept, itertools.repeat(None)):
-        if problem is not None:
-            yield problem
-        if problem is None or rng.random() < 0.3:
-            shape = rng.randrange(1, 4097) * rng.choice((2048, 2880, 4096, 5120, 7168, 8192))
-            model = Problem("all_reduce", (shape,), "bfloat16", rng.choice(world_sizes), mode=rng.choice(modes))
-            if model not in seen:
-                seen.add(model)
-                yield model
-
-
 @cache
-def feasible(problem: Problem) -> dict[str, list[dict[str, Value]]]:
-    """Variant to the configs that can run the problem on GPUs of the first kind."""
-    limits = limits_for(environments(1, 1)[0], problem.world_size)
-    like = replace(problem, op="all_reduce", reduction="sum")
-    found = {}
-    for name in VARIANTS:
-        variant = variants("all_reduce")[name]
-        found[name] = [c for c in variant.space.enumerate() if variant.infeasible(like, c, limits) is None]
-    return {name: configs for name, configs in found.items() if configs}
+def recorded() -> dict[Problem, list[Trial]]:
+    """The recorded trials by problem."""
+    found: dict[Problem, list[Trial]] = {}
+    for trial in read_trials(RECORDING):
+        found.setdefault(trial.problem, []).append(trial)
+    return found
 
 
 @cache
@@ -116,53 +78,39 @@ def source_of(variant: str, generation: int) -> str:
     return kernels.source_hash(variants("all_reduce")[variant])
 
 
-def sweep(problem: Problem, environment: Environment, rng: random.Random, clock: Iterator[datetime]) -> list[Trial]:
-    """The trials of one problem, of its search and its finals, perhaps of older kernels before them."""
-    found: list[Trial] = []
-    floor_us = 2 + problem.nbytes / (environment.num_links * 20e3)
+def sweeps(
+    environment: Environment, world_sizes: Sequence[int], rng: random.Random, clock: Iterator[datetime]
+) -> Iterator[Trial]:
+    """The recorded sweep by kind of problem and world size, then at shapes of models alone, without end."""
+    kinds = itertools.product(
+        ("plain", "symmetric"), ("bfloat16", "float16"), (False, True), OPS, ("graph", "eager"), world_sizes[::-1]
+    )
+    for kind in itertools.chain(kinds, itertools.repeat(None)):
+        input_kind, dtype, in_place, op, mode, world_size = kind or (
+            *("plain", "bfloat16", False, "all_reduce"), rng.choice(("graph", "eager")), rng.choice(world_sizes)
+        )  # fmt: skip
+        for problem, trials in recorded().items():
+            model = (rng.randrange(1, 4097) * rng.choice((2048, 2880, 4096, 5120, 7168, 8192)),)
+            for shape in [problem.shape] * (kind is not None) + [model] * (kind is None or rng.random() < 0.3):
+                asked = replace(
+                    problem, op=op, reduction="sum" if "reduce" in op else "", shape=shape, input_kind=input_kind,
+                    dtype=dtype, in_place=in_place, mode=mode, world_size=world_size,
+                )  # fmt: skip
+                yield from sweep(asked, environment, trials, rng, clock)
 
-    def add(variant: str, config: dict[str, Value], status: str, generation: int, *, final: bool) -> None:
-        ran = status == "ok"
-        latency_us = round(floor_us * (3 if variant == "library" else rng.lognormvariate(0.3, 0.25)), 4)
-        found.append(
-            Trial(
-                problem=problem,
-                environment=environment,
-                variant=variant,
-                numerics="library" if variant == "library" else "ordered",
-                source_hash=source_of(variant, 0 if variant == "library" else generation),
-                config=config,
-                status=status,  # type: ignore[arg-type]
-                reason=REASONS.get(status, "") if not ran else "",
-                latency_p10_us=latency_us * 0.99 if ran else None,
-                latency_p50_us=latency_us if ran or status == "pruned" else None,
-                latency_p90_us=latency_us * 1.02 if ran else None,
-                samples=(200 if final else 12) if ran else 0,
-                baseline_p50_us=floor_us * 3 * rng.uniform(0.99, 1.01) if ran else None,
-                error=2e-3 if ran else None,
-                final=final,
-                created_at=next(clock),
-            )
-        )
 
-    configs = feasible(problem)
-    weights = [VARIANTS[name] for name in configs]
-    finalists = [name for name in configs if name != "multimem_one_shot"]
+def sweep(
+    problem: Problem, environment: Environment, trials: Sequence[Trial], rng: random.Random, clock: Iterator[datetime]
+) -> Iterator[Trial]:
+    """Trials as those of a problem elsewhere, of its search and its finals, perhaps of older kernels before them."""
     for generation in (1, 0) if rng.random() < 0.3 else (0,):
-        add("library", {}, "ok", generation, final=False)
-        for _ in range(TRIALS_A_PROBLEM - 1):
-            (variant,) = rng.choices(list(configs), weights)
-            (status,) = rng.choices(list(STATUSES), list(STATUSES.values()))
-            add(variant, rng.choice(configs[variant]), status, generation, final=False)
-        if rng.random() < 0.1:
-            continue  # broken off before its finals
-        for _ in range(2 if rng.random() < 0.15 else 1):
-            add("library", {}, "ok", generation, final=True)
-            for variant in finalists:
-                # Sizes near each other share their finalists.
-                config = configs[variant][problem.numel.bit_length() // 6 % len(configs[variant])]
-                add(variant, config, "ok", generation, final=True)
-    return found
+        finals = rng.choices((0, 1, 2), (10, 75, 15))[0]  # 0: broken off before
+        for trial in trials:
+            source = source_of(trial.variant, 0 if trial.variant == "library" else generation)
+            for _ in range(finals if trial.final else 1):
+                yield replace(
+                    trial, problem=problem, environment=environment, source_hash=source, created_at=next(clock)
+                )
 
 
 def make_database(
@@ -177,8 +125,7 @@ def make_database(
             run = database.start_run(command="bench/db_scale.py", seed=seed, budget="", host="made-up")
             rng = random.Random(f"{seed} {environment.digest}")
             clock = (START + timedelta(seconds=0.15 * step) for step in itertools.count())
-            swept = (record for p in problems(world_sizes, rng) for record in sweep(p, environment, rng, clock))
-            records = itertools.islice(swept, trials // len(where))
+            records = itertools.islice(sweeps(environment, world_sizes, rng, clock), trials // len(where))
             while batch := [replace(record, run_id=run) for record in itertools.islice(records, BATCH)]:
                 database.record(batch)
             database.finish_run(run)

@@ -57,6 +57,7 @@ from tunedcomm.kernels.common.packets import ESCAPE
 from tunedcomm.kernels.common.sync import SENTINEL
 from tunedcomm.spec import Candidate, Problem, Variant, check_candidate, get_op, ops, variants
 from tunedcomm.tuner.measure.compile_pool import CompilePool
+from tunedcomm.tuner.measure.correctness import Guarded, guard, make_case
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -68,7 +69,6 @@ CONFIGS = 4  # of a variant at one problem, the default among them
 NUMELS = (1, 333, 2048, 30_001, 262_144, 1_000_003, 4_194_312)
 MATRICES = ((1, 8192), (3, 4096), (16, 5120), (33, 128), (64, 8192), (129, 5120), (300, 8192))
 PRODUCTS = ((8, 512, 256), (48, 264, 520), (512, 1024, 1024), (2048, 1024, 768))
-GUARD = 16  # bytes behind an output
 SAY_EVERY_S = 5.0
 # With --concurrent:
 MOST_BLOCKS = 16  # of a grid
@@ -92,15 +92,16 @@ class Sample:
     is_bitwise: bool = False
     allowed: Tensors = ()
 
-    def is_right(self, outputs: Tensors) -> torch.Tensor:
-        """A bool on the device."""
-        if self.allowed:
-            triples = zip(outputs, self.due, self.allowed, strict=True)
-            found = [(output.to(due.dtype) - due).norm() <= most for output, due, most in triples]
-        else:
-            form = bits if self.is_bitwise else torch.Tensor.view_as
-            pairs = zip(outputs, self.due, strict=True)
-            found = [form(output, due).eq(form(due, due)).all() for output, due in pairs]
+    def is_right(self, outputs: Sequence[Guarded]) -> torch.Tensor:
+        """Whether outputs are as they are due and nothing around them was written: a bool on the device."""
+        found = [output.damage().sum() == 0 for output in outputs]
+        for number, (output, due) in enumerate(zip(outputs, self.due, strict=True)):
+            if self.allowed:
+                found.append((output.tensor.to(due.dtype) - due).norm() <= self.allowed[number])
+            elif self.is_bitwise:
+                found.append(bits(output.tensor).eq(bits(due)).all())
+            else:
+                found.append(output.tensor.eq(due).all())
         return torch.stack(found).all()
 
     def copy(self, device: torch.device) -> Sample:
@@ -115,24 +116,6 @@ class Sample:
         """The bytes of all its tensors on the device."""
         there = (each for each in (*self.inputs, *self.due) if each.device.type == device.type)
         return [each.view(-1).view(torch.uint8) for each in there]
-
-
-class Room:
-    """Outputs of a launch, with guard bytes behind each."""
-
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        like = get_op(problem.op).make_outputs(problem, device)
-        self._all = [torch.empty(each.nbytes + GUARD, dtype=torch.uint8, device=device) for each in like]
-        pairs = zip(self._all, like, strict=True)
-        self.outputs = tuple(flat[: each.nbytes].view(each.dtype).view(each.shape) for flat, each in pairs)
-
-    def poison(self) -> None:
-        for flat in self._all:
-            flat.fill_(0xFF)
-
-    def is_right(self, sample: Sample) -> torch.Tensor:
-        kept = torch.stack([flat[-GUARD:].eq(0xFF).all() for flat in self._all]).all()
-        return kept & sample.is_right(self.outputs)
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +133,7 @@ class Trial:
     problem: Problem
     launch: Callable[[Tensors, Tensors, int], None]
     samples: Sequence[Sample]
-    rooms: tuple[Room, Room]
+    rooms: tuple[tuple[Guarded, ...], tuple[Guarded, ...]]
     wrong: torch.Tensor
     count: int = 0
 
@@ -170,8 +153,8 @@ def tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def bits(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(BITS[like.element_size()])
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
 
 
 def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -> Iterator[Problem]:
@@ -197,33 +180,34 @@ def some_problems(op: str, world_size: int, shuffle: random.Random, most: int) -
         )  # fmt: skip
 
 
-def disguise(everyone: Sequence[Tensors], seed: int) -> None:
-    """Strew the awkward words over what every rank sends."""
-    for rank, (values, *_) in enumerate(everyone):
-        words = values.view(torch.uint8)[: values.nbytes // 4 * 4].view(torch.int32)
-        words[(seed + rank) % 5 :: 7] = WORDS[(seed + rank) % len(WORDS)]
-        words[(seed + rank) % 3 :: 31] = WORDS[0]
-
-
 def moves(problem: Problem) -> bool:
     """True if the op reduces nothing."""
     return not problem.reduction and get_op(problem.op).rank_of_shape == 1
 
 
+def disguised_inputs(problem: Problem, peer: int, seed: int, kind: str, device: torch.device) -> Tensors:
+    """A rank's inputs of an op that reduces nothing, with the awkward words strewn over what it sends."""
+    inputs: Tensors = get_op(problem.op).make_inputs(problem, peer, seed, kind, device)
+    words = inputs[0].view(torch.uint8)[: inputs[0].nbytes // 4 * 4].view(torch.int32)
+    words[(seed + peer) % 5 :: 7] = WORDS[(seed + peer) % len(WORDS)]
+    words[(seed + peer) % 3 :: 31] = WORDS[0]
+    return inputs
+
+
 def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> Sample:
     """Inputs of this kind with what this rank ought to make of them."""
-    op, rank = get_op(problem.op), dist.get_rank()
-    everyone = [op.make_inputs(problem, peer, seed, kind, device) for peer in range(problem.world_size)]
+    op = get_op(problem.op)
     if moves(problem):
-        disguise(everyone, seed)
-    if op.ordered_reference is not None and (moves(problem) or kind == "random"):
-        return Sample(everyone[rank], tuple(op.ordered_reference(problem, everyone, rank)), is_bitwise=True)
-    wanted, outputs = op.reference(problem, everyone, rank), op.make_outputs(problem, device)
-    rounded = tuple(w.to(o.dtype) for w, o in zip(wanted, outputs, strict=True))
-    if kind == "integers" and all(bool((r.to(w.dtype) == w).all()) for r, w in zip(rounded, wanted, strict=True)):
-        return Sample(everyone[rank], rounded)
-    allowed = tuple(op.tolerance[problem.scaling or problem.dtype] * w.norm() for w in wanted)
-    return Sample(everyone[rank], tuple(wanted), allowed=allowed)
+        op = replace(op, make_inputs=disguised_inputs)
+    case = make_case(op, problem, dist.get_rank(), kind=kind, seed=seed, device=device)
+    if case.bits is not None and (moves(problem) or kind == "random"):
+        return Sample(case.inputs, case.bits, is_bitwise=True)
+    outputs = zip(case.expected, op.make_outputs(problem, device), strict=True)
+    rounded = tuple(expected.to(output.dtype) for expected, output in outputs)
+    if kind == "integers" and all(map(torch.equal, (r.double() for r in rounded), case.expected)):
+        return Sample(case.inputs, rounded)
+    allowed = tuple(op.tolerance[problem.scaling or problem.dtype] * each.norm() for each in case.expected)
+    return Sample(case.inputs, case.expected, allowed=allowed)
 
 
 def key_of(variant: Variant, problem: Problem) -> tuple[Problem, str]:
@@ -335,8 +319,9 @@ def bind_all(
                 entry.reasons[str(error)] += 1
                 continue
             wrong = torch.zeros((), dtype=torch.int64, device=device)
-            rooms = Room(problem, device), Room(problem, device)
-            entry.trials.append(Trial(candidate, problem, launch, held, rooms, wrong))
+            like = get_op(problem.op).make_outputs(problem, device)
+            first, second = (tuple(guard(each, "an output", is_input=False) for each in like) for _ in range(2))
+            entry.trials.append(Trial(candidate, problem, launch, held, (first, second), wrong))
     if not any(entry.trials for entry in entries):
         raise SystemExit("no variant can run here: " + "; ".join(reason for e in entries for reason in e.reasons))
 
@@ -361,11 +346,12 @@ def launch_group(group: Sequence[Launch]) -> None:
     """Poison all outputs, launch all without anything between, judge all; nothing here waits for the device."""
     stream = int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0
     for trial, _, room in group:
-        trial.rooms[room].poison()
+        for output in trial.rooms[room]:
+            output.tensor.view(-1).view(torch.uint8).fill_(0xFF)
     for trial, number, room in group:
-        trial.launch(trial.samples[number].inputs, trial.rooms[room].outputs, stream)
+        trial.launch(trial.samples[number].inputs, tuple(output.tensor for output in trial.rooms[room]), stream)
     for trial, number, room in group:
-        trial.wrong += ~trial.rooms[room].is_right(trial.samples[number])
+        trial.wrong += ~trial.samples[number].is_right(trial.rooms[room])
 
 
 @dataclass(eq=False, slots=True)

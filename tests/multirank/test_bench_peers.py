@@ -28,15 +28,15 @@ CASES = {
 Found = tuple[list[dict[str, Any]], list[dict[str, str]]]
 
 
-def measure(rank: int, world_size: int, mode: str) -> dict[tuple[str, str], Found]:
+def measure(rank: int, world_size: int, mode: Any) -> dict[tuple[str, str], Found]:
     """Rows and who was left out, by op and shape, as a rank of the benchmark has them."""
     sys.path.insert(0, str(FAKES))
     import torch
 
     from tunedcomm import kernels
-    from tunedcomm.bench.runner import Bencher, problems_of
+    from tunedcomm.bench.runner import Bencher
     from tunedcomm.dispatch.communicator import get_communicator
-    from tunedcomm.spec import get_op
+    from tunedcomm.spec import Problem, get_op, parse_shape
 
     kernels.discover()
     communicator = get_communicator(None, torch.device("cpu"))
@@ -44,12 +44,15 @@ def measure(rank: int, world_size: int, mode: str) -> dict[tuple[str, str], Foun
     found = {}
     for op, shape in CASES:
         job = {
-            "op": op, "shapes": [shape], "dtypes": ["bfloat16"], "modes": [mode], "input_kinds": ["plain"],
-            "layout": get_op(op).layouts[0], "scalings": {"bfloat16": ""}, "contenders": ["library", *ALL],
-            "peers": paths, "link_gb_s": 100.0, "seed": 0, "run_id": "1", "command": "bench",
+            "contenders": ["library", *ALL], "peers": paths, "link_gb_s": 100.0, "seed": 0, "run_id": "1",
+            "command": "bench",
         }  # fmt: skip
         bencher = Bencher(communicator, job)
-        (problem,) = problems_of(job, world_size)
+        spec = get_op(op)
+        problem = Problem(
+            op, parse_shape(shape), "bfloat16", world_size, reduction=next(iter(spec.reductions), ""),
+            layout=spec.layouts[0], mode=mode,
+        )  # fmt: skip
         found[op, shape] = bencher.rows(problem), bencher.left_out
     return found
 

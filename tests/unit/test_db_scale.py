@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import random
 import resource
-import runpy
 import statistics
 import subprocess
 import sys
@@ -44,9 +44,10 @@ SNAPSHOT_S, LOOKUP_S, SLACK = 0.2, 0.5, 10
 def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Environment]:
     """A file of several kinds of machines, and the first of them."""
     path = tmp_path_factory.mktemp("big") / "tuned.db"
-    made_up = runpy.run_path(str(BENCH / "made_up.py"))
-    made_up["make_database"](path, trials=TRIALS, hardware=HARDWARE, software=1, world_sizes=(2, 4, WORLD_SIZE), seed=0)
-    return str(path), made_up["environments"](1, 1)[0]
+    sys.path.insert(0, str(BENCH))
+    made_up = importlib.import_module("made_up")
+    made_up.make_database(path, trials=TRIALS, hardware=HARDWARE, software=1, world_sizes=(2, 4, WORLD_SIZE), seed=0)
+    return str(path), made_up.environments(1, 1)[0]
 
 
 def load(big: tuple[str, Environment], like: Problem | None = None) -> Snapshot:

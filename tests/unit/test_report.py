@@ -23,7 +23,7 @@ from report_samples import GEMM_SPEEDUPS, gemm_csv, recorded_database
 from tunedcomm.cli import main
 from tunedcomm.db.layers import named_layers
 from tunedcomm.report.data import Material, best_by_shape, gather, group_up, read_csv
-from tunedcomm.report.figures import INK, SCALE, axis_of_values, heat_figure, heat_panel, size_ticks
+from tunedcomm.report.figures import INK, SCALE, heat_figure, heat_panel, size_ticks
 from tunedcomm.report.page import render
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -150,15 +150,6 @@ def test_one_column_of_speedups_is_a_table(everything: Material) -> None:
     assert not column.figures
     assert column.tables[0].is_open
     assert column.tables[0].rows == [["8192×3584", "0.94×"], ["8192×8192", "1.12×"]]
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(1.0, 1.03), (1.0, 1.4), (2.1, 2.9), (31.66, 33.0), (1.0, 900.0), (9e-3, 4.0)]
-)
-def test_an_axis_of_values_has_ticks_enough(low: float, high: float) -> None:
-    ticks = axis_of_values([low, high], "µs")["tickvals"]
-    assert 2 <= sum(low <= tick <= high for tick in ticks) <= 12
-    assert len(set(ticks)) == len(ticks)
 
 
 def test_other_tables_are_refused_with_what_they_lack(tmp_path: Path) -> None:

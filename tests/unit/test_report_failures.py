@@ -15,7 +15,7 @@ from report_samples import recorded_trials, stored_trials
 from tunedcomm.db.layers import named_layers
 from tunedcomm.db.store import Database
 from tunedcomm.report.data import StoredFile, gather
-from tunedcomm.report.figures import failure_panels, template
+from tunedcomm.report.figures import failure_panel, template
 
 
 def read(path: Path) -> list[StoredFile]:
@@ -25,14 +25,13 @@ def read(path: Path) -> list[StoredFile]:
 def test_pruned_trials_are_no_failures(tmp_path: Path) -> None:
     (sample,) = read(stored_trials(tmp_path / "t.db", {"library": (10.0, 10.0)}))
     slow = replace(sample.trials[0], variant="lamport", status="pruned", reason="7 µs at first look", final=False)
-    (panel,) = failure_panels([replace(sample, trials=(*sample.trials, slow, slow))])
+    panel = failure_panel(replace(sample, trials=(*sample.trials, slow, slow)))
     assert not panel.figures
     assert not panel.tables
-    assert panel.note.startswith("None. 2 trials were pruned")
-    (panel,) = failure_panels([replace(sample, trials=(*sample.trials, slow))])
-    assert panel.note.startswith("None. 1 trial was pruned")
+    assert panel.title.startswith("0 of 3 trials")
+    assert panel.note.endswith(" 2.")
     crashed = replace(slow, status="crashed", reason="CUDA error")
-    (panel,) = failure_panels([replace(sample, trials=(*sample.trials, slow, crashed))])
+    panel = failure_panel(replace(sample, trials=(*sample.trials, slow, crashed)))
     assert panel.title.startswith("1 of 3 trials")
     assert [entry["name"] for entry in panel.key] == ["crashed"]
     assert panel.tables[0].rows == [["1", "all_reduce", "lamport", "crashed", "CUDA error"]]
@@ -42,7 +41,8 @@ def test_reasons_that_differ_by_numbers_are_counted_together(tmp_path: Path) -> 
     path = tmp_path / "t.db"
     with Database.open(path, create=True) as database:
         database.record(recorded_trials())
-    (panel,) = failure_panels(read(path))
+    (stored,) = read(path)
+    panel = failure_panel(stored)
     rows = panel.tables[0].rows
     assert sum(int(row[0]) for row in rows) == int(panel.title.split()[0])
     counts = [int(row[0]) for row in rows]

@@ -56,11 +56,13 @@ def known_link_gb_s(gpu: str, fabric: str) -> float | None:
     return _LINK_GB_S.get((gpu, fabric))
 
 
-def floor_us(op: str, message_bytes: int, world_size: int, link_gb_s: float) -> float | None:
-    """Least time that the links allow; None if the op's traffic is not a fixed share of its message.
+def floor_us(op: str, message_bytes: int, world_size: int, link_gb_s: float | None) -> float | None:
+    """Least time that the links allow; None if they are not known, or traffic is not a fixed share of the op's message.
 
     A fused GEMM's message is what leaves a rank.
     """
+    if link_gb_s is None:
+        return None
     if op in FUSED_GEMMS:
         return message_bytes / link_gb_s / 1e3
     try:
@@ -82,6 +84,6 @@ def add_ceiling_shares(rows: Sequence[dict[str, Any]], given_gb_s: float | None)
     alone = [float(row["latency_p50_us"]) for row in rows if row["contender"] == CUBLAS]
     for row in rows:
         link = given_gb_s or known_link_gb_s(row["gpu"], row["fabric"])
-        least = None if link is None else floor_us(row["op"], row["message_bytes"], row["world_size"], link)
+        least = floor_us(row["op"], row["message_bytes"], row["world_size"], link)
         known = least is not None and (bool(alone) or row["op"] not in FUSED_GEMMS)
         row["ceiling_share"] = round(max(least or 0.0, *alone, 0.0) / row["latency_p50_us"], 4) if known else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from tunedcomm.hardware import gpu_of, num_gpu_ranks
 from tunedcomm.metrics import algbw_gb_s, payload_bytes
 from tunedcomm.ops.symmetric import symmetric_empty
 from tunedcomm.peers import Tensors
-from tunedcomm.spec import Problem, format_shape, get_op, parse_shape
+from tunedcomm.spec import Problem, format_shape, get_op
 from tunedcomm.tuner.measure import timing as measure
 
 _ROUNDS, _HOST_ROUNDS = 25, 3
@@ -253,28 +252,6 @@ class Bencher:
         }
 
 
-def problems_of(job: Mapping[str, Any], world_size: int) -> list[Problem]:
-    """The problems of a job, in the order in which they are measured."""
-    return [
-        Problem(
-            op=job["op"],
-            shape=parse_shape(shape),
-            dtype=dtype,
-            world_size=world_size,
-            input_kind=kind,
-            reduction=next(iter(get_op(job["op"]).reductions), ""),
-            in_place=kind == "symmetric" and get_op(job["op"]).in_place,
-            layout=job["layout"],
-            scaling=job["scalings"][dtype],
-            mode=mode,
-        )
-        for mode in job["modes"]
-        for kind in job["input_kinds"]
-        for dtype in job["dtypes"]
-        for shape in job["shapes"]
-    ]
-
-
 def start_group() -> torch.device:
     """Join the default group of an elastic launcher's ranks; returns this rank's device."""
     if not torch.cuda.is_available():
@@ -289,7 +266,6 @@ def start_group() -> torch.device:
 def main(job_file: str, result_file: str) -> int:
     """Body of one rank; rank 0 writes the rows."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
-    job.setdefault("command", shlex.join(["tunedcomm", "bench", "--op", job["op"]]))
     device = start_group()
     kernels.discover()
     if job["peers"] and device.type == "cuda" and hasattr(symm_mem, "set_signal_pad_size"):  # torch 2.9 lacks it
@@ -297,7 +273,7 @@ def main(job_file: str, result_file: str) -> int:
     communicator = get_communicator(None, device)
     bencher = Bencher(communicator, job)
     rows: list[dict[str, Any]] = []
-    for problem in problems_of(job, communicator.world_size):
+    for problem in map(Problem.from_dict, job["problems"]):
         rows += bencher.rows(problem)
         communicator.check_peers()
         if communicator.rank == 0:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from csv import Error as CsvError
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +34,10 @@ from tunedcomm.cli.options import (
     split,
     takes,
 )
-from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, note
-from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, format_shape, variants
+from tunedcomm.cli.output import emit, emit_json, format_ratio, format_us, note, table_of
+from tunedcomm.spec import ITEMSIZE, Problem, did_you_mean, variants
 
-_SAME = ("shape", "dtype", "mode", "world_size", "input_kind")
+_problem = itemgetter("shape", "dtype", "mode", "world_size", "input_kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +88,25 @@ def bench(
     modes = modes_of(options.mode or ("graph" if backend == "cuda" else "eager"))
     dtypes = options.dtypes(spec)
     shapes = options.shapes(spec, ranks) or spec.default_shapes(backend, ITEMSIZE[dtypes[0]])
-    for extents in shapes:
-        check_problem(Problem(spec.name, extents, dtypes[0], ranks))
+    layout = check_option("layout", layout, spec)
+    scalings = {dtype: check_option("scaling", scaling, spec, dtype) for dtype in dtypes}
+    problems = [
+        check_problem(
+            Problem(
+                spec.name,
+                shape,
+                dtype,
+                ranks,
+                reduction=next(iter(spec.reductions), ""),
+                input_kind=kind,
+                in_place=kind == "symmetric" and spec.in_place,
+                layout=layout,
+                scaling=scalings[dtype],
+                mode=mode,
+            )
+        )
+        for mode, kind, dtype, shape in itertools.product(modes, kinds_of(options.input_kind), dtypes, shapes)
+    ]
     files = _adapter_files(peers or [])
     if csv is not None:
         # Before anything is measured.
@@ -99,13 +118,7 @@ def bench(
             why = f"is another program's table: it lacks the columns {', '.join(missing)}; name another file"
             raise bad_usage("--csv", f"{csv} {why}")
     job = {
-        "op": spec.name,
-        "shapes": [format_shape(extents) for extents in shapes],
-        "dtypes": dtypes,
-        "modes": list(modes),
-        "input_kinds": list(kinds_of(options.input_kind)),
-        "layout": check_option("layout", layout, spec),
-        "scalings": {name: check_option("scaling", scaling, spec, name) for name in dtypes},
+        "problems": [problem.to_dict() for problem in problems],
         "contenders": _check_contenders(split(contender), spec.name, files) or None,
         "peers": [str(path) for path in files],
         "link_gb_s": link_gb_s,
@@ -161,18 +174,6 @@ def _check_contenders(names: list[str], op: str, files: Sequence[Path]) -> list[
     return names
 
 
-def _library_us(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The library's median on the problem of `row`."""
-    for other in rows:
-        if other["contender"] == "library" and all(other.get(name) == row.get(name) for name in _SAME):
-            return float(other["latency_p50_us"])
-    return None
-
-
-def _optional(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _name(row: Mapping[str, Any]) -> str:
     """The contender, with its config."""
     config, contender = row["config"], row["contender"]
@@ -183,47 +184,45 @@ def _name(row: Mapping[str, Any]) -> str:
     return f"{contender} ({config})" if config and contender != "library" else str(contender)
 
 
-# Column to its unit and cell, as nccl-tests has them.
-_COLUMNS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
-    "size": ("(B)", lambda row: str(row["message_bytes"])),
-    "shape": ("(elements)", lambda row: row["shape"]),
-    "type": ("", lambda row: row["dtype"]),
-    "redop": ("", lambda row: row.get("reduction") or "none"),
-    "mode": ("", lambda row: row["mode"]),
-    "p10": ("(us)", lambda row: format_us(row["latency_p10_us"])),
-    "p50": ("(us)", lambda row: format_us(row["latency_p50_us"])),
-    "p90": ("(us)", lambda row: format_us(row["latency_p90_us"])),
-    "algbw": ("(GB/s)", lambda row: _optional(row["algbw_gb_s"], ".2f")),
-    "busbw": ("(GB/s)", lambda row: _optional(row["busbw_gb_s"], ".2f")),
-    "ceiling": ("(share)", lambda row: _optional(row.get("ceiling_share"), ".1%")),
-    "library": ("(ratio)", lambda row: format_ratio(row["library_us"], row["latency_p50_us"])),
-    "SMs": ("", lambda row: _optional(row.get("num_sms"), "d")),
-    "error": ("", lambda row: _optional(row["error"], ".1e")),
-    "contender": ("", _name),
+def _optional(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+    """The cell of a figure that may be missing."""
+    return lambda row: "-" if row.get(name) is None else format(row[name], form)
+
+
+# As nccl-tests has them: bandwidths in 1e9 bytes/s, `ceiling` the share of what the links can carry or of a GEMM alone,
+# `library` its time over this one, `SMs` the blocks at most.
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    "bytes": itemgetter("message_bytes"),
+    "shape": itemgetter("shape"),
+    "type": itemgetter("dtype"),
+    "redop": lambda row: row.get("reduction") or "none",
+    "mode": itemgetter("mode"),
+    "p10 us": lambda row: format_us(row["latency_p10_us"]),
+    "p50 us": lambda row: format_us(row["latency_p50_us"]),
+    "p90 us": lambda row: format_us(row["latency_p90_us"]),
+    "algbw GB/s": _optional("algbw_gb_s", ".2f"),
+    "busbw GB/s": _optional("busbw_gb_s", ".2f"),
+    "ceiling": _optional("ceiling_share", ".1%"),
+    "library": lambda row: format_ratio(row["library_us"], row["latency_p50_us"]),
+    "SMs": _optional("num_sms", "d"),
+    "error": _optional("error", ".1e"),
+    "contender": _name,
 }
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows on stdout, nccl-tests' way: figures to the right, and what is no figure is a comment."""
+    """Print the rows on stdout, each beside the library on the same problem."""
     if not rows:
-        emit("# nothing ran")
+        emit("nothing ran")
         return
+    library: dict[object, float] = {}
+    for row in rows:
+        if row["contender"] == "library":
+            library.setdefault(_problem(row), row["latency_p50_us"])
     first = rows[0]
     versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "triton", "nccl") if first.get(name))
-    emit(f"# {first['op']} on {first['world_size']} x {first['gpu']} ({first['fabric']}), {versions}")
-    emit(
-        "# times of the slowest rank; bandwidths in 1e9 bytes/s; ceiling: share of what the links can carry, or a GEMM"
-    )
-    emit("# alone; library: its time over this one; SMs: blocks that it occupies at most")
-    emit("#")
-    lines = [list(_COLUMNS), [unit for unit, _ in _COLUMNS.values()]]
-    for row in rows:
-        compared = {**row, "library_us": _library_us(row, rows)}
-        lines.append([cell(compared) for _, cell in _COLUMNS.values()])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for number, line in enumerate(lines):
-        cells = [text.rjust(width) for text, width in zip(line[:-1], widths, strict=False)]
-        emit(f"{'#' if number < 2 else ' '} {'  '.join([*cells, line[-1]])}".rstrip())
+    title = f"{first['op']} on {first['world_size']} x {first['gpu']} ({first['fabric']}), {versions}"
+    table_of(_COLUMNS, [{**row, "library_us": library.get(_problem(row))} for row in rows], title=title)
 
 
 def _print_left_out(left_out: Sequence[Mapping[str, str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,16 +12,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunedcomm import kernels, metrics
-from tunedcomm.bench.csv import NEEDED, floor_us, known_link_gb_s
+from tunedcomm.bench.csv import NEEDED, known_link_gb_s
 from tunedcomm.db.layers import Layer, load_snapshot
 from tunedcomm.db.records import Run, Trial
 from tunedcomm.dispatch import dispatcher
-from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import Pool
 from tunedcomm.selection.select import Decision, Registered, measured_pool
-from tunedcomm.selection.snapshot import Snapshot
-from tunedcomm.spec import Candidate, InputKind, Mode, Problem, format_shape, get_op, parse_shape, variants
+from tunedcomm.spec import Candidate, InputKind, Mode, Problem, format_shape, get_op, ops, parse_shape, variants
 from tunedcomm.symm.layout import limits_for
 
 LIBRARY = "library"
@@ -106,10 +105,6 @@ class Group:
         if self.is_host_time or self.world_size < 2:
             return None
         return given if given is not None else known_link_gb_s(self.gpu, self.fabric)
-
-    def floor_us(self, message_bytes: int, link_gb_s: float | None) -> float | None:
-        """Least time in µs that the links allow; None if that is not known."""
-        return None if link_gb_s is None else floor_us(self.op, message_bytes, self.world_size, link_gb_s)
 
     @property
     def sort_key(self) -> tuple[Any, ...]:
@@ -356,19 +351,14 @@ class Chooser:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         kernels.discover()
-        self._layers = layers
-        self._snapshots: dict[tuple[Environment, int], Snapshot] = {}
+        self._snapshot = functools.cache(functools.partial(load_snapshot, layers=layers))
 
     def choose(self, problem: Problem, environment: Environment) -> tuple[Decision | None, Pool]:
         """The choice and the candidates that it is made from; none of an op that this tunedcomm does not have."""
-        try:
-            get_op(problem.op)
-        except UnknownNameError:
+        if problem.op not in ops():
             return None, Pool((), None)
-        key = (environment, problem.world_size)
-        if key not in self._snapshots:
-            self._snapshots[key] = load_snapshot(environment, problem.world_size, layers=self._layers)
-        snapshot, limits = self._snapshots[key], limits_for(environment, problem.world_size)
+        snapshot = self._snapshot(environment, problem.world_size)
+        limits = limits_for(environment, problem.world_size)
         pool = measured_pool(snapshot, problem, Registered(limits, dispatcher.source_hash_of))
         return dispatcher.decide(problem, snapshot, limits), pool
 

@@ -10,8 +10,11 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
+from tunedcomm.bench.csv import floor_us
 from tunedcomm.db.records import Trial
 from tunedcomm.errors import printable
 from tunedcomm.metrics import format_bytes
@@ -19,7 +22,6 @@ from tunedcomm.report.data import (
     CHOSEN,
     LIBRARY,
     TUNED,
-    BenchFile,
     Group,
     Material,
     Measured,
@@ -198,28 +200,32 @@ def _bar_figure(heading: str, title: str, bars: list[Trace], *, is_stacked: bool
 
 def sections(material: Material) -> list[Section]:
     """All sections of the page."""
+    by_ranks = attrgetter("world_size")
     measured = {**material.bench, **material.stored}
     groups = {group: measured[group] for group in sorted(measured, key=lambda group: group.sort_key)}
     heats = [heat_panel(group, found) for group, found in groups.items() if group.is_gemm]
-    regret = [panel for file in material.files for panel in regret_panels(file)]
-    failures = failure_panels(material.databases)
+    regret = [
+        regret_panel(file.name, world_size, list(rules))
+        for file in material.files
+        for world_size, rules in groupby(sorted(file.rules, key=by_ranks), by_ranks)
+    ]
+    failures = [failure_panel(stored) for stored in material.databases]
+    styles = styles_of(material)
+
+    def curves_of(measured: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
+        drawn = {group: found for group, found in measured.items() if not group.is_gemm}
+        return [curves_panel(group, found, styles, material.link_gb_s) for group, found in drawn.items()]
+
     beside = "Contenders that were measured beside each other, by message size. Tap a name to hide it."
     best = "The best config of each variant at each size in the databases; a star marks what dispatch runs."
     return [
         Section("At a glance", "glance", panels=glance_panels(groups)),
-        Section("Benchmarks", "benchmarks", beside, _curves(material, material.bench)),
-        Section("Tuned", "tuned", best, _curves(material, material.stored)),
+        Section("Benchmarks", "benchmarks", beside, curves_of(material.bench)),
+        Section("Tuned", "tuned", best, curves_of(material.stored)),
         Section("Fused GEMMs", "gemms", panels=heats),
         Section("Regret", "regret", "What is lost at sizes that were not tuned.", regret),
         Section("Failures", "failures", "Trials that failed or could not run, by kind.", failures),
         Section("Environment", "environment", panels=_environments(material)),
-    ]
-
-
-def _curves(material: Material, groups: Mapping[Group, Sequence[Measured]]) -> list[Panel]:
-    styles = styles_of(material)
-    return [
-        curves_panel(group, found, styles, material.link_gb_s) for group, found in groups.items() if not group.is_gemm
     ]
 
 
@@ -243,36 +249,16 @@ def size_ticks(sizes: Sequence[int], most: int = 6) -> list[int]:
     return [1 << power for power in range(first, high + 1, step)] or [min(sizes)]
 
 
-def _log_axis(title: str, ticks: Mapping[float, str]) -> Axis:
-    return {
-        "title": {"text": title},
-        "type": "log",
-        "tickmode": "array",
-        "tickvals": list(ticks),
-        "ticktext": list(ticks.values()),
-    }
-
-
 def axis_of_sizes(sizes: Sequence[int]) -> Axis:
     """A logarithmic axis in powers of two."""
-    return _log_axis("message", {tick: format_bytes(tick) for tick in size_ticks(sizes)})
+    ticks = size_ticks(sizes)
+    texts = [format_bytes(tick) for tick in ticks]
+    return {"title": {"text": "message"}, "type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": texts}
 
 
-def axis_of_values(values: Sequence[float], title: str) -> Axis:
-    """A logarithmic axis with labels at 1, 2 and 5 where the values span little, else at powers of ten."""
-    low, high = min(values), max(values)
-    steps: tuple[float, ...] = (1, 2, 5) if high / low < 300 else (1,)
-    if high / low < 4:
-        steps = (1, 1.1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    ticks: list[float] = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-    if low < high and sum(low <= tick <= high for tick in ticks) < 2:
-        # Three to six round values from low to high, and one beyond either.
-        unit = 10.0 ** math.floor(math.log10((high - low) / 2))
-        width = next(unit * times for times in (1, 2, 5, 10) if (high - low) / (unit * times) <= 5)
-        first = max(1, math.floor(low / width))
-        ticks = [round(i * width, 12) for i in range(first, math.ceil(high / width) + 1)]
-    return _log_axis(title, {tick: f"{tick:g}" for tick in ticks})
+def _axis_of_values(title: str) -> Axis:
+    """A logarithmic axis; who draws it chooses the ticks."""
+    return {"title": {"text": title}, "type": "log", "tickformat": "~r", "nticks": 3}
 
 
 # At a glance.
@@ -328,20 +314,20 @@ def curves(group: Group, found: Sequence[Measured], styles: Mapping[str, Style],
             for name, points in drawn.items()
         ]
         return [_bar_figure(f"Latency at {format_bytes(sizes[0])}, µs", "µs", bars, is_stacked=True)]
-    values = [one.latency_p50_us for one in found]
     latency = _traces(drawn, styles, lambda one: one.latency_p50_us, "µs")
-    floors = {size: floor for size in sizes if (floor := group.floor_us(size, link)) is not None}
+    found_floors = {size: floor_us(group.op, size, group.world_size, link) for size in sizes}
+    floors = {size: floor for size, floor in found_floors.items() if floor is not None}
     # Where a line is far below every other one, it would only press them together.
-    if known := {size: floor for size, floor in floors.items() if floor >= min(values) / 3}:
+    least_us = min(one.latency_p50_us for one in found)
+    if known := {size: floor for size, floor in floors.items() if floor >= least_us / 3}:
         latency.append(_ceiling(known, link))
-    layout = {"xaxis": axis_of_sizes(sizes), "yaxis": axis_of_values(values, "µs")}
+    layout = {"xaxis": axis_of_sizes(sizes), "yaxis": _axis_of_values("µs")}
     figures = [Figure("Latency, µs", latency, layout)]
-    if values := [one.busbw_gb_s for one in found if one.busbw_gb_s is not None]:
+    if any(one.busbw_gb_s is not None for one in found):
         busbw = _traces(drawn, styles, lambda one: one.busbw_gb_s, "GB/s")
         if floors and link is not None:
             busbw.append(_ceiling({sizes[0]: link, sizes[-1]: link}, link))
-            values.append(link)
-        layout = {"xaxis": axis_of_sizes(sizes), "yaxis": axis_of_values(values, "1e9 bytes/s")}
+        layout = {"xaxis": axis_of_sizes(sizes), "yaxis": _axis_of_values("1e9 bytes/s")}
         figures.append(Figure("Bus bandwidth, 1e9 bytes/s", busbw, layout))
     return figures
 
@@ -397,7 +383,7 @@ def rows_table(group: Group, found: Sequence[Measured], link: float | None) -> T
     columns = "size,shape,contender,p10 µs,p50 µs,p90 µs,library in that run µs,vs library,busbw GB/s,of ceiling,config"
     rows = []
     for one in found:
-        floor = group.floor_us(one.message_bytes, link)
+        floor = floor_us(group.op, one.message_bytes, group.world_size, link)
         times = (one.latency_p10_us, one.latency_p50_us, one.latency_p90_us)
         rows.append(
             [
@@ -478,19 +464,12 @@ def heat_panel(group: Group, found: Sequence[Measured]) -> Panel:
 _MOST_REGRET = 1.5
 
 
-def regret_panels(file: BenchFile) -> list[Panel]:
-    """One for each world size of a file: mean and worst regret of each rule."""
-    by_ranks: dict[int, list[RegretRule]] = {}
-    for rule in file.rules:
-        by_ranks.setdefault(rule.world_size, []).append(rule)
-    return [_rules_panel(file.name, world_size, rules) for world_size, rules in sorted(by_ranks.items())]
-
-
 def _percent(ratio: float) -> float:
     return round(100 * (ratio - 1), 3)
 
 
-def _rules_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> Panel:
+def regret_panel(origin: str, world_size: int, rules: Sequence[RegretRule]) -> Panel:
+    """Mean and worst regret of each rule, of a file's world size."""
     # Beside a bar of several hundred percent, such as the library's, the others would not be seen; the table has it.
     drawn = [rule for rule in rules if rule.mean < _MOST_REGRET] or rules
     names = [rule.rule for rule in drawn]
@@ -521,26 +500,10 @@ def template(reason: str) -> str:
     return _NUMBER.sub("…", reason)
 
 
-def failure_panels(databases: Sequence[StoredFile]) -> list[Panel]:
-    """One for each database in which trials failed; where none did, a sentence. Nothing of no databases."""
-    panels = [panel for stored in databases if (panel := _failures_of(stored)) is not None]
-    if panels or not databases:
-        return panels
-    pruned = sum(trial.status == _PRUNED for stored in databases for trial in stored.trials)
-    return [Panel("", f"None. {_of_pruned(pruned)}".strip())]
-
-
-def _of_pruned(count: int) -> str:
-    if not count:
-        return ""
-    trials = "1 trial was pruned: it was" if count == 1 else f"{count} trials were pruned: they were"
-    return f"{trials} slow at first sight and not measured to the end."
-
-
-def _failures_of(stored: StoredFile) -> Panel | None:
+def failure_panel(stored: StoredFile) -> Panel:
+    """The trials of one database that failed, and how many were pruned."""
     failed = [trial for trial in stored.trials if trial.status not in ("ok", _PRUNED)]
-    if not failed:
-        return None
+    pruned = sum(trial.status == _PRUNED for trial in stored.trials)
     counts: Counter[tuple[str, str]] = Counter((f"{t.problem.op} {t.variant}", t.status) for t in failed)
     names = sorted({name for name, _ in counts})
     seen = {status for _, status in counts}
@@ -552,9 +515,9 @@ def _failures_of(stored: StoredFile) -> Panel | None:
     height = max(220, 110 + 28 * len(names))
     return Panel(
         title=f"{len(failed)} of {len(stored.trials)} trials in {stored.name}",
-        note=_of_pruned(sum(trial.status == _PRUNED for trial in stored.trials)),
-        figures=[_bar_figure("Trials", "trials", bars, is_stacked=True, height=height)],
-        tables=[_reasons(failed)],
+        note=f"Pruned, because slow at first sight, and not measured to the end: {pruned}." if pruned else "",
+        figures=[_bar_figure("Trials", "trials", bars, is_stacked=True, height=height)] if failed else [],
+        tables=[_reasons(failed)] if failed else [],
     )
 
 
@@ -581,27 +544,26 @@ def _reasons(failed: Sequence[Trial]) -> Table:
 def _environments(material: Material) -> list[Panel]:
     panels = []
     for file in material.files:
-        if file.software:
-            rows = [[software[name] or "–" for name in file.software[0]] for software in file.software]
-            panels.append(_plain(file.name, list(file.software[0]), rows, "Measured with"))
-        if file.skipped:
-            rows = [[str(line), reason] for line, reason in file.skipped.items()]
-            panels.append(_plain(f"{file.name}: lines left out", ("line", "reason"), rows, "Lines"))
+        skipped = [{"line": line, "reason": reason} for line, reason in file.skipped.items()]
+        panels += [_plain(file.name, "Measured with", file.software)]
+        panels += [_plain(f"{file.name}: lines left out", "Lines", skipped)]
     for database in material.databases:
-        name = database.name
         found = [{"digest": there.digest[:8], **there.to_dict()} for there in database.environments]
-        if found:
-            rows = [[str(value) for value in row.values()] for row in found]
-            panels.append(_plain(name, list(found[0]), rows, "Measured in"))
-        rows = [
-            [str(run.id), run.command, run.started_at.strftime("%Y-%m-%d %H:%M"), run.budget, run.version]
+        runs = [
+            {
+                "run": run.id,
+                "command": run.command,
+                "started": run.started_at.strftime("%Y-%m-%d %H:%M"),
+                "budget": run.budget,
+                "tunedcomm": run.version,
+            }
             for run in database.runs
         ]
-        if rows:
-            columns = ("run", "command", "started", "budget", "tunedcomm")
-            panels.append(_plain(f"{name}: runs", columns, rows, "Commands"))
-    return panels
+        panels += [_plain(database.name, "Measured in", found), _plain(f"{database.name}: runs", "Commands", runs)]
+    return [panel for panel in panels if panel.tables[0].rows]
 
 
-def _plain(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], summary: str) -> Panel:
+def _plain(title: str, summary: str, records: Sequence[Mapping[str, object]]) -> Panel:
+    rows = [["–" if value == "" else str(value) for value in record.values()] for record in records]
+    columns = list(records[0]) if records else []
     return Panel(title, tables=[Table(columns, rows, summary=summary, is_open=len(rows) <= 12)])

@@ -82,18 +82,20 @@ def _save(path: Path, theme: Mapping[str, str], group: Group, figure: Figure) ->
 
 
 def _draw_curves(axes: Axes, figure: Figure) -> None:
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for trace in figure.data:
         _draw_line(axes, trace)
-    for axis, described in ((axes.xaxis, figure.layout["xaxis"]), (axes.yaxis, figure.layout["yaxis"])):
-        low, high = axis.get_view_interval()
-        ticks = zip(described["tickvals"], described["ticktext"], strict=True)
-        shown = {tick: text for tick, text in ticks if low <= tick <= high}
-        axis.set_ticks(list(shown), list(shown.values()))
-        axis.set_minor_locator(NullLocator())
+    sizes = figure.layout["xaxis"]
+    low, high = axes.get_xlim()
+    ticks = {tick: text for tick, text in zip(sizes["tickvals"], sizes["ticktext"], strict=True) if low <= tick <= high}
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _draw_line(axes: Axes, trace: Trace) -> None:
