@@ -31,7 +31,7 @@ help:
 	@echo "make lint   ruff, mypy, import contracts, spelling"
 	@echo "make oldest-triton  the Triton that 'make test-all' compiles with besides the installed one, in $(OLDEST)"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
-	@echo "make figures  tables and the plot on the pages, from bench/results"
+	@echo "make figures  the generated parts of the pages and the plot: reference from the code, tables from bench/results"
 	@echo "make build  wheel and source distribution in dist/"
 	@echo "make wheel-check  install that wheel alone into a fresh environment, and try it there"
 	@echo "make clean  remove .venv, caches and what the demo wrote"
@@ -92,7 +92,7 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 figures: $(VENV)/.installed
-	$(BIN)/python docs/measured.py
+	$(BIN)/python docs/generate.py
 
 build: $(VENV)/.installed-lint
 	rm -rf dist

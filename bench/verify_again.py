@@ -1,4 +1,4 @@
-"""Verdicts of `tunedcomm db verify` on winners that were timed twice, minutes apart, for docs/maintenance.md.
+"""Verdicts of `tunedcomm db verify` on winners that were timed twice, minutes apart, for docs/shipping.md.
 
 python bench/verify_again.py --csv bench/results/replay/verify_again_h200.csv
 

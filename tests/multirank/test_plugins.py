@@ -109,12 +109,6 @@ def triton_body(rank: int, world_size: int, folder: str) -> bool:
     from tunedcomm.spec import get_op
 
     tunedcomm.get_communicator()  # finds the package
-    for dtype, config in (("float32", {}), ("float32", {"block": 1024}), ("float16", {"block": 2048})):
-        problem = replace(PROBLEM, shape=(5000,), dtype=dtype, world_size=world_size)
-        everyone = [get_op("all_reduce").make_inputs(problem, peer, 1, "random", "cpu") for peer in range(world_size)]
-        (expected,) = get_op("all_reduce").ordered_reference(problem, everyone, rank)
-        with tunedcomm.force("all_reduce", "kernel_sum", {"block": 4096, "num_warps": 4, **config}):
-            assert torch.equal(tunedcomm.all_reduce(everyone[rank][0]), expected)
     for dtype, shape in (("bfloat16", 5001), ("float32", 64)):
         problem = replace(PROBLEM, shape=(shape,), dtype=dtype, world_size=world_size)
         everyone = [get_op("all_reduce").make_inputs(problem, peer, 1, "random", "cpu") for peer in range(world_size)]
@@ -122,8 +116,6 @@ def triton_body(rank: int, world_size: int, folder: str) -> bool:
         with tunedcomm.force("all_reduce", "copy_one_shot"):
             for _ in range(3):
                 assert torch.equal(tunedcomm.all_reduce(everyone[rank][0]), expected)
-    with tunedcomm.force("all_reduce", "kernel_sum"), pytest.raises(tunedcomm.InfeasibleError, match="bfloat16 off"):
-        tunedcomm.all_reduce(torch.ones(5000, dtype=torch.bfloat16))
     return True
 
 
@@ -200,11 +192,12 @@ def test_the_page_installs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_pages_triton_kernels_sum(tmp_path: Path) -> None:
-    for module in ("triton_variants", "one_shot_variants"):
-        install(tmp_path / "site", module.replace("_", "-"), module, block(f"{module}.py"), module)
+def test_the_pages_triton_kernel_sums(tmp_path: Path) -> None:
+    install(
+        tmp_path / "site", "one-shot-variants", "one_shot_variants", block("one_shot_variants.py"), "one_shot_variants"
+    )
     names, warnings = discovered(tmp_path / "site")
-    assert {"kernel_sum", "copy_one_shot"} <= set(names), warnings
+    assert "copy_one_shot" in names, warnings
     assert run_ranks(2, triton_body, str(tmp_path / "site"), timeout=90, fresh=True) == [True, True]
 
 

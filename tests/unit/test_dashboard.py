@@ -1,4 +1,4 @@
-"""Optuna's dashboard reads the studies of a sweep, as docs/watching.md says."""
+"""Optuna's dashboard reads the studies of a sweep, as docs/tuning.md says."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The code blocks of README and docs: each says whether it runs here, and those that do are run.
+"""Run the code blocks of README and pages.
 
-Above a block stands a comment: `<!-- runs -->` (in an empty directory), `<!-- runs in the repository -->` (with $OUT
-for what it writes), `<!-- runs on 2 ranks -->` (Python, after `init_process_group`, with a tensor `x`), or
-`<!-- not run: WHY -->`. In all of them the command lines of tunedcomm have to be ones that it takes, and the Python to
-be Python.
+- ```python blocks of one page make one program, run on 2 ranks of CPU tensors. `<!-- skip: WHY -->` above a block
+  leaves it out. A page that does not call `init_process_group` gets a group and a tensor `x` first.
+- ```console blocks: the lines that begin with `$ ` are run in a folder that holds `tuning_db` and `bench`.
+- ```bash blocks are recipes for other machines: `tunedcomm` has to take their options.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ from tunedcomm.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARKS = re.compile(r"<!-- (runs|runs in the repository|runs on 2 ranks.*|not run: .+) -->")
-RUN_S = 120
-ON_TWO_RANKS = """
-import torch, torch.distributed
+ELSEWHERE = {"adding_a_variant.md": "tests/multirank/test_plugins.py"}
+LANGUAGES = {"python", "console", "bash", "text", "toml"}
+RUN_S = 150
+PREAMBLE = """
+import functools, torch, torch.distributed, tunedcomm
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # Inductor is tested elsewhere
+torch.cuda.set_device, torch.cuda.device_count = (lambda device: None), (lambda: 1)
+"""
+GROUP = """
 torch.distributed.init_process_group("gloo")
 x = torch.ones(4096)
 """
@@ -39,7 +44,7 @@ class Block:
     page: Path
     line: int
     language: str
-    mark: str
+    skipped: bool
     text: str
 
     def __str__(self) -> str:
@@ -47,26 +52,22 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found: list[Block] = []
-    lines = page.read_text(encoding="utf-8").splitlines()
-    begin: int | None = None
-    for number, line in enumerate(lines):
-        if not line.startswith("```"):
-            continue
-        if begin is None:
-            begin = number
-            continue
-        mark = MARKS.fullmatch(lines[begin - 1].strip())
-        text = "\n".join(lines[begin + 1 : number])
-        found.append(Block(page, begin + 1, lines[begin][3:], mark.group(1) if mark else "", text))
-        begin = None
-    assert begin is None, f"{page.name}: the block of line {begin} does not end"
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in re.finditer(r"(<!-- skip: .+ -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line = text[: match.start(2)].count("\n") + 1
+        found.append(Block(page, line, match[2], bool(match[1]), match[3]))
+    assert 2 * len(found) == len(re.findall(r"^```", text, re.MULTILINE)), f"{page.name}: a block does not end"
     return found
 
 
 ALL = [block for page in PAGES for block in blocks(page)]
-SHELL = [block for block in ALL if block.language != "python"]
-RUN = [block for block in ALL if block.mark.startswith("runs")]
+CONSOLES = [block for block in ALL if block.language == "console"]
+PROGRAMS = {
+    page.name: [block for block in ALL if block.page == page and block.language == "python" and not block.skipped]
+    for page in PAGES
+    if page.name not in ELSEWHERE
+}
 
 
 def commands(text: str) -> list[list[str]]:
@@ -74,7 +75,7 @@ def commands(text: str) -> list[list[str]]:
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         try:
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.removeprefix("$ "), comments=True)
         except ValueError:
             continue
         for start, word in enumerate(words):
@@ -82,21 +83,9 @@ def commands(text: str) -> list[list[str]]:
             if called or word == "tunedcomm.cli.main":
                 rest = words[start + 1 :]
                 end = next((i for i, w in enumerate(rest) if re.match(r"\d?[<>|&]", w)), len(rest))
-                # Dots between options stand for more of them, as an option's value they are a text.
-                found.append([w for i, w in enumerate(rest[:end]) if w != "..." or rest[i - 1].startswith("--")])
+                found.append(rest[:end])
                 break
     return found
-
-
-def test_blocks_are_found() -> None:
-    assert len(ALL) >= 40
-    assert len(RUN) >= 4
-    assert sum(len(commands(block.text)) for block in ALL) >= 50
-
-
-@pytest.mark.parametrize("block", ALL, ids=str)
-def test_every_block_says_whether_it_runs(block: Block) -> None:
-    assert block.mark, f"{block}: put `<!-- runs -->` or `<!-- not run: WHY -->` above it"
 
 
 def parse(arguments: list[str]) -> None:
@@ -113,13 +102,19 @@ def parse(arguments: list[str]) -> None:
         command.make_context(name, list(arguments))
 
 
-@pytest.mark.parametrize("block", [block for block in SHELL if commands(block.text)], ids=str)
+def test_blocks_are_found() -> None:
+    assert len(ALL) >= 40
+    assert len(CONSOLES) >= 3
+    assert sum(map(bool, PROGRAMS.values())) >= 5
+    assert sum(len(commands(block.text)) for block in ALL) >= 50
+    assert {block.language for block in ALL} <= LANGUAGES
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if commands(block.text)], ids=str)
 def test_tunedcomm_takes_the_command_lines(block: Block) -> None:
-    for arguments in commands(block.text):
-        try:
+    if block.language in ("bash", "console"):
+        for arguments in commands(block.text):
             parse(arguments)
-        except Exception as error:
-            raise AssertionError(f"{block}: tunedcomm {shlex.join(arguments)}: {error}") from error
 
 
 def test_a_wrong_option_would_be_noticed() -> None:
@@ -132,41 +127,46 @@ def test_a_wrong_option_would_be_noticed() -> None:
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "python"], ids=str)
 def test_python_is_python_and_its_names_exist(block: Block) -> None:
-    tree = ast.parse(block.text.replace("…", "and_so_on"))
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tunedcomm":
             assert hasattr(tunedcomm, node.attr), f"{block}: tunedcomm.{node.attr}"
 
 
-@pytest.mark.parametrize(
-    "block", [pytest.param(b, marks=() if b is RUN[0] else pytest.mark.slow) for b in RUN], ids=str
-)
-def test_it_runs(block: Block, tmp_path: Path) -> None:
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    script = bin_folder / "tunedcomm"
+def run(command: list[str], folder: Path) -> None:
+    (folder / "bin").mkdir()
+    script = folder / "bin" / "tunedcomm"
     script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tunedcomm.cli.main "$@"\n', encoding="utf-8")
     script.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+    for name in ("tuning_db", "bench"):
+        (folder / name).symlink_to(ROOT / name)
+    paths = {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH", "")) if path),
-        "OUT": str(tmp_path),
+        "TRITON_INTERPRET": "1",
     }
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=RUN_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(name, marks=() if name == "README.md" else pytest.mark.slow) for name in PROGRAMS if PROGRAMS[name]],
+)
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    text = "\n".join(block.text for block in PROGRAMS[page]).replace('"cuda"', '"cpu"').replace('"nccl"', '"gloo"')
+    program = tmp_path / "page.py"
+    program.write_text(PREAMBLE + ("" if "init_process_group" in text else GROUP) + text, encoding="utf-8")
+    run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)], tmp_path
+    )
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, marks=pytest.mark.slow) for block in CONSOLES], ids=str)
+def test_console_blocks_run(block: Block, tmp_path: Path) -> None:
     if "tunedcomm report" in block.text:
         pytest.importorskip("plotly", reason="plotly is not installed (extra `report`)")
         pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `report`)")
-    if block.language == "python":
-        file = tmp_path / "block.py"
-        text = block.text.replace('"cuda"', '"cpu"') if "CPU tensors" in block.mark else block.text
-        preamble = "import tunedcomm\n" + ON_TWO_RANKS if "2 ranks" in block.mark else ""
-        file.write_text(f"{preamble}{text}\n", encoding="utf-8")
-        many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if preamble else []
-        command = [sys.executable, *many, str(file)]
-    else:
-        command = ["bash", "-euc", block.text]
-    folder = ROOT if "repository" in block.mark else tmp_path
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.removeprefix("$ ") for line in block.text.splitlines() if line.startswith("$ ")]
+    run(["bash", "-euc", "\n".join(lines)], tmp_path)

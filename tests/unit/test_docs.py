@@ -1,59 +1,109 @@
-"""Pages that are written by programs say what the code says, and the site builds."""
+"""Generated parts of the pages are current, links lead somewhere, docstrings that pages show are complete."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tunedcomm import errors
+import tunedcomm
+from tunedcomm import errors, kernels
+from tunedcomm.bench.csv import COLUMNS, known_link_gb_s
 from tunedcomm.db.schema import Base
-from tunedcomm.tuner.search.sweep import SweepSpec, _settings
+from tunedcomm.spec import get_op, ops
 
 ROOT = Path(__file__).parents[2]
-GENERATORS = sorted((ROOT / "docs").glob("generate_*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / "tuning_db" / "README.md", ROOT / "bench" / "peers" / "README.md"]
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8 e4m3": "float8_e4m3fn"}
 
 
-@pytest.mark.parametrize("generator", GENERATORS, ids=lambda path: path.stem)
-def test_written_pages_are_current(generator: Path) -> None:
-    spec = importlib.util.spec_from_file_location(generator.stem, generator)
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["generate"] = module
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text(encoding="utf-8") == module.page(), f"run `python docs/{generator.name}`"
+    return module
 
 
-def test_every_column_is_described() -> None:
-    bare = [
-        f"{table.name}.{column.name}"
-        for table in Base.metadata.tables.values()
-        for column in table.columns
-        if not column.comment and not column.primary_key
-    ]
-    assert bare == []
+generate = load()
+kernels.discover()
 
 
-def test_every_error_says_what_to_do() -> None:
-    """A second paragraph in its docstring, which docs/errors.md shows."""
-    for name in errors.__all__:
-        if name != "TunedCommError":
-            parts = (getattr(errors, name).__doc__ or "").split("\n\n")
-            assert len(parts) >= 2, name
-            assert len(parts[1].split()) >= 6, name
+@pytest.mark.parametrize("page", generate.pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_generated_parts_are_current(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert generate.written(text) == text, "run `python docs/generate.py`"
 
 
-def test_the_time_limits_of_a_trial_are_those_of_the_tuner() -> None:
-    page = " ".join((ROOT / "docs" / "adding_a_variant.md").read_text(encoding="utf-8").split())
-    host = _settings(SweepSpec(op="all_reduce"), "host", 2, 1)
-    gpus = _settings(SweepSpec(op="all_reduce"), "cuda", 2, 1)
-    assert host.compile_timeout_s == gpus.compile_timeout_s
-    assert f": {host.trial_timeout_s:g} s on the host, {gpus.trial_timeout_s:g} s on GPUs." in page
-    assert f"A `bind` has {gpus.compile_timeout_s:g} s." in page
+def test_every_part_is_on_a_page() -> None:
+    found = set()
+    for page in generate.pages():
+        text = page.read_text(encoding="utf-8")
+        names = re.findall(r"<!-- begin generated (.+?) -->", text)
+        assert names == re.findall(r"<!-- end generated (.+?) -->", text)
+        found |= set(names)
+    assert found == set(generate.PARTS)
+
+
+def test_a_changed_result_changes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ROOT / "bench" / "results" / "replay" / "regret_rules_h200.csv"
+    copy = tmp_path / "replay" / source.name
+    copy.parent.mkdir()
+    copy.write_text(source.read_text(encoding="utf-8").replace("1.0131", "1.0999"), encoding="utf-8")
+    before = generate.PARTS["regret"]()
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    generate.rows_of.cache_clear()
+    assert generate.PARTS["regret"]() == before.replace("1.0131", "1.0999")
+    with pytest.raises(FileNotFoundError):
+        generate.PARTS["llama"]()
+    generate.rows_of.cache_clear()
+
+
+def test_the_plot_shows_the_results() -> None:
+    points = generate.points()
+    assert json.dumps(points).encode() in generate.PLOT.read_bytes(), "run `python docs/generate.py`"
+    assert all(len(curve) >= 5 for curve in points.values())
+
+
+def test_the_ceiling_of_bench_is_the_largest_bandwidth_of_the_results() -> None:
+    both = [row for name in (generate.ALL_REDUCE, generate.COLLECTIVES) for row in generate.rows_of(name)]
+    largest = max(float(row["busbw_gb_s"]) for row in both if row["busbw_gb_s"])
+    assert known_link_gb_s("NVIDIA H200", "nvswitch-18") == pytest.approx(largest, rel=2e-3)
+    assert all(set(row) <= set(COLUMNS) for row in both)
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), (target, anchor)
+
+
+def test_pages_that_sources_name_exist() -> None:
+    named = set()
+    for folder in ("tunedcomm", "tests", "bench", "examples", ".ci"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".sh", ".md") or path.name == "run":
+                named |= set(re.findall(r"docs/[a-z_]+\.(?:md|py)", path.read_text(encoding="utf-8")))
+    named |= set(re.findall(r"docs/[a-z_]+\.(?:md|py)", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    assert "docs/ops.md" in named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_in_the_readme_and_on_the_menu() -> None:
@@ -74,6 +124,40 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
-    assert 'href="tuning.html"' in index
-    assert (tmp_path / "site" / "cli.html").exists()
+    assert 'href="tuning.html"' in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+
+
+def test_every_column_is_described() -> None:
+    columns = [column for table in Base.metadata.tables.values() for column in table.columns]
+    assert [column.name for column in columns if not column.comment and not column.primary_key] == []
+
+
+def test_every_error_says_what_to_do() -> None:
+    for name in errors.__all__:
+        if name != "TunedCommError":
+            what, do = (getattr(errors, name).__doc__ or "").split("\n\n", 1)
+            assert len(what.split()) >= 6, name
+            assert len(do.split()) >= 6, name
+
+
+@pytest.mark.parametrize("name", list(ops()))
+def test_docstrings_of_ops_describe_every_parameter(name: str) -> None:
+    function = getattr(tunedcomm, name)
+    told = generate.docstring(function)
+    assert list(told.sections["Args"]) == list(inspect.signature(function).parameters)
+    assert told.returns
+    assert {"UnsupportedInputError", "PeerTimeoutError"} <= set(told.sections["Raises"])
+    dtypes = re.search(r"Kernels take (.+?)[;.]", next(iter(told.sections["Args"].values())))
+    spec = get_op(name)
+    if dtypes is not None:
+        assert tuple(SHORT[dtype] for dtype in re.split(r", | and ", dtypes[1])) == spec.dtypes
+    else:
+        assert len(spec.dtypes) > len(SHORT), "an op that only moves bytes takes any dtype"
+
+
+def test_every_layout_and_scaling_is_described() -> None:
+    page = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    described = page.split("\n## Layouts and scalings\n")[1].split("\n## ")[0]
+    parts = {part for spec in ops().values() for layout in spec.layouts for part in layout.split("+")}
+    for part in sorted(parts | {scaling for spec in ops().values() for scaling in spec.scalings}):
+        assert f"`{part}`" in described or not part

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # The beginning of each sentence, in the order of the page, to the tests that hold it, after `tests/`.
 TESTS: dict[str, tuple[str, ...]] = {
     # 1. Never wrong
-    "A candidate is dispatched only if it passed": (
+    "Dispatch uses a candidate only if it passed": (
         "unit/test_db_snapshot.py::test_only_ok_rows_of_this_hardware_and_world_size",
         "unit/test_db_snapshot.py::test_a_candidate_that_failed_later_is_dropped_from_every_layer",
         "unit/test_selection_select.py::test_candidates_that_failed_in_the_family_are_not_interpolated",
@@ -24,11 +24,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "multirank/test_tuner_faults.py::test_bad_variant_is_recorded_once",
         "multirank/test_result_check.py::test_result_check[it_raises_on_every_rank_and_the_library_takes_over]",
     ),
-    "Who borrows rows of other hardware": (
+    "Borrowed rows carry over the check": (
         "unit/test_selection_borrow.py::test_nothing_is_borrowed_unasked",
         "unit/test_selection_borrow.py::test_where_this_hardware_has_no_answer_both_rules_serve",
     ),
-    "A pin runs what it names unless": (
+    "A pin runs its candidate unless": (
         "unit/test_db_answers.py::test_a_pin_of_what_was_never_measured_counts",
         "unit/test_selection_select.py::test_a_pin_comes_before_measurements_but_not_before_policy_and_feasibility",
         "unit/test_selection_select.py::test_forced_overrides_everything_but_feasibility",
@@ -39,13 +39,13 @@ TESTS: dict[str, tuple[str, ...]] = {
         "multirank/test_agreement.py::test_agreement[each rank another]",
         "multirank/test_agreement.py::test_agreement[snapshots that differ]",
     ),
-    "From then on selection depends on": (
+    "After that a choice depends on": (
         "unit/test_selection_fallback.py::test_decisions_are_pure_and_do_not_depend_on_row_order",
         "unit/test_selection_select.py::test_importing_selection_needs_neither_torch_nor_a_database",
         "multirank/test_hot_path.py::test_hot_path[selection_does_not_communicate]",
     ),
     # 3. Not slower than the library
-    "beyond noise at a tuned problem": (
+    ", beyond noise, at a tuned problem": (
         "unit/test_selection_select.py::test_a_challenger_must_beat_the_library_by_more_than_the_noise",
     ),
     "The library is always measured": (
@@ -53,29 +53,20 @@ TESTS: dict[str, tuple[str, ...]] = {
         "unit/test_selection_select.py::test_without_a_measurement_of_the_library_nothing_beats_it",
         "unit/test_selection_select.py::test_noise_is_half_the_spread_over_the_root_of_the_samples_within_bounds",
     ),
-    "What is compared is its ratio": (
+    "Runs are compared by their ratio": (
         "unit/test_selection_select.py::test_runs_are_compared_by_their_ratio_to_the_library",
-    ),
-    "A run in which the library took": (
         "unit/test_selection_select.py::test_a_ratio_to_a_disturbed_library_wins_nothing",
         "unit/test_selection_score.py::test_without_the_librarys_time_or_with_a_disturbed_one_the_latency_counts",
-    ),
-    "Of eager calls, where the host": (
         "unit/test_selection_score.py::"
         "test_the_librarys_time_counts_in_full_in_graphs_and_with_its_root_in_eager_calls",
-    ),
-    "Only what took less than the library": (
         "unit/test_selection_score.py::test_what_is_no_faster_than_the_library_beside_it_is_not_chosen",
     ),
     # 4. Same bits
-    "A variant belongs to a numerics class": ("unit/test_spec.py::test_a_variant_of_no_numerics_class_is_refused",),
-    "`ordered`: fp32 accumulation": (
+    "Each variant has a numerics class": (
+        "unit/test_spec.py::test_a_variant_of_no_numerics_class_is_refused",
         "multirank/test_all_reduce_variants.py::test_ordered_variants_give_the_same_bits",
         "multirank/test_dispatch.py::test_dispatch[same bits on every rank]",
-    ),
-    "`library`: the same bits on every rank": ("multirank/test_dispatch.py::test_dispatch[same bits on every rank]",),
-    "`unordered`: atomics": ("unit/test_cli_db_pins.py::test_unordered_variant_is_said_to_serve_few",),
-    "The default policy admits": (
+        "unit/test_cli_db_pins.py::test_unordered_variant_is_said_to_serve_few",
         "unit/test_selection_select.py::test_numerics_policy",
         "multirank/test_dispatch.py::test_dispatch[numerics policies]",
     ),
@@ -89,7 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "gpu/test_gemm_gpu.py::test_on_two",
         "gpu/test_stress_gpu.py::test_nothing_is_wrong_and_nothing_hangs",
     ),
-    "A captured or hot path tunes nothing": (
+    "A captured or repeated call tunes nothing": (
         "multirank/test_hot_path.py::test_hot_path[a_repeated_call_does_nothing_but_launch]",
         "multirank/test_fast_calls.py::test_fast_calls[the second call is fast]",
     ),
