@@ -143,14 +143,7 @@ def schema() -> str:
 
 
 class Docstring(NamedTuple):
-    """A public function's docstring, taken apart.
-
-    Attributes:
-        text: the paragraphs before the first section.
-        sections: `Args` and `Raises` as name to text.
-        returns: the text of `Returns`.
-        notes: the paragraphs after the last section.
-    """
+    """A public function's docstring; `sections` has `Args` and `Raises`, `notes` what follows the last section."""
 
     text: list[str]
     sections: dict[str, dict[str, str]]
@@ -165,7 +158,12 @@ def _entries(lines: list[str]) -> dict[str, str]:
             found.append((match[1], [match[2]]))
         elif line.strip():
             found[-1][1].append(line.strip())
-    return {name: " ".join(parts) for names, parts in found for name in names.split(", ")}
+    told = {}
+    for names, parts in found:
+        first, *others = names.split(", ")
+        told[first] = " ".join(parts)
+        told |= {name: told[first] if told[first].startswith("as in") else f"see `{first}`" for name in others}
+    return told
 
 
 def docstring(function: Callable[..., Any]) -> Docstring:
@@ -241,7 +239,7 @@ def op_sections() -> str:
             ("Layouts", spec.layouts),
             ("Scalings", spec.scalings),
         ):
-            lines += [f"- {title}: {code(held)}."] if tuple(held) != ("",) else []
+            lines += [f"- {title}: {code(held)}."] if any(held) else []
         rows = []
         for variant in variants(spec.name).values():
             forced = "" if variant.bounded or "forced only" in variant.summary else "; forced only"
@@ -321,6 +319,7 @@ def measured(name: str, op: str, ranks: int, peers: dict[str, str], mode: str = 
     """
     lines, against = [], list(peers)[-1]
     held = runs(name, op, ranks, mode)
+    peers = {peer: head for peer, head in peers.items() if any(peer in one for every in held.values() for one in every)}
     for shape, run in list(newest(name, op, ranks, mode, next(iter(peers)), against).items())[::step]:
         cells = [us(next((one for one in (run, *held[shape]) if peer in one), {}), peer) for peer in peers]
         variant = run["tuned"]["config"].partition("(")[0]

@@ -1,4 +1,4 @@
-"""Decisions: what a group runs for a problem, and why. Pure but for what `force` and the environment name.
+"""Decide which candidate a group runs for a problem, and why. Pure, except for `force` and the environment.
 
 `tunedcomm.dispatch.plans` binds decisions to a communicator.
 """

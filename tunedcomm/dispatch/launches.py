@@ -88,9 +88,9 @@ def wrap_launch(
         launch: of a bound candidate.
         check_peers: called after the launch. Kernels in the interpreter have run to their end by then, so that a peer
             that did not come is known in this very call.
-        device_type: of tensors. The launch does the same whatever surrounds the call: its own calls on
-            `torch.distributed` are not intercepted, and autocast does not round what its products read. Launches by
-            address run kernels alone and need no such care.
+        device_type: of tensors. The launch does not depend on its surroundings: its own calls on
+            `torch.distributed` are not intercepted, and autocast does not round the inputs of its products. Launches
+            by address run only kernels, which neither affects.
         counter: counts a call of an untuned problem.
     """
     by_address = isinstance(launch, AddressLaunch)

@@ -1,4 +1,4 @@
-"""From a problem to a launch: decide, bind, and keep the plan.
+"""Turn a problem into a launch: decide, bind, and keep the plan.
 
 What a call costs after that is one look-up and the kernel's C launcher. `force` and `explain` steer and show decisions;
 `check_agreement` compares those of all ranks.

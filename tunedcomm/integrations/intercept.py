@@ -323,7 +323,7 @@ def _routed(group: Any) -> RoutedGroup | None:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that a choice goes by where an operator counts elements, whatever the shape."""
+    """The tensor as one dimension, for operators whose choice depends on the number of elements alone."""
     return x.detach().reshape(-1) if x.layout is torch.strided else x
 
 

@@ -1,7 +1,7 @@
-"""`tunedcomm.ServingAllReduce`: an all-reduce to hang into a serving engine's communicator.
+"""`tunedcomm.ServingAllReduce` is an all-reduce for the communicators of serving engines.
 
-vLLM's and SGLang's communicators for a tensor parallel group hold objects that they ask in turn whether they want a
-tensor, and the first one that does reduces it. The objects' methods go by several names; this one has them all:
+The communicators of vLLM and SGLang ask several objects in turn whether they want a tensor; the first that does reduces
+it. Each slot has its own method names, and this object has all of them:
 
 | engine's slot | asks | calls |
 |---|---|---|

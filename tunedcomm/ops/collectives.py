@@ -113,7 +113,7 @@ def all_reduce(
         UnsupportedInputError: a dtype, layout, device, shape, option or output that cannot be served; says what to do.
         InfeasibleError: a variant that is forced cannot run the call; `numerics` leaves no candidate that can; or with
             TUNEDCOMM_MODE=force no database has an answer.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        PeerTimeoutError: an earlier call on the group timed out waiting for a peer.
 
     `tunedcomm.all_reduce_(x)` is the same with `out=x`. Can be captured in CUDA graphs; enqueues on the current stream;
     never synchronises the host.

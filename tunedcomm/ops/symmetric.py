@@ -264,7 +264,7 @@ def all_gather_with_progress(
         UnsupportedInputError: a tensor or count that cannot be served; says what to do.
         WorkspaceError: the ranks cannot address each other's memory.
         NotInitializedError: no default process group, or a first call inside a graph capture.
-        PeerTimeoutError: an earlier call on the group waited for a peer in vain.
+        PeerTimeoutError: an earlier call on the group timed out waiting for a peer.
 
     Can be captured in CUDA graphs, with its `finish()`. One such gather of a group is under way at a time.
     """

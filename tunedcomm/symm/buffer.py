@@ -30,7 +30,7 @@ class SymmetricBuffer:
         addresses: where each rank's bytes lie in *this* process's address space, by rank.
         rank: the caller's rank in the group.
         multicast_address: address whose stores reach every rank, 0 where the fabric has none or it is switched off.
-        owner: whatever must stay alive as long as the buffer is in use.
+        owner: an object that must stay alive as long as the buffer is in use.
     """
 
     local: torch.Tensor

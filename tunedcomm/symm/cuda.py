@@ -25,7 +25,7 @@ _STEP = re.compile(r"(.*)/(\d+)/(\d+)")
 
 
 class GroupStore(Store):
-    """A group's store in which the steps of an exchange are numbered from 0 on, whatever number a rank gives them.
+    """A group's store that numbers the steps of an exchange from 0 on, whichever numbers ranks give them.
 
     A key `PREFIX/STEP/RANK` gets the place of STEP among the steps of PREFIX that came before; other keys stay.
     """

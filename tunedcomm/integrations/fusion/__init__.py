@@ -1,9 +1,9 @@
-"""`tunedcomm.fusion_pass`: `torch.compile` puts fused ops in the place of collectives and what surrounds them.
+"""`tunedcomm.fusion_pass` lets `torch.compile` replace collectives and the products and norms around them by fused ops.
 
     compiled = torch.compile(model, options={"post_grad_custom_post_pass": tunedcomm.fusion_pass(group)})
 
-The pass is Inductor's own hook behind its other passes, in forward and backward graphs alike. There functional
-collectives, and so DTensor's tensor and sequence parallel plans, are operators `_c10d_functional::*`:
+The pass is a hook of Inductor that runs after its other passes, on forward and backward graphs. There functional
+collectives, and with them DTensor's tensor and sequence parallel plans, are operators `_c10d_functional::*`:
 
 | in the graph | becomes |
 |---|---|
@@ -12,11 +12,11 @@ collectives, and so DTensor's tensor and sequence parallel plans, are operators 
 | product → all_reduce | `gemm_ar` |
 | all_reduce → (bias, residual added) → RMS norm | `all_reduce_rms_norm` |
 
-**Ranks.** All must rewrite alike. They have the table and the pass's arguments in common, and of the graph all but the
-sizes of shards, for a dimension need not be split evenly. A product is fused where its shard's size is known to be the
-same on every rank, from what `_fusion_shards` reads off DTensors, or where the caller says `even_shards=True`.
+**Ranks.** All ranks must rewrite alike. They share the table, the pass's arguments and the graph, but not the sizes of
+shards, because a dimension need not be split evenly. A product is fused if DTensors show that its shard has the same
+size on every rank, or if the caller passes `even_shards=True`.
 
-**What is left.** Whatever differs from these patterns stays as it is, with the reason in `records` and in the log.
+**Not fused.** Everything else stays as it is; `records` and the log give the reason.
 """
 
 from __future__ import annotations

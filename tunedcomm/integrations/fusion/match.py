@@ -1,8 +1,8 @@
-"""Reading graphs for the fusion pass: flat operators, products, RMS norms; and inserting nodes into them.
+"""Read graphs for the fusion pass: flat operators, products and RMS norms; and insert nodes into graphs.
 
-*Flat* operators keep a tensor's elements in their order, so that a matrix of rows stays the same matrix of rows
-whatever its leading dimensions are called: reshapes, contiguous copies, and a split that is joined again along another
-dimension where all dimensions before the two are 1. DTensor moves dimension 1 of a [1, S, H] activation by such ones.
+*Flat* operators keep the order of a tensor's elements, so a matrix of rows stays the same matrix of rows: reshapes,
+contiguous copies, and a split that is joined again along another dimension if all dimensions before the two are 1.
+DTensor moves dimension 1 of a [1, S, H] activation by such operators.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_HOISTED = 8
 
 
 class LeftError(Exception):
-    """A pattern stays as it is, for the reason in the text; raised by whatever reads a graph or judges a pattern.
+    """The pattern is not fused; the text says why. Raised by functions that read a graph or judge a pattern.
 
     Attributes:
         problem: what was asked of the database, in words; "" where it was not asked.
