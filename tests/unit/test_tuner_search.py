@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from search_samples import (
@@ -23,7 +22,8 @@ from search_samples import (
 
 from tunedcomm import spec
 from tunedcomm.spec import Candidate, Problem, get_variant
-from tunedcomm.tuner.search.coordinator import ProblemSearch
+from tunedcomm.tuner.gang.protocol import TrialResult
+from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import Search, default_candidates, families, interleave, search_space
 
 
@@ -33,18 +33,21 @@ def _registered() -> Iterator[None]:
         yield
 
 
-def run_search(search: Search, cost: Callable[[Candidate], float | None] = cost_us) -> list[Candidate]:
-    asked = []
-    while (candidate := search.ask()) is not None:
+def run_search(
+    search: Search,
+    cost: Callable[[Candidate], float | None] = cost_us,
+    known: Mapping[Candidate, float | None] | None = None,
+) -> list[Candidate]:
+    asked, told = [], dict(known or {})
+    while (candidate := search.next(told)) is not None:
         asked.append(candidate)
-        search.tell(candidate, cost(candidate))
+        told[candidate] = cost(candidate)
     return asked
 
 
-def search_of(job: Job, problem: Problem, **known: Any) -> Search:
+def search_of(job: Job, problem: Problem) -> Search:
     feasible = search_space(problem, LIMITS, job.settings)
-    seeds = [c for c in default_candidates(problem, LIMITS) if c in feasible]
-    return Search(problem, feasible, job.settings, seeds=seeds, **known)
+    return Search(problem, feasible, job.settings, default_candidates(problem, LIMITS))
 
 
 def test_small_space_is_searched_whole_with_seeds_first() -> None:
@@ -87,8 +90,17 @@ def test_settled_candidates_count_and_the_search_goes_on_as_it_would_have(cut: i
     job = job_of(problem, trials=30)
     whole = run_search(search_of(job, problem))
     known = {candidate: cost_us(candidate) for candidate in whole[:cut]}
-    search = search_of(job, problem, settled=known)
-    assert run_search(search) == whole[cut:]
+    assert run_search(search_of(job, problem), known=known) == whole[cut:]
+
+
+def test_busy_candidates_count_and_are_not_given_out() -> None:
+    problem = problem_of(8192)
+    search = search_of(job_of(problem, trials=30), problem)
+    busy: list[Candidate] = []
+    while (candidate := search.next({}, busy)) is not None:
+        busy.append(candidate)
+    assert len(busy) == len(set(busy)) == 30
+    assert search.next({}, busy[:-1]) == busy[-1]
 
 
 def test_interleave_takes_one_of_each_variant_in_turn() -> None:
@@ -165,20 +177,23 @@ def test_families_keep_modes_apart() -> None:
     assert families((problem_of(128), eager, graph)) == [[graph, problem_of(128)], [eager]]
 
 
+def begin_searches(*problems: Problem) -> None:
+    job = job_of(*problems, trials=1, finals=False)
+    coordinator = Coordinator(problems, job.settings, source_hash=lambda op, variant: "v1")
+    coordinator.gang_ready(0, HERE, LIMITS)
+    while coordinator.next(0).kind == "trial":
+        coordinator.learn(0, TrialResult(status="compile_error", reason="planted"))
+
+
 def test_default_outside_of_its_space_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     stray = replace(get_variant(OP, "small"), default=lambda problem, limits: {"chunks": 3})
     spec._variants[OP, "small"] = stray
-    for numel in (256, 4096):
-        problem = problem_of(numel)
-        job = job_of(problem)
-        ProblemSearch(problem, job.settings, knowledge_of(job), LIMITS, searched=(), dropped=(), shared=False)
+    begin_searches(problem_of(256), problem_of(4096))
     (record,) = caplog.records
     for part in ("search_op.small", "chunks=3", "[1, 2, 4]"):
         assert part in record.message
 
 
 def test_defaults_within_their_spaces_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    problem = problem_of()
-    job = job_of(problem)
-    ProblemSearch(problem, job.settings, knowledge_of(job), LIMITS, searched=(), dropped=(), shared=False)
+    begin_searches(problem_of())
     assert not caplog.records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -17,9 +17,9 @@ from tunedcomm.selection.score import noise
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops
-from tunedcomm.tuner.gang.protocol import LOST, Command
+from tunedcomm.tuner.gang.protocol import LOST
 from tunedcomm.tuner.search.claims import Claim
-from tunedcomm.tuner.search.coordinator import Coordinator, Finals
+from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import families
 from tunedcomm.tuner.search.sweep import (
     MachineSpec,
@@ -293,18 +293,14 @@ class Recheck(Coordinator):
 
         `must` are tried even if they took a gang along at another size.
         """
-        self._families, self._searches = families(candidates), dict.fromkeys(candidates)
-        for family in self._families:
-            self._finals[family[0]] = Finals(family, self._knowledge, self._known_limits, candidates, must)
+        self._families, self._searches, self._must = families(candidates), dict.fromkeys(candidates), frozenset(must)
+        self.searched = dict.fromkeys(candidates)
+        for problem, wanted in candidates.items():
+            self._finals[problem] = self._knowledge.feasible(problem, [self._library(problem), *wanted])
 
     def planned(self, problem: Problem) -> int:
-        """Trials of a problem still to be given out at most."""
-        finals = next(finals for first, finals in self._finals.items() if first.family == problem.family)
-        return finals.planned(problem)
-
-    def _offers(self, gang: int) -> Iterator[Command | None]:
-        for family in self._families:
-            yield self._from_finals(gang, family)
+        """Trials of a problem still to come at most."""
+        return sum(self._needs_final(problem, candidate) for candidate in self._finals[problem])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

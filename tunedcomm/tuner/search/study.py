@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import optuna
 from optuna.storages import JournalStorage
@@ -23,7 +23,7 @@ from tunedcomm.db.engine import data_directory
 from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import ConfigError
-from tunedcomm.space import Space, Value
+from tunedcomm.space import Space, SuggestsCategorical, Value
 from tunedcomm.spec import Candidate, Limits, NumericsPolicy, Problem, candidates, get_op, get_variant, variants
 from tunedcomm.tuner.gang.protocol import Settings
 
@@ -62,10 +62,8 @@ def stray_defaults(problem: Problem, limits: Limits, wanted: Collection[str]) ->
                 yield f"the default config of {variant.op}.{variant.name} is not in its space and is not tried: {error}"
 
 
-def search_space(
-    problem: Problem, limits: Limits, settings: Settings, dropped: Collection[str] = ()
-) -> list[Candidate]:
-    """Every feasible candidate that the settings leave in, without `dropped` variants.
+def search_space(problem: Problem, limits: Limits, settings: Settings) -> list[Candidate]:
+    """Every feasible candidate that the settings leave in.
 
     Where a variant of CPU tensors is known to be fast, interpreted kernels are searched only if they are named.
     """
@@ -76,7 +74,7 @@ def search_space(
     return [
         candidate
         for candidate in candidates(problem, limits, settings.policy)
-        if candidate.variant not in dropped and (wanted is None or candidate.variant in wanted)
+        if wanted is None or candidate.variant in wanted
     ]
 
 
@@ -105,158 +103,105 @@ def interleave(found: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for turn in rounds for candidate in turn if candidate is not None]
 
 
-class _Suggests:
-    """An Optuna trial as a space wants it: categorical values are only ever ints, bools and strings."""
-
-    def __init__(self, trial: optuna.Trial) -> None:
-        self._trial = trial
-
-    def suggest_categorical(self, name: str, choices: list[Value]) -> Value:
-        value = self._trial.suggest_categorical(name, choices)
-        assert isinstance(value, (int, str))
-        return value
-
-
 class Search:
-    """The search for one problem's best candidate.
+    """The order in which the candidates of one problem are tried.
 
-    The same settings, feasible set, seeds and told latencies give the same candidates, whether a latency was told or
-    was settled before: a search that is begun again goes the way that it went, and on from where it stood. Several
-    candidates may be out at once; their latencies may be told in any order.
+    It reads results and keeps none: the same settings, feasible set, seeds and results give the same next candidate, so
+    that a search that is begun again goes on from where it stood.
 
     Args:
         problem: what is tuned.
         feasible: every candidate that may be tried.
         settings: trials, patience and seed.
         seeds: tried first, in this order.
-        settled: candidates that are not given out when their turn comes, with their latency if they ran.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        feasible: Sequence[Candidate],
-        settings: Settings,
-        *,
-        seeds: Sequence[Candidate] = (),
-        settled: Mapping[Candidate, float | None] | None = None,
+        self, problem: Problem, feasible: Sequence[Candidate], settings: Settings, seeds: Sequence[Candidate] = ()
     ) -> None:
-        self._settings = settings
+        self.feasible = dict.fromkeys(feasible)
+        self._problem, self._settings = problem, settings
+        self._queue = [c for c in dict.fromkeys(seeds) if c in self.feasible]
         self._spaces = {c.variant: get_variant(problem.op, c.variant).space for c in feasible}
-        self._settled = dict(settled or {})
-        self._left = dict.fromkeys(feasible)
-        self._budget = settings.trials
-        self._queue = [c for c in dict.fromkeys(seeds) if c in self._left]
-        self._asked: dict[Candidate, optuna.Trial] = {}
         self._study: optuna.Study | None = None
-        self._rng = random.Random(f"{settings.seed}-{problem.digest}")  # noqa: S311
-        self._best, self._stood = math.inf, 0
-        self._history: list[tuple[Candidate, float | None]] = []
-        if len(self._left) <= self._budget:
-            self._queue += [c for c in interleave(list(self._left)) if c not in set(self._queue)]
+        self._entered: set[Candidate] = set()  # into the study
 
-    @property
-    def planned(self) -> int:
+    def planned(self, known: Mapping[Candidate, float | None], dropped: Collection[str] = ()) -> int:
         """Trials still to come at most."""
-        return min(max(self._budget, 0), sum(candidate not in self._settled for candidate in self._left))
+        allowed = self._allowed(dropped)
+        return max(0, min(len(allowed), self._settings.trials) - sum(c in known for c in allowed))
 
-    def ask(self) -> Candidate | None:
-        """The next candidate that is not settled, or None when the search is over."""
-        while (candidate := self._next()) is not None and candidate in self._settled:
-            self.tell(candidate, self._settled[candidate])
-        return candidate
+    def _allowed(self, dropped: Collection[str]) -> list[Candidate]:
+        return [candidate for candidate in self.feasible if candidate.variant not in dropped]
 
-    def _next(self) -> Candidate | None:
-        if self._budget <= 0 or not self._left:
-            return None
-        if not self._queue:
-            patience = self._settings.patience
-            if patience and self._stood >= patience:
-                return None
-            self._queue.append(self._sample())
-        candidate = self._queue.pop(0)
-        del self._left[candidate]
-        self._budget -= 1
-        return candidate
+    def next(
+        self,
+        known: Mapping[Candidate, float | None],
+        busy: Collection[Candidate] = (),
+        dropped: Collection[str] = (),
+    ) -> Candidate | None:
+        """The next candidate, or None if there is none.
 
-    def take(self, candidate: Candidate) -> bool:
-        """Note that somebody runs, or ran, a candidate that `ask` did not give: it counts, and is not given out.
-
-        Returns:
-            False if that was known before, or the candidate is none of this search.
+        Args:
+            known: those that were tried, in that order, with their latency if they ran.
+            busy: those that are being tried.
+            dropped: variants that are left alone.
         """
-        if candidate not in self._left:
-            return False
-        del self._left[candidate]
-        self._budget -= 1
-        self._queue = [queued for queued in self._queue if queued != candidate]
-        return True
+        allowed = self._allowed(dropped)
+        left = [candidate for candidate in allowed if candidate not in known and candidate not in busy]
+        num_begun = len(allowed) - len(left)
+        if not left or num_begun >= self._settings.trials:
+            return None
+        queue = [*self._queue, *(interleave(allowed) if len(allowed) <= self._settings.trials else ())]
+        free = set(left)
+        found = next((candidate for candidate in queue if candidate in free), None)
+        if found is None:
+            tried = {candidate: us for candidate, us in known.items() if candidate in self.feasible}
+            if self._settings.patience and _num_without_gain(tried.values()) >= self._settings.patience:
+                return None
+            found = self._draw(tried, left, num_begun)
+            self._queue.append(found)  # it is the next one again if it is not run after all
+        return found
 
-    def tell(self, candidate: Candidate, latency_us: float | None) -> None:
-        """Report a trial that `ask` gave or `take` noted: its latency, or None if it did not get that far."""
-        asked = self._asked.pop(candidate, None)
-        if asked is not None and self._study is not None:
-            if latency_us is None:
-                self._study.tell(asked, state=optuna.trial.TrialState.PRUNED)
-            else:
-                self._study.tell(asked, latency_us)
-            self._note(latency_us)
-        else:
-            self._remember(candidate, latency_us)
-
-    def _note(self, latency_us: float | None) -> None:
-        self._stood += 1
-        if latency_us is not None and latency_us < self._best:
-            self._best, self._stood = latency_us, 0
-
-    def _remember(self, candidate: Candidate, latency_us: float | None) -> None:
-        """Take in a result that the sampler did not draw."""
-        self._note(latency_us)
-        self._history.append((candidate, latency_us))
-        if self._study is not None:
-            self._flush(self._study)
-
-    def _flush(self, study: optuna.Study) -> None:
-        for candidate, latency_us in self._history:
-            if candidate.variant in self._spaces:
-                study.add_trial(_optuna_trial(candidate, self._spaces, latency_us))
-        self._history.clear()
-
-    def _sampler(self) -> optuna.Study:
-        if self._study is None:
-            optuna.logging.set_verbosity(optuna.logging.WARNING)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                sampler = optuna.samplers.TPESampler(
-                    multivariate=True,
-                    group=True,
-                    n_startup_trials=_STARTUP_TRIALS,
-                    seed=self._rng.randrange(2**31),
-                )
-            self._study = optuna.create_study(sampler=sampler)
-            self._flush(self._study)
-        return self._study
-
-    def _sample(self) -> Candidate:
-        """A candidate that is feasible and new.
+    def _draw(self, tried: Mapping[Candidate, float | None], left: Sequence[Candidate], num_begun: int) -> Candidate:
+        """One of those that are left, by Optuna's model of those that were tried.
 
         A sampler of discrete values repeats itself and knows nothing of feasibility. What it draws stands for the
         nearest candidate that is left, so that a repeated optimum leads on to its neighbours.
         """
-        study = self._sampler()
+        rng = random.Random(f"{self._settings.seed}-{self._problem.digest}-{num_begun}")  # noqa: S311
+        if self._study is None:
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
+            self._study = optuna.create_study()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study.sampler = optuna.samplers.TPESampler(
+                multivariate=True, group=True, n_startup_trials=_STARTUP_TRIALS, seed=rng.randrange(2**31)
+            )
+        self._study.add_trials(_optuna_trial(c, self._spaces, us) for c, us in tried.items() if c not in self._entered)
+        self._entered.update(tried)
         for _ in range(_MAX_DRAWS):
-            trial = study.ask()
+            trial = self._study.ask()
             variant = str(trial.suggest_categorical("variant", sorted(self._spaces)))
-            config = self._spaces[variant].suggest(_Suggests(trial), prefix=f"{variant}.")
-            drawn = Candidate.of(next(iter(self._left)).op, variant, config)
-            if drawn in self._left:
-                self._asked[drawn] = trial
-                return drawn
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            if rivals := [candidate for candidate in self._left if candidate.variant == variant]:
-                distances = [_distance(self._spaces[variant], drawn, rival) for rival in rivals]
-                return self._rng.choice([r for r, d in zip(rivals, distances, strict=True) if d == min(distances)])
-        return self._rng.choice(list(self._left))
+            # The values of an axis are ints, bools and strings alone, and so is what is drawn of them.
+            config = self._spaces[variant].suggest(cast("SuggestsCategorical", trial), prefix=f"{variant}.")
+            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # its result is added when it is known
+            drawn = Candidate.of(self._problem.op, variant, config)
+            distances = {c: _distance(self._spaces[variant], drawn, c) for c in left if c.variant == variant}
+            if distances:
+                nearest = min(distances.values())
+                return rng.choice([candidate for candidate, distance in distances.items() if distance == nearest])
+        return rng.choice(left)
+
+
+def _num_without_gain(latencies: Iterable[float | None]) -> int:
+    """Trials since the best one."""
+    best, count = math.inf, 0
+    for latency_us in latencies:
+        count += 1
+        if latency_us is not None and latency_us < best:
+            best, count = latency_us, 0
+    return count
 
 
 def _distance(space: Space, one: Candidate, other: Candidate) -> int:
