@@ -28,8 +28,9 @@ spec = SweepSpec(
 begin = time.monotonic()
 with Database.open(path, create=True) as database:
     outcome = sweep(spec, database)
-print(json.dumps({"seconds": time.monotonic() - begin, "reason": outcome.reason, "gangs": outcome.num_gangs,
-                  "starts_s": outcome.start_s, "trials": outcome.num_trials, "failures": outcome.failures}))
+done = outcome.progress
+print(json.dumps({"seconds": time.monotonic() - begin, "reason": outcome.reason, "gangs": done.num_gangs,
+                  "starts_s": outcome.start_s, "trials": done.trials, "failures": done.failures}))
 """
 # Where ranks share a GPU every launch takes milliseconds: one size and the variants of least candidates.
 SHARED = ranks_share_a_gpu()

@@ -83,8 +83,8 @@ def test_good_variants_are_measured(swept: tuple[SweepOutcome, list[Trial], Path
     assert ran == {"library()", "unordered(delay_ms=5)", *GOOD}
     assert outcome.reason == "done"
     assert outcome.num_skipped == 0
-    assert outcome.num_gangs > 4
-    assert 0 < outcome.start_s < outcome.seconds
+    assert outcome.progress.num_gangs > 4
+    assert 0 < outcome.start_s < outcome.progress.elapsed_s
     assert not outcome.unsolved
     ok = [t for t in trials if t.status == "ok"]
     assert all(t.samples >= 2 and t.baseline_p50_us and t.error is not None and t.error < 1e-6 for t in ok)
@@ -138,8 +138,8 @@ def test_second_sweep_has_nothing_to_do(swept: tuple[SweepOutcome, list[Trial], 
     _, trials, path = swept
     with Database.open(path) as database:
         outcome = sweep(spec_of(shapes=((64,),)), database)
-        assert outcome.num_trials == 0
-        assert outcome.num_gangs == 1
+        assert outcome.progress.trials == 0
+        assert outcome.progress.num_gangs == 1
         assert len(database.trials()) == len(trials)
         assert outcome.num_skipped == 11
         broken = {fate.variant for fate in outcome.fates if fate.is_broken}
@@ -165,7 +165,7 @@ def test_finals_cover_every_shape_and_the_summary_names_the_best(tmp_path: Path)
         assert result.best.variant == "library"
         assert result.speedup == 1.0
     assert seen[-1].problems_done == 2
-    assert seen[-1].trials == outcome.num_trials
+    assert seen[-1].trials == outcome.progress.trials
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_faults_of_one_gang_are_nothing_to_the_other(tmp_path: Path) -> None:
     with Database.open(tmp_path / "tuned.db", create=True) as database:
         outcome = sweep(wanted, database)
         trials = database.trials()
-    assert outcome.num_gangs >= 4
+    assert outcome.progress.num_gangs >= 4
     assert not outcome.unsolved
     tried = [(trial.problem.shape, str(trial.candidate)) for trial in trials]
     assert len(tried) == len(set(tried))
@@ -195,7 +195,7 @@ def test_problem_that_does_not_fit_is_skipped_and_nobody_blamed(
         outcome = sweep(spec_of("good", shapes=shapes), database)
         trials = database.trials()
     assert outcome.reason == "done"
-    assert outcome.num_gangs == 1
+    assert outcome.progress.num_gangs == 1
     assert outcome.dropped == ()
     assert [problem.shape for problem in outcome.unsolved] == [(TOO_LARGE,), (TOO_LARGE_TO_CHECK,)]
     tried = [trial for trial in trials if trial.status != "infeasible"]
@@ -213,8 +213,8 @@ def test_retry_tries_failed_candidates_again(tmp_path: Path) -> None:
     with Database.open(tmp_path / "tuned.db", create=True) as database:
         assert sweep(wanted, database).failures == {"incorrect": 1}
         again = sweep(spec_of("wrong_by_one_element", shapes=((64,),), finals=False, retry=True), database)
-        assert again.failures == {"incorrect": 1}
-        assert again.num_trials == 1
+        assert again.progress.failures == {"incorrect": 1}
+        assert again.progress.trials == 1
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_two_gangs_do_everything_once_side_by_side(tmp_path: Path, alone: TABLE)
         looks.append({gang.slot for gang in progress.gangs if gang.step in ("binding", "running")})
 
     outcome, both = run(tmp_path / "tuned.db", spec_of(15, 19, trials=200, gangs=2, replay_trial_s=0.02), look)
-    assert (outcome.reason, outcome.num_gangs) == ("done", 2)
+    assert (outcome.reason, outcome.progress.num_gangs) == ("done", 2)
     assert searched(both) == searched(alone)
     assert {key for key in both if key[2]}  # the finals, too
     # How many looks see both depends on how long the second one takes to start.
@@ -217,7 +217,7 @@ def test_killed_gang_disturbs_no_other_and_its_candidate_is_run_again(tmp_path: 
             os.kill(killed[0], signal.SIGKILL)
 
     outcome, found = run(tmp_path / "tuned.db", spec_of(15, 19, trials=200, gangs=2, replay_trial_s=0.02), kill_one)
-    assert (outcome.reason, outcome.num_gangs, outcome.failures) == ("done", 3, {})
+    assert (outcome.reason, outcome.progress.num_gangs, outcome.progress.failures) == ("done", 3, {})
     assert len(others[0]) == 1
     assert sum(others[0] <= pids for pids in others) > 3  # the other one was left alone
     assert searched(found) == searched(alone)
@@ -241,8 +241,8 @@ def test_stopped_gang_is_hung_while_the_other_goes_on(tmp_path: Path) -> None:
     expected = searched(run(tmp_path / "alone.db", spec_of(9, **few))[1])
     wanted = spec_of(9, gangs=2, replay_trial_s=1.0, trial_timeout_s=10.0, compile_timeout_s=10.0, **few)
     outcome, found = run(tmp_path / "tuned.db", wanted, stop_one)
-    assert (outcome.reason, outcome.num_gangs, outcome.failures) == ("done", 3, {"hung": 1})
+    assert (outcome.reason, outcome.progress.num_gangs, outcome.progress.failures) == ("done", 3, {"hung": 1})
     assert not process_start(stopped[0][0])
-    assert outcome.num_trials > stopped[0][1] + 5
+    assert outcome.progress.trials > stopped[0][1] + 5
     assert searched(found) == expected
     assert [status for status, _ in found.values() if status not in ("ok", "pruned", "infeasible")] == ["hung"]

@@ -120,6 +120,6 @@ def test_a_third_one_that_comes_late_has_nothing_to_do(tmp_path: Path, alone: se
     with Database.open(path, create=True) as database:
         sweep(shared_spec(0.0), database)
         before = len(database.trials())
-        assert sweep(shared_spec(0.0), database).num_trials == 0
+        assert sweep(shared_spec(0.0), database).progress.trials == 0
         assert len(database.trials()) == before
     check(str(path), alone, share=1)

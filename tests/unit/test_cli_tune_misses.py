@@ -48,12 +48,18 @@ class Sweeps:
                 ProblemResult(problem=p, best=best, library_us=9.0, num_trials=3, failures={}) for p in spec.problems
             ),
             reason="done",
-            num_trials=3,
-            failures={},
+            progress=Progress(
+                problems=1,
+                problems_done=1,
+                trials=3,
+                trials_planned=0,
+                failures={},
+                gangs=(),
+                num_gangs=1,
+                elapsed_s=1.0,
+            ),
             dropped=(),
-            num_gangs=1,
             start_s=3.5,
-            seconds=1.0,
             compiled_ahead=0,
         )
 

@@ -31,12 +31,18 @@ class Sweep:
             environment=None,
             problems=(),
             reason="done",
-            num_trials=0,
-            failures={},
+            progress=Progress(
+                problems=1,
+                problems_done=1,
+                trials=0,
+                trials_planned=0,
+                failures={},
+                gangs=(),
+                num_gangs=0,
+                elapsed_s=0.0,
+            ),
             dropped=(),
-            num_gangs=0,
             start_s=3.5,
-            seconds=0.0,
             compiled_ahead=0,
         )
 

@@ -212,7 +212,7 @@ def _leave(outcomes: Sequence[SweepOutcome], named: Sequence[str], database: str
             if is_named and fate.infeasible:
                 lines.append(f"{name} is infeasible for every problem of this sweep: {fate.infeasible}")
             if fate.is_broken:
-                lines.append(f"{name}: none of {sum(fate.failures.values())} that were tried works")
+                lines.append(f"{name}: none of {fate.num_failed} that were tried works")
             if fate.is_broken or (is_named and fate.failures):
                 for first in fate.firsts:
                     count = fate.failures[first.status]
@@ -270,11 +270,12 @@ def report(outcome: SweepOutcome, url: str) -> None:
     ranks = outcome.problems[0].problem.world_size if outcome.problems else 0
     table_of(_COLUMNS, outcome.problems, title=f"{ranks} ranks{where}")
     end = "out of time" if outcome.reason == "budget" else "done"
-    emit(f"{end}: {outcome.num_trials} trials in {outcome.seconds:.0f} s, stored in {url} (run {outcome.run_id})")
-    if outcome.compiled_ahead or outcome.num_compiled:
+    done = outcome.progress
+    emit(f"{end}: {done.trials} trials in {done.elapsed_s:.0f} s, stored in {url} (run {outcome.run_id})")
+    if outcome.compiled_ahead or done.num_compiled:
         waited = "" if outcome.compile_share is None else f", {outcome.compile_share:.1%} of the time"
-        share = "" if outcome.bind_share is None else f"; {outcome.bind_share:.1%} of it went into binding in all"
-        emit(f"{outcome.num_compiled} trials had to wait for the compiler{waited}{share}")
+        share = "" if done.bind_share is None else f"; {done.bind_share:.1%} of it went into binding in all"
+        emit(f"{done.num_compiled} trials had to wait for the compiler{waited}{share}")
     if outcome.dropped:
         note(f"not tried any more, because they cost several gangs: {', '.join(outcome.dropped)}")
 
@@ -285,8 +286,7 @@ def _best_us(result: ProblemResult) -> float | None:
 
 def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
     """As JSON has it."""
-    names = "run_id reason environment num_trials failures dropped num_skipped"
-    costs = "num_gangs start_s num_compiled bind_share compile_share seconds"
+    done = outcome.progress
     fates, problems = [], []
     for fate in outcome.fates:
         reasons = {first.status: first.reason for first in fate.firsts}
@@ -296,7 +296,15 @@ def _to_dict(outcome: SweepOutcome, url: str) -> dict[str, Any]:
         if result.best is not None:
             best = attributes(result.best, "variant config latency_p50_us")
         problems.append({**attributes(result, "problem library_us speedup num_trials failures"), **best})
-    return {"database": url, **attributes(outcome, f"{names} {costs}"), "variants": fates, "problems": problems}
+    return {
+        "database": url,
+        **attributes(outcome, "run_id reason environment dropped num_skipped start_s compile_share"),
+        **attributes(done, "failures num_gangs num_compiled bind_share"),
+        "num_trials": done.trials,
+        "seconds": done.elapsed_s,
+        "variants": fates,
+        "problems": problems,
+    }
 
 
 def show_command(problem: Problem, database: str | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,12 @@ from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops
 from tunedcomm.tuner.gang.protocol import LOST
-from tunedcomm.tuner.search.claims import Claim
 from tunedcomm.tuner.search.coordinator import Coordinator
 from tunedcomm.tuner.search.study import families
 from tunedcomm.tuner.search.sweep import (
     MachineSpec,
     Progress,
     Running,
-    compile_ahead,
     hash_if_known,
     load_variants,
     resolve_machine,
@@ -381,76 +378,44 @@ def verify(
         DatabaseError: a layer that was named cannot be read, or `database` cannot be written.
     """
     load_variants(spec.plugins)
-    running = _Verify(spec, database, progress)
-    with running:
-        return running.run()
+    settings = resolve_machine(spec)
+    recheck = Recheck((), settings, source_hash=source_hash)
+    winners: dict[Problem, tuple[Winner, ...]] = {}
 
-
-class _Verify(Running):
-    """A verification under way."""
-
-    def __init__(
-        self, spec: VerifySpec, database: Database | None, progress: Callable[[Progress], None] | None
-    ) -> None:
-        settings = resolve_machine(spec)
-        self._spec = spec
-        self._winners: dict[Problem, tuple[Winner, ...]] | None = None  # unknown until a gang says where it runs
-        self._records: list[Trial] = []
-        self._recheck = Recheck((), settings, source_hash=source_hash)
-        super().__init__(settings, self._recheck, database, progress)
-
-    def run(self) -> VerifyOutcome:
-        """Run to the end and judge."""
-        self._run_gangs()
-        winners = itertools.chain.from_iterable((self._winners or {}).values())
-        return VerifyOutcome(
-            environment=self._recheck.environment,
-            world_size=self._settings.world_size,
-            results=tuple(judge(winner, self._records, tolerance=self._spec.tolerance) for winner in winners),
-            run_id=self._recheck.run_id,
-            num_trials=self._counters.trials,
-            num_gangs=self._supervisor.num_gangs,
-            seconds=self._elapsed_s,
-        )
-
-    def _welcome(self) -> None:
+    def begin(here: Environment) -> None:
         """The first gang that is ready says on which machine: its winners are the work."""
-        spec, environment, limits = self._spec, self._recheck.environment, self._recheck.limits
-        if environment is None or limits is None or self._winners is not None:
-            return
-        layers, world_size = spec.layers, self._settings.world_size
-        snapshot = load_snapshot(environment, world_size, layers=layers, strict=layers is not None)
-        found = stored_winners(snapshot, limits, hash_if_known, spec.wants)
+        assert recheck.knowledge is not None
+        snapshot = load_snapshot(here, settings.world_size, layers=spec.layers, strict=spec.layers is not None)
+        found = stored_winners(snapshot, recheck.knowledge.limits, hash_if_known, spec.wants)
 
         def most_in_doubt(problem: Problem) -> tuple[tuple[bool, str], Problem]:
             """Other software first, then the oldest."""
             return min((not winner.row.drift, winner.row.created_at) for winner in found[problem]), problem
 
-        self._winners = {problem: found[problem] for problem in sorted(sorted(found, key=most_in_doubt)[: spec.limit])}
-        if self._database is not None and self._winners:
-            self._recheck.run_id = self._database.start_run(
+        for problem in sorted(sorted(found, key=most_in_doubt)[: spec.limit]):
+            winners[problem] = found[problem]
+        if database is not None and winners:
+            recheck.run_id = database.start_run(
                 command=spec.command,
                 seed=spec.seed,
-                budget=f"winners of {len(self._winners)} problems",
+                budget=f"winners of {len(winners)} problems",
                 host=socket.gethostname(),
             )
-        chosen = candidates_to_measure(self._winners)
-        if self._pool is not None:
-            compute_capability = environment.compute_capability
-            self._ahead = compile_ahead(self._pool, chosen, self._settings, limits, compute_capability, chosen)
-        self._recheck.begin(chosen, {(problem, w.candidate) for problem, ws in self._winners.items() for w in ws})
+        chosen = candidates_to_measure(winners)
+        running.compile_ahead(chosen, chosen)
+        recheck.begin(chosen, {(problem, w.candidate) for problem, ws in winners.items() for w in ws})
 
-    def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
-        super()._record(trials, claims)
-        self._records += trials
-
-    def _planned(self) -> dict[Problem, int | None]:
-        return {problem: self._recheck.planned(problem) for problem in self._winners or {}}
-
-    def _num_done(self, planned: Mapping[Problem, int | None], busy: Collection[Problem | None]) -> int:
-        return sum(not count and problem not in busy for problem, count in planned.items())
-
-    def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
-        assert self._winners is not None
-        winner = self._winners[problem][0]
-        return winner.latency_us, winner.library_us
+    running = Running(settings, recheck, database, progress, begin)
+    with running:
+        running.run()
+        known, done = recheck.knowledge, running.progress()
+        trials = [trial for problem in winners for trial in known.trials(problem)] if known is not None else []
+        return VerifyOutcome(
+            environment=None if known is None else known.environment,
+            world_size=settings.world_size,
+            results=tuple(judge(winner, trials, tolerance=spec.tolerance) for ws in winners.values() for winner in ws),
+            run_id=recheck.run_id,
+            num_trials=done.trials,
+            num_gangs=done.num_gangs,
+            seconds=done.elapsed_s,
+        )

@@ -56,8 +56,7 @@ class Coordinator:
         clock, seconds_left: seconds, and how many the budget has left; None is no bound.
 
     Attributes:
-        environment, limits: of the gangs; None until the first is ready.
-        knowledge: of the problems; None until then.
+        knowledge: of the problems, and where gangs run; None until the first is ready.
         unstored: trials that ended, each with its claim if there is one; whoever stores them empties the list.
         claims: may be set until the first command is asked for, by when the environment is known.
         searched: problems whose search is over, in that order.
@@ -76,8 +75,6 @@ class Coordinator:
         run_id: int | None = None,
     ) -> None:
         self.run_id = run_id
-        self.environment: Environment | None = None
-        self.limits: Limits | None = None
         self.knowledge: Knowledge | None = None
         self.searched: dict[Problem, None] = {}
         self.unstored: list[tuple[Trial, Claim | None]] = []
@@ -113,8 +110,7 @@ class Coordinator:
             TuningError: it does not run in the environment of the first one.
         """
         self._fresh.add(gang)
-        if self.environment is None:
-            self.environment, self.limits = environment, limits
+        if self.knowledge is None:
             self.knowledge = Knowledge(
                 self._searches,
                 environment,
@@ -123,8 +119,8 @@ class Coordinator:
                 retry=self._settings.retry,
                 stored=self._stored,
             )
-        elif environment != self.environment:
-            differences = self.environment.differences(environment).values() or self.environment.drift(environment)
+        elif environment != (first := self.knowledge.environment):
+            differences = first.differences(environment).values() or first.drift(environment)
             raise TuningError(
                 f"gang {gang} runs in another environment than the first one: {'; '.join(differences)}. A sweep "
                 "measures one environment: tune the GPUs of each kind by themselves, with CUDA_VISIBLE_DEVICES"
@@ -231,18 +227,19 @@ class Coordinator:
         return self.knowledge
 
     @property
-    def _known_limits(self) -> Limits:
-        assert self.limits is not None
-        return self.limits
-
-    @property
     def has_time(self) -> bool:
         """False once the budget is spent: a gang that is gone is not replaced any more."""
-        return self._seconds_left > 0
+        return self.seconds_left > 0
 
     @property
-    def _seconds_left(self) -> float:
+    def seconds_left(self) -> float:
+        """Of the budget; infinite if there is none."""
         return self._end_s - self._clock()
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is tuned, family by family."""
+        return tuple(self._searches)
 
     def activity(self, gang: int) -> Command | None:
         """The command that a gang runs; None if it has nothing to do."""
@@ -324,7 +321,7 @@ class Coordinator:
     def _open(self, gang: int, problem: Problem) -> Search:
         """Begin a problem's search."""
         self._note_infeasible(gang, problem)
-        knowledge, limits, library = self._knowledge, self._known_limits, self._library(problem)
+        knowledge, limits, library = self._knowledge, self._knowledge.limits, self._library(problem)
         found = search_space(problem, limits, self._settings)
         for text in stray_defaults(problem, limits, {candidate.variant for candidate in found}):
             warn_once(text)
@@ -338,7 +335,7 @@ class Coordinator:
     def _grant_time(self, problem: Problem) -> None:
         """An even share of what is left, so that the last problem is searched as well as the first."""
         remaining = len(self._searches) - len(self.searched)
-        left_s = self._seconds_left
+        left_s = self.seconds_left
         if math.isfinite(left_s):
             left_s -= self._budget_s * (1 - _SEARCH_SHARE)
         share = min(self._settings.gangs, remaining) / remaining
@@ -363,7 +360,7 @@ class Coordinator:
 
     def _library(self, problem: Problem) -> Candidate:
         variant = get_variant(problem.op, "library")
-        return Candidate.of(problem.op, variant.name, variant.default_config(problem, self._known_limits))
+        return Candidate.of(problem.op, variant.name, variant.default_config(problem, self._knowledge.limits))
 
     def _assign(self, gang: int, problem: Problem, candidate: Candidate, *, final: bool) -> Command:
         library = self._library(problem)
@@ -433,11 +430,10 @@ class Coordinator:
         *,
         final: bool = False,
     ) -> Trial:
-        assert self.environment is not None
         variant, latency = get_variant(candidate.op, candidate.variant), result.latency
         trial = Trial(
             problem=problem,
-            environment=self.environment,
+            environment=self._knowledge.environment,
             variant=candidate.variant,
             numerics=variant.numerics,
             source_hash=self._source_hash(candidate.op, candidate.variant),
@@ -461,7 +457,7 @@ class Coordinator:
 
     def _note_infeasible(self, gang: int, problem: Problem) -> None:
         """One row for each variant that has no feasible config at all, so that `explain` can say why."""
-        for candidate, reason in infeasible_variants(problem, self._known_limits, self._settings.policy):
+        for candidate, reason in infeasible_variants(problem, self._knowledge.limits, self._settings.policy):
             known = self._knowledge.status(problem, candidate) is not None
             if not known and self._claim(gang, problem, candidate, final=False):
                 result = TrialResult(status="infeasible", reason=reason)

@@ -54,7 +54,7 @@ class Knowledge:
         retry: bool = False,
         stored: Iterable[Trial] = (),
     ) -> None:
-        self._limits = limits
+        self.environment, self.limits = environment, limits
         self._retry = retry
         self._source_hash = source_hash
         self._results: dict[Problem, dict[Candidate, Trial]] = {problem: {} for problem in problems}
@@ -62,7 +62,6 @@ class Knowledge:
         self._proposals: dict[Problem, list[Trial]] = {}
         self._tried: set[tuple[Problem, Candidate]] = set()
         self._quarantine: set[tuple[Problem, Candidate]] = set()
-        self._environment = environment
         for trial in stored:
             if self.counts(trial):
                 self._enter(trial)
@@ -71,7 +70,7 @@ class Knowledge:
 
     def counts(self, trial: Trial) -> bool:
         """True if a stored trial was measured in this environment, and of the kernels as they are now."""
-        if trial.environment != self._environment:
+        if trial.environment != self.environment:
             return False
         try:
             return trial.source_hash == self._source_hash(trial.problem.op, trial.variant)
@@ -127,31 +126,25 @@ class Knowledge:
         Classes that promise less do not count: a fast unordered candidate must not end the measuring of ordered ones,
         which some callers insist on. Nor does the library: how far it is ahead of the best challenger is worth knowing.
         """
-        policy = _NARROWEST[numerics]
-        rivals = [us for candidate, us in self._challengers(problem) if admits(policy, _numerics(candidate))]
-        return min(rivals, default=math.inf)
+        return min(self._challengers(problem, _NARROWEST[numerics]).values(), default=math.inf)
 
     def winners(self, problem: Problem, count: int, policy: NumericsPolicy = "any") -> list[Candidate]:
         """The best `count` challengers that may be chosen under `policy`, best first; equal times in a fixed order."""
-        ranked = sorted(self._challengers(problem), key=lambda found: (found[1], str(found[0])))
-        found = [candidate for candidate, _ in ranked if admits(policy, _numerics(candidate))]
-        return [c for c in found if get_variant(problem.op, c.variant).bounded][:count]
+        cost = self._challengers(problem, policy)
+        ranked = sorted(cost, key=lambda candidate: (cost[candidate], str(candidate)))
+        return [c for c in ranked if get_variant(problem.op, c.variant).bounded][:count]
 
     def best_per_sm_limit(self, problem: Problem, policy: NumericsPolicy = "default") -> list[Candidate]:
         """The fastest challengers that take at most 1, 2, 4, … SMs, for callers that compute beside the call."""
-        cost: dict[Candidate, tuple[float, str]] = {}
-        sms: dict[Candidate, int] = {}
-        for candidate, trial in self._results.get(problem, {}).items():
-            if trial.status not in ("ok", "pruned") or not trial.latency_p50_us:
-                continue
+        cost, sms = self._challengers(problem, policy, ("ok", "pruned")), dict[Candidate, int]()
+        for candidate in cost:
             variant = get_variant(problem.op, candidate.variant)
             taken = variant.num_blocks(problem, candidate.config_dict)
-            if variant.bounded and not variant.is_library and taken >= 0 and admits(policy, variant.numerics):
-                cost[candidate] = (trial.latency_p50_us, str(candidate))
+            if variant.bounded and taken >= 0:
                 sms[candidate] = taken
         limits = [0, *(1 << exponent for exponent in range(_MAX_SMS.bit_length()))]
-        fitting = [[c for c in cost if sms[c] <= limit] for limit in limits]
-        return list(dict.fromkeys(min(found, key=cost.__getitem__) for found in fitting if found))
+        fitting = [[c for c in sms if sms[c] <= limit] for limit in limits]
+        return list(dict.fromkeys(min(found, key=lambda c: (cost[c], str(c))) for found in fitting if found))
 
     def proposals(self, problem: Problem, count: int, searched: Collection[Problem]) -> list[Candidate]:
         """Winners worth trying first: of the nearest shapes, of other families at this shape, of other versions.
@@ -161,7 +154,11 @@ class Knowledge:
         """
         message_bytes = get_op(problem.op).message_bytes
         here = math.log2(message_bytes(problem) + 1)
-        near = [other for other in searched if other != problem and other.op == problem.op and self._challengers(other)]
+        near = [
+            other
+            for other in searched
+            if other != problem and other.op == problem.op and self._challengers(other, "any")
+        ]
         near.sort(key=lambda o: (abs(math.log2(message_bytes(o) + 1) - here), o.family != problem.family, str(o)))
         found: list[Candidate] = []
         for other in near[:3]:
@@ -173,7 +170,7 @@ class Knowledge:
     def feasible(self, problem: Problem, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Those of `candidates` that can run `problem` here, once each, in order."""
         unique = dict.fromkeys(replace(candidate, op=problem.op) for candidate in candidates)
-        return [candidate for candidate in unique if check_candidate(problem, candidate, self._limits) is None]
+        return [candidate for candidate in unique if check_candidate(problem, candidate, self.limits) is None]
 
     def finalists(self, problems: Iterable[Problem], per_shape: int) -> list[Candidate]:
         """Winners of a family's problems under every numerics policy, those that win at more shapes first.
@@ -206,19 +203,18 @@ class Knowledge:
             if other.family == problem.family and candidate in results
         )
 
-    def _challengers(self, problem: Problem) -> list[tuple[Candidate, float]]:
-        """Candidates besides the library whose search ended `ok`, with their latency."""
-        return [
-            (candidate, trial.latency_p50_us or math.inf)
+    def _challengers(
+        self, problem: Problem, policy: NumericsPolicy, statuses: Collection[str] = ("ok",)
+    ) -> dict[Candidate, float]:
+        """Latencies of candidates besides the library that `policy` admits and whose search ended so."""
+        return {
+            candidate: trial.latency_p50_us
             for candidate, trial in self._results.get(problem, {}).items()
-            if trial.status == "ok" and not get_variant(problem.op, candidate.variant).is_library
-        ]
+            if trial.status in statuses and trial.latency_p50_us and not is_library(candidate)
+            if admits(policy, trial.numerics)
+        }
 
 
 def is_library(candidate: Candidate) -> bool:
     """True for the baseline of an op."""
     return get_variant(candidate.op, candidate.variant).is_library
-
-
-def _numerics(candidate: Candidate) -> Numerics:
-    return get_variant(candidate.op, candidate.variant).numerics

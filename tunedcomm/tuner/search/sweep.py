@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import itertools
+import math
 import os
 import socket
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Literal
@@ -40,8 +41,9 @@ from tunedcomm.tuner.gang.protocol import FAILED, Settings, TrialResult
 from tunedcomm.tuner.gang.supervisor import GangProgress, Supervisor
 from tunedcomm.tuner.measure.compile_pool import CompilePool, num_workers
 from tunedcomm.tuner.measure.correctness import odd_problems
-from tunedcomm.tuner.search.claims import Claim, Claims
+from tunedcomm.tuner.search.claims import Claims
 from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.knowledge import Knowledge
 from tunedcomm.tuner.search.study import StudyMirror, default_candidates, interleave, journal_path, search_space
 
 
@@ -269,7 +271,9 @@ class Progress:
         num_gangs: started so far.
         elapsed_s: seconds since the sweep began.
         seconds_left: what is left of the budget, or an estimate where that is less; None while nobody knows.
-        num_compiled, bind_share: see `SweepOutcome`.
+        num_compiled: trials for which a rank still had to compile.
+        bind_share: share of the gangs' time that went into binding, by the slowest rank, after the first 30 s of the
+            sweep; None if it was over by then.
     """
 
     problems: int
@@ -328,17 +332,11 @@ class SweepOutcome:
         environment: where it was measured.
         problems: results in the order of the sweep.
         reason: `done`, or `budget` if time ran out first.
-        num_trials: measured in this sweep, finals included.
-        failures: failed trials of this sweep by status.
+        progress: where the sweep stood at its end; `trials` has the finals' too.
         dropped: variants left alone after they had cost too many gangs.
-        num_gangs: gangs started.
-        start_s: seconds that they took until they were ready, in all.
-        seconds: wall time.
+        start_s: seconds that gangs took until they were ready, in all.
         compiled_ahead: binaries handed to the compile pool.
-        num_compiled: trials for which a rank still had to compile.
-        bind_share: share of the gangs' time that went into binding, by the slowest rank, after the first 30 s of the
-            sweep; None if it was over by then.
-        compile_share: the part of it in which a rank waited for the compiler.
+        compile_share: the part of `bind_share` in which a rank waited for the compiler.
         num_skipped: candidates that failed in an earlier sweep, and were not tried again.
         fates: what became of each variant that was asked for; of all if none was.
     """
@@ -347,15 +345,10 @@ class SweepOutcome:
     environment: Environment | None
     problems: tuple[ProblemResult, ...]
     reason: str
-    num_trials: int
-    failures: dict[str, int]
+    progress: Progress
     dropped: tuple[str, ...]
-    num_gangs: int
     start_s: float
-    seconds: float
     compiled_ahead: int
-    num_compiled: int = 0
-    bind_share: float | None = None
     compile_share: float | None = None
     num_skipped: int = 0
     fates: tuple[VariantSummary, ...] = ()
@@ -472,6 +465,11 @@ class VariantSummary:
     infeasible: str = ""
 
     @property
+    def num_failed(self) -> int:
+        """Trials that failed."""
+        return sum(self.failures.values())
+
+    @property
     def is_broken(self) -> bool:
         """True if some were tried and none runs."""
         return bool(self.failures) and not self.num_ran
@@ -480,7 +478,8 @@ class VariantSummary:
 def summarise_variants(records: Iterable[Trial]) -> tuple[VariantSummary, ...]:
     """Sum up trials of one environment and of the kernels as they are, by variant."""
     by_variant: dict[str, list[Trial]] = {}
-    for record in _latest(records).values():
+    latest = {(record.problem, record.candidate): record for record in records if not record.final}
+    for record in latest.values():
         by_variant.setdefault(record.variant, []).append(record)
     found = []
     for variant, mine in sorted(by_variant.items()):
@@ -499,35 +498,8 @@ def summarise_variants(records: Iterable[Trial]) -> tuple[VariantSummary, ...]:
     return tuple(found)
 
 
-def num_failed(records: Iterable[Trial]) -> int:
-    """How many challengers of how many problems failed in these trials, at last; infeasible ones did not."""
-    return sum(r.status in _BROKEN and r.variant != "library" for r in _latest(records).values())
-
-
-def _latest(records: Iterable[Trial]) -> dict[tuple[Problem, Candidate], Trial]:
-    return {(record.problem, record.candidate): record for record in records if not record.final}
-
-
 # Between two reports of progress.
 _PROGRESS_S = 0.25
-
-
-def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None) -> SweepOutcome:
-    """Tune, and store every trial as it ends. Run again, it goes on where it stopped.
-
-    Args:
-        spec: what to tune.
-        database: writable.
-        progress: called a few times a second and at the end, from this thread.
-
-    Raises:
-        TuningError: the sweep could not be started, or gangs keep dying without a result.
-    """
-    load_variants(spec.plugins)
-    problems, settings = resolve(spec)
-    running = _Sweep(spec, problems, settings, database, progress)
-    with running:
-        return running.run()
 
 
 def load_variants(plugins: Iterable[str]) -> None:
@@ -557,7 +529,12 @@ def hash_if_known(op: str, variant: str) -> str | None:
 class Running:
     """Gangs at work for one command: their compile pool, what they store and what is told of them.
 
-    Without a `database` nothing is stored. `progress` is called a few times a second.
+    Args:
+        settings, coordinator: of the gangs, and what decides for them; its claims are closed at the end.
+        database: takes the trials; None stores nothing.
+        progress: called a few times a second and at the end.
+        begin: called once it is known where gangs run, before the first is told what to do.
+        mirror: takes a copy of the trials.
     """
 
     def __init__(
@@ -566,23 +543,26 @@ class Running:
         coordinator: Coordinator,
         database: Database | None,
         progress: Callable[[Progress], None] | None,
-        budget_s: float | None = None,
+        begin: Callable[[Environment], None],
+        mirror: StudyMirror | None = None,
     ) -> None:
-        self._settings, self._database, self._progress = settings, database, progress
-        self._coordinator, self._budget_s = coordinator, budget_s
+        self._settings, self._coordinator = settings, coordinator
+        self._database, self._mirror = database, mirror
+        self._report, self._begin_work = progress, begin
         self._supervisor = Supervisor(
             coordinator,
             settings,
             gang_devices(settings),
             on_ready=self._welcome,
-            on_result=lambda result: self._counters.bound(result, self._elapsed_s),
+            on_result=lambda result: self.counters.bound(result, self._elapsed_s),
             on_turn=self._turn,
         )
-        self._counters = SweepCounters()
-        self._begin, self._told_s = time.monotonic(), -_PROGRESS_S
+        self.counters = SweepCounters()
+        self._begin_s, self._told_s = time.monotonic(), -_PROGRESS_S
+        self._has_begun = False
         self._pool: CompilePool | None = None
-        self._ahead: Iterator[int] | None = None
-        self._num_ahead = 0
+        self._ahead: Iterator[int] = iter(())
+        self.num_ahead = 0  # binaries handed to the pool
 
     def __enter__(self) -> None:
         if self._settings.backend == "cuda" and not self._settings.stand_in:
@@ -590,94 +570,109 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         """Store what was measured, and that the run is over."""
-        if self._pool is not None:
-            self._pool.close()
-        self._flush()
-        if self._database is not None and self._coordinator.run_id is not None:
-            self._database.finish_run(self._coordinator.run_id)
+        try:
+            if self._pool is not None:
+                self._pool.close()
+            self._flush()
+            if self._database is not None and self._coordinator.run_id is not None:
+                self._database.finish_run(self._coordinator.run_id)
+        finally:
+            if self._coordinator.claims is not None:
+                self._coordinator.claims.close()
 
-    def _run_gangs(self) -> str:
+    def run(self) -> str:
+        """Run gangs to the end; returns why it ended, `done` or `budget`."""
         reason = self._supervisor.run()
         self._flush()
         self._tell()
         return reason
 
+    def compile_ahead(
+        self, problems: Iterable[Problem], chosen: Mapping[Problem, Sequence[Candidate]] | None = None
+    ) -> None:
+        """Compile while gangs run, see `compile_ahead`."""
+        known = self._coordinator.knowledge
+        if self._pool is not None and known is not None:
+            capability = known.environment.compute_capability
+            self._ahead = compile_ahead(self._pool, problems, self._settings, known.limits, capability, chosen)
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that gangs took until they were ready, in all."""
+        return self._supervisor.start_s
+
     @property
     def _elapsed_s(self) -> float:
-        return time.monotonic() - self._begin
+        return time.monotonic() - self._begin_s
 
     # What the supervisor calls
 
     def _welcome(self) -> None:
         """A gang is ready, before its first command."""
+        known = self._coordinator.knowledge
+        if known is not None and not self._has_begun:
+            self._has_begun = True
+            self._begin_work(known.environment)
 
     def _turn(self) -> None:
         """Do everything that gangs do not wait for."""
         self._flush()
-        # A problem at a time: listing its binaries takes a while.
-        self._num_ahead += next(self._ahead, 0) if self._ahead is not None else 0
+        self.num_ahead += next(self._ahead, 0)  # a problem at a time: listing its binaries takes a while
         up = sum(state.step not in ("starting", "ending") for state in self._supervisor.states())
-        self._counters.pass_time(self._elapsed_s, up)
+        self.counters.pass_time(self._elapsed_s, up)
         if self._elapsed_s - self._told_s >= _PROGRESS_S:
             self._tell()
 
     def _flush(self) -> None:
         """Store the trials that ended since the last call; what fails is tried again at the end."""
-        if unstored := self._coordinator.unstored:
-            trials = [trial for trial, _ in unstored]
-            self._record(trials, [claim for _, claim in unstored if claim is not None])
-            unstored.clear()
-            for trial in trials:
-                self._counters.add(trial, self._elapsed_s)
-
-    def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
-        """Store trials, and end their claims."""
-        if self._database is not None:
+        if not (unstored := self._coordinator.unstored):
+            return
+        trials = [trial for trial, _ in unstored]
+        if self._coordinator.claims is not None:
+            self._coordinator.claims.record(trials, [claim for _, claim in unstored if claim is not None])
+        elif self._database is not None:
             self._database.record(trials)
-
-    # Telling
-
-    def _planned(self) -> dict[Problem, int | None]:
-        """Trials still to come of every problem; None before its search has begun."""
-        raise NotImplementedError
-
-    def _num_done(self, planned: Mapping[Problem, int | None], busy: Collection[Problem | None]) -> int:
-        raise NotImplementedError
-
-    def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
-        """Latency of the best candidate and of the library."""
-        raise NotImplementedError
+        unstored.clear()
+        if self._mirror is not None:
+            self._mirror.add(trials)
+        for trial in trials:
+            self.counters.add(trial, self._elapsed_s)
 
     def _tell(self) -> None:
         self._told_s = self._elapsed_s
-        if self._progress is None:
-            return
-        planned = self._planned()
-        states = self._supervisor.states()
-        known = [(None, None) if gang.problem is None else self._known_us(gang.problem) for gang in states]
-        gangs = tuple(replace(g, best_us=us, library_us=lib) for g, (us, lib) in zip(states, known, strict=True))
-        self._progress(
-            Progress(
-                problems=len(planned),
-                problems_done=self._num_done(planned, {gang.problem for gang in gangs}),
-                trials=self._counters.trials,
-                trials_planned=sum(count or 0 for count in planned.values()),
-                failures=dict(self._counters.failures),
-                gangs=gangs,
-                num_gangs=self._supervisor.num_gangs,
-                elapsed_s=self._elapsed_s,
-                seconds_left=self._seconds_left(planned),
-                num_compiled=self._counters.num_compiled,
-                bind_share=self._counters.bind_share,
-            )
+        if self._report is not None:
+            self._report(self.progress())
+
+    def progress(self) -> Progress:
+        """Where the work stands."""
+        coordinator, counters, elapsed_s = self._coordinator, self.counters, self._elapsed_s
+        planned = [coordinator.planned(problem) for problem in coordinator.problems]
+        num_planned = sum(count or 0 for count in planned)
+        estimate_s = counters.estimate_s(coordinator.searched, num_planned, planned.count(None), elapsed_s)
+        bounds = [] if estimate_s is None else [estimate_s]
+        bounds += [max(coordinator.seconds_left, 0.0)] if math.isfinite(coordinator.seconds_left) else []
+        return Progress(
+            problems=len(planned),
+            problems_done=planned.count(0),
+            trials=counters.trials,
+            trials_planned=num_planned,
+            failures=dict(counters.failures),
+            gangs=tuple(self._with_latencies(gang) for gang in self._supervisor.states()),
+            num_gangs=self._supervisor.num_gangs,
+            elapsed_s=elapsed_s,
+            seconds_left=min(bounds, default=None),
+            num_compiled=counters.num_compiled,
+            bind_share=counters.bind_share,
         )
 
-    def _seconds_left(self, planned: Mapping[Problem, int | None]) -> float | None:
-        known = sum(count or 0 for count in planned.values())
-        unopened = sum(count is None for count in planned.values())
-        bounds = [self._counters.estimate_s(self._coordinator.searched, known, unopened, self._elapsed_s)]
-        bounds += [max(self._budget_s - self._elapsed_s, 0.0)] if self._budget_s is not None else []
-        return min((bound for bound in bounds if bound is not None), default=None)
+    def _with_latencies(self, gang: GangProgress) -> GangProgress:
+        known = self._coordinator.knowledge
+        if gang.problem is None or known is None:
+            return gang
+        ran = [t for t in known.trials(gang.problem) if t.status == "ok" and admits("default", t.numerics)]
+        best, library = fastest(ran), [trial.latency_p50_us for trial in ran if trial.variant == "library"]
+        best_us = best.latency_p50_us if best is not None else None
+        return replace(gang, best_us=best_us, library_us=library[-1] if library else None)
 
 
 # Compiling ahead
@@ -719,116 +714,73 @@ def _binaries(problem: Problem, candidate: Candidate) -> Iterator[Any]:
         yield from variant.compile_requests(shape, candidate.config_dict)
 
 
-class _Sweep(Running):
-    """A sweep under way."""
+def _chosen(
+    database: Database, known: Knowledge, problems: Iterable[Problem], world_size: int
+) -> dict[Problem, Candidate]:
+    """What dispatch takes from the tuned database, pins aside."""
+    builder = SnapshotBuilder(known.environment, world_size)
+    with database.reading() as connection:
+        builder.add(builder.fetch(connection, Reader(), layer="user", layer_rank=0))
+    snapshot, registered = replace(builder.build(), pins=()), Registered(known.limits, hash_if_known)
+    return {problem: choose(snapshot, problem, registered).candidate for problem in problems}
 
-    def __init__(
-        self,
-        spec: SweepSpec,
-        problems: tuple[Problem, ...],
-        settings: Settings,
-        database: Database,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._problems, self._known = problems, stored_records(database, problems)
-        self._tuned = database
-        self._claims: Claims | None = None
-        self._mirror = StudyMirror(journal_path(database))
-        budget = f"{spec.budget_s:g} s, " if spec.budget_s is not None else ""
-        self._run_id = database.start_run(
-            command=spec.command,
-            seed=spec.seed,
-            budget=f"{budget}{settings.trials} trials a problem",
-            host=socket.gethostname(),
-        )
-        coordinator = Coordinator(
-            problems,
-            settings,
-            source_hash=source_hash,
-            stored=self._known,
-            seconds_left=spec.budget_s,
-            run_id=self._run_id,
-        )
-        super().__init__(settings, coordinator, database, progress, spec.budget_s)
 
-    def __exit__(self, *error: object) -> None:
-        try:
-            super().__exit__(*error)
-        finally:
-            if self._claims is not None:
-                self._claims.close()
-            self._mirror.close()
+def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], None] | None = None) -> SweepOutcome:
+    """Tune, and store every trial as it ends. Run again, it goes on where it stopped.
 
-    def run(self) -> SweepOutcome:
-        """Run to the end and sum up."""
-        reason = self._run_gangs()
-        chosen = self._chosen()
-        return SweepOutcome(
-            run_id=self._run_id,
-            environment=self._coordinator.environment,
-            problems=tuple(summarise_problem(p, self._trials(p), chosen.get(p)) for p in self._problems),
-            reason=reason,
-            num_trials=self._counters.trials,
-            failures=dict(self._counters.failures),
-            dropped=tuple(sorted(self._coordinator.dropped)),
-            num_gangs=self._supervisor.num_gangs,
-            start_s=self._supervisor.start_s,
-            seconds=self._elapsed_s,
-            compiled_ahead=self._num_ahead,
-            num_compiled=self._counters.num_compiled,
-            bind_share=self._counters.bind_share,
-            compile_share=self._counters.compile_share,
-            num_skipped=0 if self._settings.retry else num_failed(self._wanted(self._known)),
-            fates=summarise_variants(self._wanted(itertools.chain(*map(self._trials, self._problems)))),
-        )
+    Args:
+        spec: what to tune.
+        database: writable.
+        progress: called a few times a second and at the end, from this thread.
 
-    def _welcome(self) -> None:
-        """The first gang that is ready says in what environment trials run, and for what machine to compile."""
-        here, limits = self._coordinator.environment, self._coordinator.limits
-        if here is None or limits is None:
-            return
-        if self._claims is None:
-            self._claims = self._coordinator.claims = Claims(
-                self._tuned, here.digest, _source_digest, run_id=self._run_id, known=self._known
+    Raises:
+        TuningError: the sweep could not be started, or gangs keep dying without a result.
+    """
+    load_variants(spec.plugins)
+    problems, settings = resolve(spec)
+    stored = stored_records(database, problems)
+    budget = f"{spec.budget_s:g} s, " if spec.budget_s is not None else ""
+    run_id = database.start_run(
+        command=spec.command,
+        seed=spec.seed,
+        budget=f"{budget}{settings.trials} trials a problem",
+        host=socket.gethostname(),
+    )
+    asked = spec.variants or tuple(variants(spec.op))
+    coordinator = Coordinator(
+        problems,
+        settings,
+        source_hash=source_hash,
+        stored=stored,
+        seconds_left=spec.budget_s,
+        run_id=run_id,
+    )
+
+    def begin(here: Environment) -> None:
+        coordinator.claims = Claims(database, here.digest, _source_digest, run_id=run_id, known=stored)
+        running.compile_ahead(problems)
+
+    with closing(StudyMirror(journal_path(database))) as mirror:
+        running = Running(settings, coordinator, database, progress, begin, mirror)
+        with running:
+            reason = running.run()
+            knowledge = coordinator.knowledge
+            chosen = {} if knowledge is None else _chosen(database, knowledge, problems, settings.world_size)
+            trials = {problem: [] if knowledge is None else knowledge.trials(problem) for problem in problems}
+            before = summarise_variants(t for t in stored if t.variant in asked and knowledge and knowledge.counts(t))
+            return SweepOutcome(
+                run_id=run_id,
+                environment=None if knowledge is None else knowledge.environment,
+                problems=tuple(summarise_problem(p, trials[p], chosen.get(p)) for p in problems),
+                reason=reason,
+                progress=running.progress(),
+                dropped=tuple(sorted(coordinator.dropped)),
+                start_s=running.start_s,
+                compiled_ahead=running.num_ahead,
+                compile_share=running.counters.compile_share,
+                num_skipped=0 if spec.retry else sum(f.num_failed for f in before if f.variant != "library"),
+                fates=summarise_variants(t for found in trials.values() for t in found if t.variant in asked),
             )
-        if self._pool is not None and self._ahead is None:
-            self._ahead = compile_ahead(self._pool, self._problems, self._settings, limits, here.compute_capability)
-
-    def _record(self, trials: list[Trial], claims: list[Claim]) -> None:
-        assert self._claims is not None
-        self._claims.record(trials, claims)
-        self._mirror.add(trials)
-
-    def _planned(self) -> dict[Problem, int | None]:
-        return {problem: self._coordinator.planned(problem) for problem in self._problems}
-
-    def _num_done(self, planned: Mapping[Problem, int | None], busy: Collection[Problem | None]) -> int:
-        return len(self._coordinator.searched)
-
-    def _known_us(self, problem: Problem) -> tuple[float | None, float | None]:
-        ran = [t for t in self._trials(problem) if t.status == "ok" and admits("default", t.numerics)]
-        best, library = fastest(ran), [trial.latency_p50_us for trial in ran if trial.variant == "library"]
-        return best.latency_p50_us if best else None, library[-1] if library else None
-
-    def _wanted(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Those of what is tuned, in this environment and of the kernels as they are."""
-        asked, knowledge = self._settings.variants, self._coordinator.knowledge
-        return [t for t in trials if (not asked or t.variant in asked) and knowledge and knowledge.counts(t)]
-
-    def _trials(self, problem: Problem) -> list[Trial]:
-        knowledge = self._coordinator.knowledge
-        return [] if knowledge is None else knowledge.trials(problem)
-
-    def _chosen(self) -> dict[Problem, Candidate]:
-        """What dispatch takes from the tuned database, pins aside."""
-        here, limits = self._coordinator.environment, self._coordinator.limits
-        if here is None or limits is None:
-            return {}
-        builder = SnapshotBuilder(here, self._settings.world_size)
-        with self._tuned.reading() as connection:
-            builder.add(builder.fetch(connection, Reader(), layer="user", layer_rank=0))
-        snapshot, registered = replace(builder.build(), pins=()), Registered(limits, hash_if_known)
-        return {problem: choose(snapshot, problem, registered).candidate for problem in self._problems}
 
 
 def stored_records(database: Database, problems: Iterable[Problem]) -> list[Trial]:
