@@ -51,7 +51,7 @@ class Machine:
     def answer(self, command: Command) -> TrialResult:
         assert command.candidate is not None
         us = cost_us(command.candidate)
-        pruned = us > 1.3 * command.threshold_us and not command.final and not command.is_library
+        pruned = us > 1.3 * command.threshold_us and not command.final and command.candidate.variant != "library"
         latency = Latency(p10_us=us, p50_us=us, p90_us=us, samples=3)
         return TrialResult(status="pruned" if pruned else "ok", latency=latency, baseline_us=20.0)
 
