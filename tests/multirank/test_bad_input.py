@@ -339,7 +339,7 @@ def call_with(rank: int, target: Path, warning: str) -> None:
 
 
 def a_directory(folder: Path, rank: int) -> None:
-    call_with(rank, folder, "is a directory; give a file in it")
+    call_with(rank, folder, "is a directory or special file")
 
 
 def unreadable(folder: Path, rank: int) -> None:

@@ -145,17 +145,18 @@ def test_a_disk_that_is_full(
 ) -> None:
     monkeypatch.setattr("tunedcomm.tuner.search.sweep.sweep", begin_and_store)
     Database.open(tmp_path / "user.db", create=True).close()
-    real = engine.set_pragmas
+    real = engine.set_up
 
-    def full(connection: sqlite3.Connection, busy_timeout_s: float, *, wal: bool) -> None:
-        real(connection, busy_timeout_s, wal=wal)
+    def full(connection: sqlite3.Connection, *arguments: object, **named: object) -> None:
+        real(connection, *arguments, **named)  # type: ignore[arg-type]
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count={pages}")
 
-    monkeypatch.setattr(engine, "set_pragmas", full)
+    monkeypatch.setattr(engine, "set_up", full)
     monkeypatch.setattr("tunedcomm.db.store.login", lambda: "x" * 100_000)  # more than a page has left
     said = refused("tune --op all_reduce", capsys)
-    assert "DatabaseFullError: no space is left for" in said
+    assert "DatabaseFullError" in said
+    assert "no space is left" in said
     assert "free some space and run the same command" in said
     with Database.open(tmp_path / "user.db", readonly=True) as database:
         assert database.runs() == []

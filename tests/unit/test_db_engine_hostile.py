@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sqlite3
@@ -41,35 +42,45 @@ def change(path: Path, *statements: str) -> None:
     ("statements", "what"),
     [
         (
-            [
-                "ALTER TABLE trial RENAME TO kept",
-                f"CREATE VIEW trial AS {ENDLESS} SELECT kept.* FROM kept, n",
-            ],
-            "a view trial",
+            ["ALTER TABLE trial RENAME TO kept", f"CREATE VIEW trial AS {ENDLESS} SELECT kept.* FROM kept, n"],
+            "view trial",
         ),
         (
             [
                 "ALTER TABLE tunedcomm_version RENAME TO kept",
-                f"CREATE VIEW tunedcomm_version AS {ENDLESS} SELECT * FROM n",
+                f"CREATE VIEW tunedcomm_version AS {ENDLESS} SELECT '0003' FROM n",
             ],
-            "a view tunedcomm_version",
+            "view tunedcomm_version",
         ),
-        (["ALTER TABLE pin RENAME TO kept", "CREATE VIEW PIN AS SELECT * FROM kept"], "a view PIN"),
-        (["DROP TABLE pin", "CREATE VIRTUAL TABLE pin USING rtree(id, a, b)"], "a table pin"),
-        (
-            ["ALTER TABLE run ADD COLUMN more TEXT AS (hex(zeroblob(900000000)))"],
-            "a computed column run.more",
-        ),
+        (["ALTER TABLE pin RENAME TO kept", "CREATE VIEW PIN AS SELECT * FROM kept"], "view PIN"),
+        (["DROP TABLE pin", "CREATE VIRTUAL TABLE pin USING rtree(id, a, b)"], "table pin"),
     ],
 )
-@pytest.mark.parametrize("readonly", [True, False])
-def test_what_is_no_plain_table_is_refused(path: Path, statements: list[str], what: str, readonly: bool) -> None:
+def test_what_is_no_plain_table_is_not_written_and_read_in_a_bounded_time(
+    path: Path, statements: list[str], what: str
+) -> None:
     change(path, *statements)
     begin = time.monotonic()
-    with pytest.raises(DatabaseCorruptError, match=f"holds {what} where tunedcomm has plain tables"):
-        Database.open(path, readonly=readonly)
+    with pytest.raises(DatabaseCorruptError, match=f"holds a {what} where tunedcomm has plain tables"):
+        Database.open(path)
+    with contextlib.suppress(DatabaseCorruptError), Database.open(path, readonly=True) as database:
+        database.trials()
+        database.pins()
+    assert len(load_snapshot(H200, 4, layers=[Layer("user", str(path))]).rows) in (0, 2)
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="sqlite3 sets limits from Python 3.11 on")
+def test_a_column_that_is_computed_is_read_in_a_bounded_time(path: Path) -> None:
+    change(
+        path,
+        "ALTER TABLE trial RENAME reason TO kept",
+        "ALTER TABLE trial ADD reason TEXT AS (hex(zeroblob(900000000)))",
+    )
+    begin = time.monotonic()
+    with Database.open(path, readonly=True) as database, pytest.raises(DatabaseCorruptError):
+        database.trials()
     assert time.monotonic() - begin < 30
-    assert load_snapshot(H200, 4, layers=[Layer("user", str(path))]).rows == ()
 
 
 def test_other_views_and_tables_are_none_of_our_business(path: Path) -> None:

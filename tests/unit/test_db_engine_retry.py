@@ -258,7 +258,7 @@ def test_no_space_says_what_to_do_and_keeps_what_was_recorded(tmp_path: Path) ->
     ("change", "error", "said"),
     [
         ({"database": "no_such_database"}, DatabaseAccessError, "refuses the connection"),
-        ({"username": "nobody_of_that_name"}, DatabaseAccessError, "check user, password"),
+        ({"username": "nobody_of_that_name"}, DatabaseAccessError, "user, password"),
         ({"query": {"host": "/nowhere"}}, DatabaseAwayError, "does not answer"),
     ],
 )

@@ -378,7 +378,7 @@ def test_foreign_tables_and_triggers_stay_behind(source: Path, tmp_path: Path) -
 def test_a_directory_that_cannot_be_written_is_named(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "cannot read database" in refused(DatabaseAccessError, [source], source / "out.db")
+    assert "cannot open database" in refused(DatabaseAccessError, [source], source / "out.db")
 
     def deny(**_: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -164,7 +164,7 @@ def test_a_home_that_may_not_be_written(
             counter.count += 1
         misses.flush()
     misses._forget()
-    with pytest.raises(DatabaseAccessError, match="set TUNEDCOMM_DB to a file in a directory you may write"):
+    with pytest.raises(DatabaseAccessError, match="or set TUNEDCOMM_DB to another file"):
         Database.open(writable_database(), create=True)
     if os.getuid() == 0:
         os.seteuid(0)

@@ -19,12 +19,12 @@ from db_samples import H200, trial
 from typer.testing import CliRunner
 
 from tunedcomm.cli import main
-from tunedcomm.db import migrate, schema
+from tunedcomm.db import engine, schema
+from tunedcomm.db.engine import upgrade_database
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.migrate import upgrade_database
 from tunedcomm.db.schema import VERSION_TABLE
 from tunedcomm.db.store import Database
-from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseFullError, DatabaseVersionError
+from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
 
 ASSET = Path(__file__).parent.parent / "data" / f"revision_{schema.HEAD}.db"
 OLD, NEW = schema.HEAD, "0004"
@@ -48,7 +48,7 @@ def downgrade() -> None:
 
 
 def make_revision(folder: Path, last_line: str = "") -> None:
-    shutil.copytree(migrate.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(engine.MIGRATIONS, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "versions" / "r0004_colour.py").write_text(REVISION % last_line, encoding="utf-8")
 
 
@@ -57,10 +57,10 @@ def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """This tunedcomm has two revisions; the folder of them."""
     folder = tmp_path / "migrations"
     make_revision(folder)
-    monkeypatch.setattr(migrate, "MIGRATIONS", folder)
-    monkeypatch.setattr(migrate, "REVISIONS", (*schema.REVISIONS, NEW))
-    monkeypatch.setattr(migrate, "READABLE", frozenset({NEW}))
-    monkeypatch.setattr(migrate, "HEAD", NEW)
+    monkeypatch.setattr(engine, "MIGRATIONS", folder)
+    monkeypatch.setattr(engine, "REVISIONS", (*schema.REVISIONS, NEW))
+    monkeypatch.setattr(engine, "READABLE", frozenset({NEW}))
+    monkeypatch.setattr(engine, "HEAD", NEW)
     monkeypatch.setattr(schema, "HEAD", NEW)
     return folder
 
@@ -176,7 +176,7 @@ def make_revision_failing(folder: Path) -> None:
 def _upgrade_and_die(path: Path, folder: Path) -> None:
     """In a process of its own: killed within the revision, after its first statements."""
     make_revision(folder, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    migrate.MIGRATIONS, migrate.REVISIONS, migrate.HEAD, schema.HEAD = folder, (*schema.REVISIONS, NEW), NEW, NEW  # type: ignore[misc]
+    engine.MIGRATIONS, engine.REVISIONS, engine.HEAD, schema.HEAD = folder, (*schema.REVISIONS, NEW), NEW, NEW  # type: ignore[misc]
     upgrade_database(path)
 
 
@@ -191,13 +191,13 @@ def test_killed_upgrade_leaves_the_file_as_it_was(old: Path, tmp_path: Path) -> 
     assert contents(old) == before
 
 
-def test_no_space_for_the_copy_is_named(old: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_made_is_named(old: Path, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(shutil, "copymode", no_space)
     before = contents(old)
-    with pytest.raises(DatabaseFullError, match=r"bak-0003.*free some space"):
+    with pytest.raises(DatabaseAccessError, match=r"bak-0003.*No space left"):
         upgrade_database(old)
     assert contents(old) == before
     assert [path.name for path in old.parent.glob(".*")] == []
@@ -227,7 +227,7 @@ def test_opening_to_write_upgrades_with_a_copy_too(old: Path, newer: Path, caplo
 
 
 def _upgrade_at_once(path: Path, folder: Path, barrier: Any) -> None:
-    migrate.MIGRATIONS, migrate.REVISIONS, migrate.HEAD, schema.HEAD = folder, (*schema.REVISIONS, NEW), NEW, NEW  # type: ignore[misc]
+    engine.MIGRATIONS, engine.REVISIONS, engine.HEAD, schema.HEAD = folder, (*schema.REVISIONS, NEW), NEW, NEW  # type: ignore[misc]
     barrier.wait()
     upgrade_database(path)
 
@@ -247,18 +247,18 @@ def test_several_at_once_upgrade_once(old: Path, newer: Path) -> None:
 
 def test_server_is_upgraded(postgres_url: str, newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as older:
-        older.setattr(migrate, "MIGRATIONS", Path(schema.__file__).parent / "migrations")
-        older.setattr(migrate, "REVISIONS", (OLD,))
-        older.setattr(migrate, "HEAD", OLD)
+        older.setattr(engine, "MIGRATIONS", Path(schema.__file__).parent / "migrations")
+        older.setattr(engine, "REVISIONS", (OLD,))
+        older.setattr(engine, "HEAD", OLD)
         with Database.open(postgres_url, create=True) as database:
             database.start_run(command="tunedcomm tune", seed=1, budget="", host="node")
     assert upgrade_database(postgres_url, check=True).is_needed
     done = upgrade_database(postgres_url)
     assert (done.before, done.after, done.copy) == (OLD, NEW, None)
-    engine = sa.create_engine(postgres_url)
-    with engine.connect() as connection:
+    server = sa.create_engine(postgres_url)
+    with server.connect() as connection:
         assert connection.execute(sa.text("SELECT colour FROM run")).scalars().all() == ["blue"]
-    engine.dispose()
+    server.dispose()
 
 
 def invoke(*arguments: str) -> tuple[int, str]:

@@ -59,8 +59,9 @@ def test_a_line_is_one_write_and_plain_json(path: Path, monkeypatch: pytest.Monk
     append(path, [miss(problem(1 << k)) for k in range(3, 8)])
     assert len(written) == 5
     for line in written:
+        assert line.startswith(b"\n")
         assert line.endswith(b"\n")
-        assert line.count(b"\n") == 1
+        assert line.count(b"\n") == 2
         assert len(line) < 4096
         assert json.loads(line)["environment"]["gpu"] == "NVIDIA H200"
 

@@ -543,8 +543,8 @@ def db_upgrade(
 
     Example: tunedcomm db upgrade --db cluster.db
     """
+    from tunedcomm.db.engine import upgrade_database
     from tunedcomm.db.layers import writable_database
-    from tunedcomm.db.migrate import upgrade_database
 
     done = upgrade_database(writable_database(db), check=check)
     if as_json:

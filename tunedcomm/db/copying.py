@@ -32,9 +32,8 @@ from sqlalchemy import (
 )
 
 from tunedcomm.db import records as parse
-from tunedcomm.db.engine import connected, parse_target
+from tunedcomm.db.engine import connected, create_file, parse_target
 from tunedcomm.db.jsonl import RUN_IDENTITY, Line, OnBad, SoundRows, is_jsonl, key_of, read_lines
-from tunedcomm.db.migrate import create_file
 from tunedcomm.db.query import table
 from tunedcomm.db.records import Reader, canonical_json, config_digest
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow

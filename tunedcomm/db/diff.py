@@ -18,9 +18,8 @@ from sqlalchemy import String, func, select, true, type_coerce
 
 from tunedcomm.db import query
 from tunedcomm.db.copying import absorb, as_database
-from tunedcomm.db.engine import connected
+from tunedcomm.db.engine import connected, create_file
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.migrate import create_file
 from tunedcomm.db.records import Pin, Reader
 from tunedcomm.db.schema import TrialRow
 from tunedcomm.db.store import Database

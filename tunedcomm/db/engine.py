@@ -1,14 +1,14 @@
 """Engines for SQLite files and database servers, with the guards that untrusted files and many processes need.
 
-A SQLite file may come from elsewhere, be damaged or be made to do harm. So it is opened with `trusted_schema` off, its
-tables must be plain tables, no value may be larger than 16 MiB, and a read transaction is interrupted once it takes
-more steps than a sound file of its size needs. A driver's exception comes out as a `DatabaseError` with the fix.
+A SQLite file may come from elsewhere, be damaged or be made to do harm. So it is opened with `trusted_schema` off, no
+value that is read may be larger than 16 MiB, a read transaction is interrupted once it takes more steps than a sound
+file of its size needs, and only plain tables are written. A driver's exception comes out as a `DatabaseError` with the
+fix.
 """
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import itertools
 import logging
 import operator
@@ -17,20 +17,22 @@ import random
 import re
 import shutil
 import sqlite3
-import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import platformdirs
+import sqlalchemy as sa
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 
 from tunedcomm import settings
-from tunedcomm.db.schema import VERSION_TABLE, Base
+from tunedcomm.db.schema import HEAD, READABLE, REVISIONS, VERSION_TABLE, Base, WorkingBase
 from tunedcomm.errors import (
     DatabaseAccessError,
     DatabaseAwayError,
@@ -38,6 +40,7 @@ from tunedcomm.errors import (
     DatabaseCorruptError,
     DatabaseError,
     DatabaseFullError,
+    DatabaseVersionError,
     printable,
 )
 
@@ -45,6 +48,7 @@ BUSY_TIMEOUT_S = 30.0
 # Execution option of connections that will write: SQLite takes its write lock at BEGIN. A transaction that begins by
 # reading and writes later fails at once, whatever the busy timeout, when another writer came between.
 IMMEDIATE = "tunedcomm_immediate"
+_LOCK = int.from_bytes(b"tunedcom", "big")  # other applications on a server take locks of other numbers
 
 T = TypeVar("T")
 _log = logging.getLogger("tunedcomm")
@@ -52,12 +56,7 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str, about: str = "") -> None:
-    """Log a warning with stored text made printable, unless this process has logged it before.
-
-    Args:
-        message: the text.
-        about: the subject, where one warning is enough for all that is said of it; by default the text.
-    """
+    """Log a warning with stored text made printable, unless this process has logged it, or another about `about`."""
     if (about or message) not in _warned:
         _warned.add(about or message)
         _log.warning("%s", printable(message))
@@ -82,16 +81,18 @@ class Target(NamedTuple):
 
 
 def parse_target(target: str | Path) -> Target:
-    """Read a path or a SQLAlchemy URL.
-
-    Raises:
-        DatabaseAccessError: neither, or a SQLite database that is not simply a file.
-    """
+    """Read a path or a SQLAlchemy URL; DatabaseAccessError for a SQLite database that is not simply a file."""
     text = str(target)
     if "://" not in text:
         if not text or "\x00" in text:
             raise DatabaseAccessError(f"database path {text!r} is empty or holds NUL; pass a file or a SQLAlchemy URL")
-        path = expand_home(text)
+        try:
+            path = Path(text).expanduser()
+        except RuntimeError:
+            raise DatabaseAccessError(
+                f"database path {text!r} begins with a home directory that is not known (HOME is not set, or there is "
+                "no such user); write the path in full"
+            ) from None
         return Target(URL.create("sqlite", database=str(path)), path)
     try:
         url = make_url(text)
@@ -109,84 +110,44 @@ def parse_target(target: str | Path) -> Target:
 
 
 def data_directory() -> Path:
-    """The user's data directory for tunedcomm; it need not exist.
-
-    Raises:
-        DatabaseAccessError: the user has no home directory.
-    """
+    """The user's data directory for tunedcomm, which need not exist; DatabaseAccessError without a home directory."""
     try:
-        folder = Path(platformdirs.user_data_dir("tunedcomm", appauthor=False))
-    except RuntimeError:  # older versions leave the `~` as it stands
-        folder = Path("~")
-    if folder.parts[0] == "~":
+        return Path(platformdirs.user_data_dir("tunedcomm", appauthor=False)).expanduser()
+    except RuntimeError:
         raise DatabaseAccessError(
             f"user {os.getuid()} has no home directory (HOME is not set, and the system knows no such user): there is "
             "no user database, and untuned problems are not noted. Set HOME, or TUNEDCOMM_DB to a file that may be "
             "written"
-        )
-    return folder
-
-
-def expand_home(text: str) -> Path:
-    """The path with a leading `~` replaced by the home directory.
-
-    Raises:
-        DatabaseAccessError: there is no such directory.
-    """
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise DatabaseAccessError(
-            f"database path {text!r} begins with a home directory that is not known (HOME is not set, or there is no "
-            "such user); write the path in full"
         ) from None
 
 
 # Files
 
 
-_HEADER = b"SQLite format 3\x00"
-
-
 def prepare_file(path: Path, *, create: bool) -> None:
     """Check a SQLite file before SQLite opens it; with `create`, make its directory if it is missing.
 
     Raises:
-        DatabaseAccessError: missing, a directory, not a regular file, or not readable; or a side file is none.
-        DatabaseCorruptError: not a SQLite file.
+        DatabaseAccessError: missing, a directory, not a regular file, or not readable; or one beside it is none.
     """
     try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise DatabaseAccessError(f"database {path} is a directory; give a file in it, e.g. {path / 'tuned.db'}")
-        if not stat.S_ISREG(mode):
-            raise DatabaseAccessError(f"database {path} is not a regular file; give the path of a SQLite file")
-        for side in side_files(path):  # SQLite would wait for ever for a pipe there
-            if os.path.lexists(side) and not side.is_file():
-                raise DatabaseAccessError(f"{side} is not a regular file, as SQLite's own one would be; remove it")
-        with path.open("rb") as file:
-            header = file.read(len(_HEADER))
-        if header and header != _HEADER:
-            raise DatabaseCorruptError(
-                f"{path} is not a SQLite database (it starts with {header!r}); move it away or give another path"
-            )
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        path.stat()
+        for file in (path, *side_files(path)):  # SQLite would wait for ever for a pipe there
+            if os.path.lexists(file) and not file.is_file():
+                raise DatabaseAccessError(f"{file} is a directory or special file; give a file's path, or remove it")
+        path.open("rb").close()
     except FileNotFoundError:
         if not create:
             raise DatabaseAccessError(
                 f"database {path} does not exist; `tunedcomm tune` makes one, or correct TUNEDCOMM_DB, "
                 "TUNEDCOMM_DB_PATH or --db"
             ) from None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DatabaseAccessError(
-                f"cannot make directory {path.parent} for the database: {error.strerror}; set TUNEDCOMM_DB to a file "
-                "in a directory you may write"
-            ) from None
     except OSError as error:
         raise DatabaseAccessError(
-            f"cannot read database {path}: {error.strerror}; check the permissions of the file and its directories, "
-            "or set TUNEDCOMM_DB to a file you may read"
+            f"cannot open database {path}: {error.strerror}; check the permissions of the file and its directories, "
+            "or set TUNEDCOMM_DB to another file"
         ) from None
 
 
@@ -212,11 +173,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def may_write(path: Path) -> bool:
-    """True if this process may write to a file or folder."""
-    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
-
-
 def is_immutable(path: Path) -> bool:
     """True if a file is to be read without locks: SQLite cannot or should not make files beside it, and none is there.
 
@@ -230,7 +186,7 @@ def is_immutable(path: Path) -> bool:
             f"{left[0]} shows that a host writes to {path} or was killed meanwhile, and it lies on a network file "
             f"system ({network}) where locks may not hold; read it when that has ended"
         )
-    return not left and (bool(network) or not may_write(path.parent))
+    return not left and (bool(network) or not os.access(path.parent, os.W_OK, effective_ids=True))
 
 
 # Network file systems, and what is shared between a host and its virtual machines or containers.
@@ -336,10 +292,7 @@ def make_engine(
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, _: object) -> None:
-        set_pragmas(connection, busy_timeout_s, wal=not readonly)
-        if readonly:
-            _limit_reading(connection, path)
-        _refuse_computed(connection, target, writing=not readonly)
+        set_up(connection, target, path, readonly=readonly, busy_timeout_s=busy_timeout_s)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
@@ -362,11 +315,10 @@ def connected(target: Target, *, readonly: bool = False, immutable: bool = False
         engine.dispose()
 
 
-def exclusive(connection: Connection, name: str) -> None:
-    """Exclude others that ask for the same name until the transaction ends; SQLite's write lock does so by itself."""
+def exclusive(connection: Connection) -> None:
+    """Exclude others that ask for this until the transaction ends; SQLite's write lock does so by itself."""
     if connection.dialect.name == "postgresql":
-        key = int.from_bytes(hashlib.sha256(f"tunedcomm {name}".encode()).digest()[:8], "big", signed=True)
-        connection.execute(select(func.pg_advisory_xact_lock(key)))
+        connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
 
 
 def file_uri(path: Path, *, readonly: bool, immutable: bool = False) -> str:
@@ -374,64 +326,57 @@ def file_uri(path: Path, *, readonly: bool, immutable: bool = False) -> str:
     return f"file:{quote(str(path.absolute()))}?mode={'ro' if readonly else 'rwc'}{'&immutable=1' if immutable else ''}"
 
 
-# A damaged row must not end a whole query: what does not decode is rejected as a value later. No function of our own,
-# since it is called for every text.
-_lenient_text = operator.methodcaller("decode", "utf-8", "replace")
-
-
-def set_pragmas(connection: sqlite3.Connection, busy_timeout_s: float, *, wal: bool) -> None:
-    """Set up a new connection to a SQLite file."""
-    # Transactions are begun by the engine's "begin" event; the driver's own implicit ones begin too late for DDL.
-    connection.isolation_level = None
-    connection.text_factory = _lenient_text
-    connection.execute(f"PRAGMA busy_timeout={int(busy_timeout_s * 1000)}")
-    connection.execute("PRAGMA foreign_keys=ON")
-    # A file from elsewhere may define functions in views and triggers: they are not to be trusted.
-    connection.execute("PRAGMA trusted_schema=OFF")
-    if not wal:
-        return
-    connection.execute("PRAGMA synchronous=NORMAL")
-    # Switching to WAL ignores the busy timeout when two processes do it at once; the switch itself lasts for ever.
-    deadline = time.monotonic() + busy_timeout_s
-    while True:
-        try:
-            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-                connection.execute("PRAGMA journal_mode=wal")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() >= deadline:
-                raise
-            time.sleep(0.02)
-
-
-# Untrusted files
-
-
-_MAX_VALUE_BYTES = 16 << 20
 # Steps of SQLite's virtual machine. To read every row of a sound file takes a tenth of a step a byte, to sort and
 # compare them all takes less than one. A few pages that point at each other hold more rows than there are atoms.
 _FREE_STEPS = 1_000_000
 _STEPS_A_BYTE = 5
 _STEPS_A_LOOK = 100_000
+_MAX_VALUE_BYTES = 16 << 20
 _NAMES = ", ".join(f"'{name}'" for name in (*Base.metadata.tables, VERSION_TABLE))
-_COMPUTED = f"""
-SELECT 'a ' || type || ' ' || name FROM sqlite_master WHERE lower(tbl_name) IN ({_NAMES})
-  AND (type = 'view' OR (type = 'trigger' AND :writing)
-       OR (type = 'table' AND upper(ltrim(sql)) LIKE 'CREATE VIRTUAL%'))
-UNION ALL
-SELECT 'a computed column ' || t.name || '.' || c.name FROM sqlite_master AS t, pragma_table_xinfo(t.name) AS c
-  WHERE t.type = 'table' AND lower(t.name) IN ({_NAMES}) AND c.hidden > 1
-LIMIT 1
+# What runs when rows are written, which nothing bounds.
+_PROGRAMS = f"""
+SELECT type || ' ' || name FROM sqlite_master WHERE lower(tbl_name) IN ({_NAMES})
+  AND (type IN ('view', 'trigger') OR upper(ltrim(sql)) LIKE 'CREATE VIRTUAL%')
 """  # noqa: S608 - our own names
+# A damaged row must not end a whole query: what does not decode is rejected as a value later. No function of our own,
+# since it is called for every text.
+_lenient_text = operator.methodcaller("decode", "utf-8", "replace")
 
 
-def _limit_reading(connection: sqlite3.Connection, path: Path) -> None:
-    """Bound what reading an untrusted file may cost."""
-    if hasattr(connection, "setlimit"):  # Python 3.11
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
-    connection.execute("PRAGMA cell_size_check=ON")
-    connection.execute("PRAGMA mmap_size=0")  # what another process cuts off a mapped file ends this one
-    _limit_steps(connection, path)
+def set_up(
+    connection: sqlite3.Connection, target: Target, path: Path, *, readonly: bool, busy_timeout_s: float
+) -> None:
+    """Prepare a new connection to a SQLite file, which may come from elsewhere and is not trusted."""
+    # Transactions are begun by the engine's "begin" event; the driver's own implicit ones begin too late for DDL.
+    connection.isolation_level = None
+    connection.text_factory = _lenient_text
+    connection.execute("PRAGMA foreign_keys=ON")
+    # A file from elsewhere may define functions in views and triggers: they are not to be trusted.
+    connection.execute("PRAGMA trusted_schema=OFF")
+    if readonly:
+        if hasattr(connection, "setlimit"):  # Python 3.11
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        connection.execute("PRAGMA cell_size_check=ON")
+        connection.execute("PRAGMA mmap_size=0")  # what another process cuts off a mapped file ends this one
+        _limit_steps(connection, path)
+        return
+    connection.execute("PRAGMA synchronous=NORMAL")
+    # Switching to WAL ignores the busy timeout when two processes do it at once; the switch itself lasts for ever.
+    deadline, is_wal = time.monotonic() + busy_timeout_s, False
+    while not is_wal:
+        try:
+            if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                connection.execute("PRAGMA journal_mode=wal")
+            is_wal = True
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.02)
+    if (found := connection.execute(_PROGRAMS).fetchone()) is not None:
+        raise DatabaseCorruptError(
+            f"{target} holds a {found[0]!s:.80} where tunedcomm has plain tables, and is not written: leave it out, or "
+            "export what it holds to a new file"
+        )
 
 
 def _limit_steps(connection: Any, path: Path) -> None:
@@ -440,17 +385,171 @@ def _limit_steps(connection: Any, path: Path) -> None:
     connection.set_progress_handler(lambda: next(looks) > most, _STEPS_A_LOOK)
 
 
-def _refuse_computed(connection: sqlite3.Connection, target: Target, *, writing: bool) -> None:
-    """Refuse a file in which a table is a view, is virtual or has a computed column, or `writing` fires a trigger.
+# Schema
+#
+# A new database gets the tables of the models. An older one is upgraded by Alembic in one transaction: killed at any
+# moment it is as it was, or upgraded. A SQLite file is copied before, under the lock that keeps writers out.
 
-    Any of these can run whatever it likes, for as long as it likes.
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+_VERSIONS = sa.Table(VERSION_TABLE, sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
+# Alembic keeps its context in module globals.
+_alembic_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upgrade:
+    """The result of an upgrade, or what one would do.
+
+    Attributes:
+        target: the file, or the server's URL without its password.
+        before, after: schema revisions; equal where nothing is to be done.
+        copy: the file as it was; None for a server, and where nothing was done.
     """
-    found = connection.execute(_COMPUTED, {"writing": writing}).fetchone()
-    if found is not None:
+
+    target: str
+    before: str
+    after: str
+    copy: Path | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """True if the schema was older than this tunedcomm's."""
+        return self.before != self.after
+
+
+def upgrade_database(target: str | Path, *, check: bool = False) -> Upgrade:
+    """Upgrade a database, unless `check`; of a SQLite file a copy is kept as `NAME.bak-<revision>`.
+
+    Raises:
+        DatabaseAccessError: missing, or it or its directory cannot be written.
+        DatabaseCorruptError: no SQLite file, damaged, or no tunedcomm database.
+        DatabaseVersionError: written by a newer tunedcomm.
+        DatabaseBusyError: another writer held it for longer than half a minute.
+    """
+    where = parse_target(target)
+    if where.path is not None:
+        prepare_file(where.path, create=False)
+    # Looked at without writing: opening to write would change a file that is up to date.
+    immutable = where.path is not None and is_immutable(where.path)
+    with connected(where, readonly=True, immutable=immutable) as connection:
+        before = _known_revision(where, schema_version(connection))
+    copy = None
+    if before != HEAD and not check:
+        with connected(where) as connection:
+            copy = _migrate(connection, where, create=False)
+    return Upgrade(target=str(where), before=before, after=HEAD, copy=copy)
+
+
+def schema_version(connection: Connection) -> str | None:
+    """The stored revision, or None where there is no version table."""
+    if not sa.inspect(connection).has_table(VERSION_TABLE):
+        return None
+    version = connection.execute(sa.select(_VERSIONS.c.version_num)).scalar()
+    return None if version is None else str(version)
+
+
+def _known_revision(target: Target, version: str | None) -> str:
+    """The revision; an error where there is none, or where it is a later one than this tunedcomm knows."""
+    if version is None:
         raise DatabaseCorruptError(
-            f"{target} holds {found[0]!s:.80} where tunedcomm has plain tables; it was not made by tunedcomm, or was "
-            "changed: leave it out, or restore a copy of it"
+            f"{target} holds no tunedcomm tables: it is empty or belongs to another program; give another path, or "
+            "remove it if it is empty and let `tunedcomm tune` make a new one"
         )
+    if version not in REVISIONS:
+        raise DatabaseVersionError(
+            f"{target} was written by a newer tunedcomm (schema {version!r:.40}; this one knows up to {HEAD!r}): "
+            "upgrade tunedcomm, or set TUNEDCOMM_DB to another file. It was left untouched"
+        )
+    return version
+
+
+def ensure_schema(engine: Engine, target: Target, *, create: bool, readonly: bool) -> str:
+    """Check the version, create or upgrade the tables where that is allowed, and return the version."""
+    with engine.connect() as connection:
+        version = schema_version(connection)
+    if version == HEAD or (readonly and version in READABLE):
+        return version
+    if readonly:
+        raise DatabaseVersionError(
+            f"{target} has schema {_known_revision(target, version)} and this tunedcomm reads {HEAD}; run `tunedcomm "
+            f"db upgrade --db {target}`, on a copy of it if it cannot be written"
+        )
+    with engine.connect().execution_options(**{IMMEDIATE: True}) as connection:
+        copy = _migrate(connection, target, create=create)
+    if copy is not None:
+        _log.warning("%s was upgraded from schema %s to %s; %s is as it was", target, version, HEAD, copy)
+    return HEAD
+
+
+def create_file(path: Path) -> Target:
+    """Make a new SQLite file with the tables of this schema."""
+    target = parse_target(path)
+    with connected(target) as connection, connection.begin():
+        _create_tables(connection)
+    return target
+
+
+def _migrate(connection: Connection, target: Target, *, create: bool) -> Path | None:
+    """Bring the tables to `HEAD` in one transaction; returns the copy that is kept of a SQLite file with older ones."""
+    with connection.begin():
+        # Looked at again under the lock: another process may have made the tables meanwhile.
+        exclusive(connection)
+        version = schema_version(connection)
+        # A shared server's other tables are none of our business.
+        if version is None and create and not (target.path is not None and sa.inspect(connection).get_table_names()):
+            _create_tables(connection)
+            return None
+        version = _known_revision(target, version)
+        if version == HEAD:
+            return None
+        copy = _back_up(target.path, version) if target.path is not None else None
+        # Imported here: readers and up-to-date databases never pay for it.
+        from alembic import command
+        from alembic.config import Config
+
+        config = Config(attributes={"connection": connection})
+        # The option passes through ConfigParser, where a per cent sign starts an interpolation.
+        config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+        try:
+            with _alembic_lock:
+                command.upgrade(config, "head")
+        except BaseException:
+            if copy is not None:  # The file stays as it was.
+                copy.unlink()
+            raise
+        return copy
+
+
+def _create_tables(connection: Connection) -> None:
+    for metadata in (Base.metadata, WorkingBase.metadata, _VERSIONS.metadata):
+        metadata.create_all(connection, checkfirst=False)
+    connection.execute(sa.insert(_VERSIONS).values(version_num=HEAD))
+
+
+def _back_up(path: Path, revision: str) -> Path:
+    """Copy a SQLite file with its log to `NAME.bak-<revision>[-2 and so on]`, which appears complete or not at all."""
+    copy, number = path.with_name(f"{path.name}.bak-{revision}"), 1
+    while os.path.lexists(copy):  # an earlier copy may hold what a later one does not
+        number += 1
+        copy = path.with_name(f"{path.name}.bak-{revision}-{number}")
+    partial = path.with_name(f".{copy.name}.{os.getpid()}")
+    try:
+        with (
+            translated(parse_target(path)),
+            closing(sqlite3.connect(path)) as source,
+            closing(sqlite3.connect(partial)) as to,
+        ):
+            source.backup(to)
+            to.execute("PRAGMA journal_mode=DELETE")
+        shutil.copymode(path, partial)
+        return partial.rename(copy)
+    except OSError as error:
+        raise DatabaseAccessError(
+            f"cannot write {copy}, the copy that is kept of {path}: {error.strerror}; make its directory writable"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 # Errors
@@ -471,8 +570,20 @@ def translated(target: Target) -> Iterator[None]:
 
 _NO_SPACE_BYTES = 1 << 20
 _MAX_TEXT = 500  # what a driver quotes of a damaged file has no end
+# SQLSTATEs of connection exceptions, shutdown, crash, start-up and too many connections.
+_AWAY = ("08", "57P01", "57P02", "57P03", "57P05", "53300")
 # What a server says that refuses a connection for now, where the driver passes no code on.
 _REFUSED_FOR_NOW = ("starting up", "shutting down", "recovery mode", "too many", "connection slots", "terminating")
+_ADVICE: Mapping[type[DatabaseError], str] = {
+    DatabaseAccessError: "check path and permissions, or user, password and database name; or set TUNEDCOMM_DB or --db "
+    "to another database",
+    DatabaseAwayError: "check that the server runs, can be reached from here and takes more connections",
+    DatabaseBusyError: "wait for it to end, or give each host its own file and merge them",
+    DatabaseCorruptError: "move it away and tune again, or restore a copy. Read what is left with `sqlite3 FILE "
+    ".recover`, or leave it out if it comes from elsewhere",
+    DatabaseFullError: "what was recorded before is whole: free some space and run the same command, or set "
+    "TUNEDCOMM_DB to a file elsewhere",
+}
 
 
 def driver_error(target: Target, error: Any) -> DatabaseError:
@@ -485,80 +596,39 @@ def driver_error(target: Target, error: Any) -> DatabaseError:
     def says(*words: str) -> bool:
         return any(word in low for word in words)
 
+    is_file = target.path is not None
+    left = leftovers(target.path) if target.path is not None and says("unable to open", "readonly") else []
+    # Without a code no server answered, or it refused the connection with a text alone.
+    is_refused = not is_file and says("fatal:") and not says(*_REFUSED_FOR_NOW)
+    is_away = not code and type(error).__name__ in ("OperationalError", "ConnectionTimeout", "InterfaceError")
+    kind: type[DatabaseError] = DatabaseAccessError
     # A log that cannot grow is reported as an I/O error.
-    is_full = says("disk i/o") and target.path is not None and _is_full(target.path.parent)
-    if is_full or code.startswith("53100") or says("disk is full"):
-        return disk_full(target, text)
-    found = (_sqlite_error if target.path is not None else _server_error)(target, error, code, says)
-    if found is None and (says("no such table", "no such column") or code in ("42P01", "42703")):
-        found = DatabaseCorruptError, "does not have the tables of its version", "restore a copy of it"
-    if found is None and (says("readonly", "read-only") or code == "42501"):
-        found = DatabaseAccessError, "cannot be written", "check permissions or set TUNEDCOMM_DB"
-    kind, what, advice = found or (
-        DatabaseAccessError,
-        "cannot be used",
-        "check the path, the disk space and the server",
-    )
-    return kind(f"{target} {what} ({text}); {advice}")
+    if code.startswith("53100") or says("disk is full") or (says("disk i/o") and target.path and _is_full(target.path)):
+        kind, what = DatabaseFullError, "cannot grow, no space is left"
+    elif says("is locked") or code.startswith(("40001", "40P01", "55P03")):
+        kind, what = DatabaseBusyError, "is locked by another writer"
+    elif says("not a database", "malformed", "corrupt", "can't decode"):
+        kind, what = DatabaseCorruptError, "is not a SQLite database or is damaged"
+    elif is_file and says("interrupted", "too big"):
+        kind, what = DatabaseCorruptError, "takes more to read than a file of its size can hold"
+    elif says("no such table", "no such column") or code in ("42P01", "42703"):
+        kind, what = DatabaseCorruptError, "does not have the tables of its version"
+    elif not is_file and (code.startswith(_AWAY) or (is_away and not is_refused)):
+        kind, what = DatabaseAwayError, "does not answer"
+    elif left:
+        what = f"has {left[0].name}, which a writer left that was killed: open it once as a user who may write there"
+    elif says("readonly", "read-only") or code == "42501":
+        what = "cannot be written"
+    else:
+        what = "refuses the connection" if is_refused else "cannot be used"
+    return kind(f"{target} {what} ({text}); {_ADVICE[kind]}")
 
 
-def disk_full(where: object, text: str) -> DatabaseFullError:
-    """The error for a place without space."""
-    return DatabaseFullError(
-        f"no space is left for {where} ({text}); what was recorded before is whole: free some space and run the same "
-        "command, or set TUNEDCOMM_DB to a file elsewhere"
-    )
-
-
-def _is_full(folder: Path) -> bool:
+def _is_full(path: Path) -> bool:
     try:
-        return shutil.disk_usage(folder).free < _NO_SPACE_BYTES
+        return shutil.disk_usage(path.parent).free < _NO_SPACE_BYTES
     except OSError:
         return False
-
-
-# The class of an error, what is the matter with the database, and what to do.
-_Meaning: TypeAlias = tuple[type[DatabaseError], str, str]
-
-
-def _sqlite_error(target: Target, error: Any, code: str, says: Callable[..., bool]) -> _Meaning | None:
-    if says("database is locked", "table is locked", "schema is locked"):
-        advice = "wait for it to end, or give each host its own file and merge them"
-        return DatabaseBusyError, "is locked by another writer", advice
-    if says("not a database", "malformed", "corrupt", "can't decode"):
-        advice = "move it away and tune again, or restore a copy. Read what is left with `sqlite3 FILE .recover`"
-        return DatabaseCorruptError, "is damaged", advice
-    if says("interrupted", "too big"):
-        advice = "it is damaged, or was made to do harm: leave it out, or restore a copy of it"
-        return DatabaseCorruptError, "takes more to read than a file of its size can hold", advice
-    if says("unable to open", "readonly") and target.path is not None and (left := leftovers(target.path)):
-        advice = (
-            f"a writer was killed and left {left[0].name}, which only a process that may write there can fold in; open "
-            "it once as such a user, e.g. with `sqlite3 FILE 'PRAGMA quick_check'`"
-        )
-        return DatabaseAccessError, "cannot be used", advice
-    if says("unable to open"):
-        advice = "check the permissions of it and of its directory, or set TUNEDCOMM_DB or --db to another file"
-        return DatabaseAccessError, "cannot be opened or made", advice
-    if says("locking protocol", "disk i/o"):
-        advice = "on a network file system give each host a local file (TUNEDCOMM_DB) and merge them, or use PostgreSQL"
-        return DatabaseAccessError, "cannot be used", advice
-    return None
-
-
-def _server_error(target: Target, error: Any, code: str, says: Callable[..., bool]) -> _Meaning | None:
-    if code.startswith(("40001", "40P01", "55P03")):
-        return DatabaseBusyError, "is held by another writer", "run the command again"
-    # Connection exceptions, shutdown, crash, start-up, too many connections. Without a code no server answered, or it
-    # refused the connection with a text alone.
-    is_refused = says("fatal:") and not says(*_REFUSED_FOR_NOW)
-    is_connection = not code and type(error).__name__ in ("OperationalError", "ConnectionTimeout", "InterfaceError")
-    if code.startswith(("08", "57P01", "57P02", "57P03", "57P05", "53300")) or (is_connection and not is_refused):
-        advice = "check that the server runs, can be reached from here and takes more connections"
-        return DatabaseAwayError, "does not answer", advice
-    if is_refused:
-        return DatabaseAccessError, "refuses the connection", "check user, password and database name"
-    return None
 
 
 def retry(operation: Callable[[], T], limit_s: float) -> T:

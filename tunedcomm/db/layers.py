@@ -17,7 +17,6 @@ from tunedcomm import settings
 from tunedcomm.db.engine import (
     BUSY_TIMEOUT_S,
     data_directory,
-    expand_home,
     network_of,
     parse_target,
     per_host_hint,
@@ -101,11 +100,9 @@ def site_databases(*, is_quiet: bool = False) -> list[str]:
     found: list[str] = []
     for entry in settings.db_path():
         try:
-            folder = Path(entry) if "://" in entry else expand_home(entry)
+            folder = Path(os.path.expanduser(entry))  # noqa: PTH111 - leaves `~` alone where there is no home
             is_folder = os.path.isdir(folder)  # noqa: PTH112 - Path.is_dir() raises where it may not look
             names = sorted(os.listdir(folder)) if is_folder else None  # noqa: PTH208 - globs hide what they may not list
-        except DatabaseError:  # whoever opens it says so
-            names = None
         except OSError as error:
             if not is_quiet:
                 warn_once(f"site databases left out: cannot list {entry} of TUNEDCOMM_DB_PATH: {error.strerror}")

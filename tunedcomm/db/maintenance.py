@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sqlite3
 import stat
 import statistics
@@ -127,7 +128,7 @@ def _surroundings(path: Path) -> list[Finding]:
         text = f"{side.name} holds {side.stat().st_size} bytes: a process has the database open, or one was killed"
         mend = f"nothing while one has; the next command that writes folds it in. Never move {path.name} without it"
         sides.append(Finding("side files", "warn", text, mend))
-    writable, folder = engine.may_write(path), engine.may_write(path.parent)
+    writable, folder = (os.access(place, os.W_OK, effective_ids=True) for place in (path, path.parent))
     if writable and not folder:
         text = f"{path} may be written and its directory may not, so that SQLite cannot write it either"
         rights.append(Finding("permissions", "warn", text, "make the directory writable, or the file read-only"))

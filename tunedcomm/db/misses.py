@@ -2,7 +2,8 @@
 
 A line is one `write` to a file opened for appending, so that lines of several processes do not mix. It says how often
 one problem was called since the process' last line about it; a reader adds them up. A shared lock keeps writers from
-adding to a file that is being compacted. Lines may still be torn or be somebody else's: invalid ones are skipped.
+adding to a file that is being compacted. An empty line comes before each, so that one that was torn on a full disk
+spoils no other. Invalid lines are skipped.
 """
 
 from __future__ import annotations
@@ -79,17 +80,11 @@ def append(path: Path, misses: Iterable[Miss]) -> None:
         if path.parent == data_directory():
             path.parent.mkdir(parents=True, exist_ok=True)
     with _opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_SH) as file:
-        size = os.fstat(file).st_size
-        if size >= MAX_BYTES:
+        if os.fstat(file).st_size >= MAX_BYTES:
             raise OSError(f"it has reached {MAX_BYTES >> 20} MiB; `tunedcomm tune --from-misses` makes it smaller")
-        # Begin on a new line after one that was torn when the disk was full. Another process in the middle of a write
-        # looks the same and costs an empty line.
-        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-        for miss in misses:
-            line = b"\n" * torn + _line(miss)
+        for line in (b"\n" + _line(miss) for miss in misses):
             if len(line) <= _MAX_LINE and os.write(file, line) < len(line):
                 raise OSError("no space left for a whole line")
-            torn = False
 
 
 @contextlib.contextmanager
@@ -155,14 +150,13 @@ def _parse(line: bytes) -> Miss:
         raise ValueError("the line is too long")
     data: Mapping[str, Any] = json.loads(line)
     environment: Mapping[str, Any] = data["environment"]
-    count = int_of(data["count"], "count", low=1)
     hard_key = tuple(environment[name] for name in HARD_FIELDS)
-    if count >= _MAX_COUNT or not all(isinstance(value, (str, int)) for value in hard_key):
+    if not all(isinstance(value, (str, int)) for value in hard_key):
         raise ValueError("a value is out of range")
     return Miss(
         problem=parse_problem(data["problem"]),
         hard_key=hard_key,
-        count=count,
+        count=int_of(data["count"], "count", low=1, below=_MAX_COUNT),
         source=text_of(data["source"], "source"),
         last_seen=time_of(data["last_seen"]),
     )

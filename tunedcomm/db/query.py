@@ -43,6 +43,8 @@ def _load(
     for row in connection.execute(select(*map(raw, columns)).where(*where).order_by(columns.id)).mappings():
         try:
             found[parse.id_of(row["id"])] = parser(row)
+        except KeyError:  # what it refers to was skipped and counted, or is not there
+            continue
         except ValueError as error:
             reader.skipped.add(f"{model.__tablename__} {row['id']}: {error}")
     return found
@@ -80,11 +82,11 @@ def environments_like(connection: Connection, environment: Environment, reader: 
 
 def trials(connection: Connection, reader: Reader, *where: Any) -> list[Trial]:
     """Full records, oldest first."""
+    problems, environments = _referred(connection, TrialRow, where, reader)
     variants = load_variants(connection, reader, VariantRow.id.in_(select(TrialRow.variant_id).where(*where)))
 
-    def build(row: Any, problem: Problem, environment: Environment) -> Trial:
+    def parser(row: Any) -> Trial:
         variant = variants[row["variant_id"]]
-        reader.check_trial(row)
         own: dict[str, Any] = {
             **parse.parse_row(TrialRow, row),
             "config": dict(reader.config(row["config"])),
@@ -92,56 +94,45 @@ def trials(connection: Connection, reader: Reader, *where: Any) -> list[Trial]:
             "numerics": variant.numerics,
             "source_hash": variant.source_hash,
             "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"]),
-            "id": parse.id_of(row["id"]),
         }
-        return Trial(problem=problem, environment=environment, **own)
+        reader.check_trial(row)
+        problem, environment = problems[row["problem_id"]], environments[row["environment_id"]]
+        return Trial(problem=problem, environment=environment, id=row["id"], **own)
 
-    return _of_problems(connection, TrialRow, where, build, reader)
+    return list(_load(connection, TrialRow, where, parser, reader).values())
 
 
 def pins(connection: Connection, reader: Reader, *where: Any) -> list[Pin]:
     """Pins, oldest first."""
+    problems, environments = _referred(connection, PinRow, where, reader)
 
-    def build(row: Any, problem: Problem, environment: Environment) -> Pin:
+    def parser(row: Any) -> Pin:
+        problem, environment = problems[row["problem_id"]], environments[row["environment_id"]]
         own = parse.parse_row(PinRow, row)
         chosen = reader.candidate(problem.op, own.pop("variant"), own.pop("config"))
-        return Pin(problem=problem, environment=environment, candidate=chosen, id=parse.id_of(row["id"]), **own)
+        return Pin(problem=problem, environment=environment, candidate=chosen, id=row["id"], **own)
 
-    return _of_problems(connection, PinRow, where, build, reader)
-
-
-def _of_problems(
-    connection: Connection,
-    model: Any,
-    where: Sequence[Any],
-    build: Callable[[Any, Problem, Environment], T],
-    reader: Reader,
-) -> list[T]:
-    """Rows that refer to a problem and an environment, oldest first; those that refer to nothing sound are left out."""
-
-    def referred(column: Any) -> Select[Any]:
-        return select(column).where(*where)
-
-    problems = load_problems(connection, reader, ProblemRow.id.in_(referred(model.problem_id)))
-    environments = load_environments(connection, reader, EnvironmentRow.id.in_(referred(model.environment_id)))
-    found = []
-    for row in connection.execute(select(*map(raw, table(model).columns)).where(*where).order_by(model.id)).mappings():
-        try:
-            found.append(build(row, problems[row["problem_id"]], environments[row["environment_id"]]))
-        except KeyError:  # what it refers to was skipped and counted, or is not there
-            continue
-        except ValueError as error:
-            reader.skipped.add(f"{model.__tablename__} {row['id']}: {error}")
-    return found
+    return list(_load(connection, PinRow, where, parser, reader).values())
 
 
 def runs(connection: Connection, reader: Reader) -> list[Run]:
     """Every run, oldest first."""
 
     def parser(row: Any) -> Run:
-        return Run(id=parse.id_of(row["id"]), **parse.parse_row(RunRow, row))
+        return Run(id=row["id"], **parse.parse_row(RunRow, row))
 
     return list(_load(connection, RunRow, (), parser, reader).values())
+
+
+def _referred(
+    connection: Connection, model: Any, where: Sequence[Any], reader: Reader
+) -> tuple[dict[int, Problem], dict[int, Environment]]:
+    """The problems and environments that rows refer to."""
+    problems, environments = (select(column).where(*where) for column in (model.problem_id, model.environment_id))
+    return (
+        load_problems(connection, reader, ProblemRow.id.in_(problems)),
+        load_environments(connection, reader, EnvironmentRow.id.in_(environments)),
+    )
 
 
 def count(connection: Connection, rows: Select[Any]) -> int:

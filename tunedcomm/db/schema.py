@@ -7,22 +7,10 @@ in `migrations/versions`; exports, tables and docs read the columns and their co
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from typing import Any, ClassVar
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    DateTime,
-    Dialect,
-    Float,
-    ForeignKey,
-    Index,
-    Integer,
-    MetaData,
-    String,
-    Text,
-    TypeDecorator,
-    UniqueConstraint,
-)
+import sqlalchemy as sa
+from sqlalchemy import BigInteger, ForeignKey, Index, Integer, MetaData, String, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # Every schema revision, oldest first: an up-to-date database opens without importing Alembic.
@@ -39,13 +27,13 @@ VERSION_TABLE = "tunedcomm_version"
 _Id = BigInteger().with_variant(Integer, "sqlite")
 
 
-class UtcDateTime(TypeDecorator[datetime]):
+class UtcDateTime(sa.TypeDecorator[datetime]):
     """A point in time, aware and in UTC in Python; SQLite, which knows no zones, stores it naive."""
 
-    impl = DateTime(timezone=True)
+    impl = sa.DateTime(timezone=True)
     cache_ok = True
 
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+    def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
         if value is None:
             return None
         if value.tzinfo is None:
@@ -53,7 +41,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         utc = value.astimezone(timezone.utc)
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+    def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
         if value is None:
             return None
         return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
@@ -62,6 +50,7 @@ class UtcDateTime(TypeDecorator[datetime]):
 class Base(DeclarativeBase):
     """Holds the metadata; constraint names are fixed so that revisions can refer to them."""
 
+    type_annotation_map: ClassVar[dict[type, Any]] = {float: sa.Float, str: sa.Text, datetime: UtcDateTime}
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -82,20 +71,20 @@ class EnvironmentRow(Base):
 
     id: Mapped[int] = mapped_column(_Id, primary_key=True)
     digest: Mapped[str] = mapped_column(String(32), unique=True, comment="SHA-256 over every field, 32 hex digits")
-    gpu: Mapped[str] = mapped_column(Text, comment="product name; hard field")
-    num_sms: Mapped[int] = mapped_column(Integer, comment="streaming multiprocessors; hard field")
-    compute_capability: Mapped[int] = mapped_column(Integer, comment="major * 10 + minor; hard field")
-    memory_gib: Mapped[int] = mapped_column(Integer, comment="device memory in GiB, rounded")
-    fabric: Mapped[str] = mapped_column(Text, comment="link class, e.g. nvswitch-18; hard field")
-    num_links: Mapped[int] = mapped_column(Integer, comment="active NVLinks a GPU")
-    multicast: Mapped[bool] = mapped_column(Boolean, comment="NVLink multicast there and on; hard field")
-    nodes: Mapped[int] = mapped_column(Integer, comment="hosts the group spans; hard field")
-    driver: Mapped[str] = mapped_column(Text, comment="GPU driver version; soft field")
-    cuda: Mapped[str] = mapped_column(Text, comment="CUDA version of torch; soft field")
-    torch: Mapped[str] = mapped_column(Text, comment="torch version; soft field")
-    triton: Mapped[str] = mapped_column(Text, comment="triton version; soft field")
-    nccl: Mapped[str] = mapped_column(Text, comment="NCCL version; soft field")
-    tunedcomm: Mapped[str] = mapped_column(Text, comment="tunedcomm version; soft field")
+    gpu: Mapped[str] = mapped_column(comment="product name; hard field")
+    num_sms: Mapped[int] = mapped_column(comment="streaming multiprocessors; hard field")
+    compute_capability: Mapped[int] = mapped_column(comment="major * 10 + minor; hard field")
+    memory_gib: Mapped[int] = mapped_column(comment="device memory in GiB, rounded")
+    fabric: Mapped[str] = mapped_column(comment="link class, e.g. nvswitch-18; hard field")
+    num_links: Mapped[int] = mapped_column(comment="active NVLinks a GPU")
+    multicast: Mapped[bool] = mapped_column(comment="NVLink multicast there and on; hard field")
+    nodes: Mapped[int] = mapped_column(comment="hosts the group spans; hard field")
+    driver: Mapped[str] = mapped_column(comment="GPU driver version; soft field")
+    cuda: Mapped[str] = mapped_column(comment="CUDA version of torch; soft field")
+    torch: Mapped[str] = mapped_column(comment="torch version; soft field")
+    triton: Mapped[str] = mapped_column(comment="triton version; soft field")
+    nccl: Mapped[str] = mapped_column(comment="NCCL version; soft field")
+    tunedcomm: Mapped[str] = mapped_column(comment="tunedcomm version; soft field")
 
 
 class ProblemRow(Base):
@@ -106,16 +95,16 @@ class ProblemRow(Base):
 
     id: Mapped[int] = mapped_column(_Id, primary_key=True)
     digest: Mapped[str] = mapped_column(String(32), unique=True, comment="SHA-256 over every field, 32 hex digits")
-    op: Mapped[str] = mapped_column(Text, comment="name of the op")
-    shape: Mapped[str] = mapped_column(Text, comment="canonical shape, e.g. 98304 or 4096x8192x3584")
-    dtype: Mapped[str] = mapped_column(Text, comment="dtype of the payload")
-    world_size: Mapped[int] = mapped_column(Integer, index=True, comment="ranks of the group")
-    reduction: Mapped[str] = mapped_column(Text, comment="sum, avg, max, min; empty where nothing is reduced")
-    input_kind: Mapped[str] = mapped_column(Text, comment="plain or symmetric")
-    in_place: Mapped[bool] = mapped_column(Boolean, comment="the result overwrites the input")
-    layout: Mapped[str] = mapped_column(Text, comment="op-specific memory layout")
-    scaling: Mapped[str] = mapped_column(Text, comment="op-specific scaling")
-    mode: Mapped[str] = mapped_column(Text, comment="graph or eager")
+    op: Mapped[str] = mapped_column(comment="name of the op")
+    shape: Mapped[str] = mapped_column(comment="canonical shape, e.g. 98304 or 4096x8192x3584")
+    dtype: Mapped[str] = mapped_column(comment="dtype of the payload")
+    world_size: Mapped[int] = mapped_column(index=True, comment="ranks of the group")
+    reduction: Mapped[str] = mapped_column(comment="sum, avg, max, min; empty where nothing is reduced")
+    input_kind: Mapped[str] = mapped_column(comment="plain or symmetric")
+    in_place: Mapped[bool] = mapped_column(comment="the result overwrites the input")
+    layout: Mapped[str] = mapped_column(comment="op-specific memory layout")
+    scaling: Mapped[str] = mapped_column(comment="op-specific scaling")
+    mode: Mapped[str] = mapped_column(comment="graph or eager")
 
 
 class VariantRow(Base):
@@ -125,10 +114,10 @@ class VariantRow(Base):
     __table_args__ = (UniqueConstraint("op", "name", "numerics", "source_hash"),)
 
     id: Mapped[int] = mapped_column(_Id, primary_key=True)
-    op: Mapped[str] = mapped_column(Text, comment="name of the op")
-    name: Mapped[str] = mapped_column(Text, comment="name of the variant, unique within its op")
-    numerics: Mapped[str] = mapped_column(Text, comment="ordered, library or unordered")
-    source_hash: Mapped[str] = mapped_column(Text, comment="hash of the kernel and all it calls, normalised")
+    op: Mapped[str] = mapped_column(comment="name of the op")
+    name: Mapped[str] = mapped_column(comment="name of the variant, unique within its op")
+    numerics: Mapped[str] = mapped_column(comment="ordered, library or unordered")
+    source_hash: Mapped[str] = mapped_column(comment="hash of the kernel and all it calls, normalised")
 
 
 class RunRow(Base):
@@ -137,14 +126,14 @@ class RunRow(Base):
     __tablename__ = "run"
 
     id: Mapped[int] = mapped_column(_Id, primary_key=True)
-    command: Mapped[str] = mapped_column(Text, comment="command line")
+    command: Mapped[str] = mapped_column(comment="command line")
     seed: Mapped[int | None] = mapped_column(BigInteger, comment="seed of the search; NULL if none was given")
-    budget: Mapped[str] = mapped_column(Text, comment="limits of the search in words")
-    host: Mapped[str] = mapped_column(Text, comment="host name")
-    user: Mapped[str] = mapped_column(Text, comment="login name; empty where unknown")
-    version: Mapped[str] = mapped_column(Text, comment="tunedcomm version that ran")
-    started_at: Mapped[datetime] = mapped_column(UtcDateTime, comment="UTC")
-    finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime, comment="UTC; NULL while running or if killed")
+    budget: Mapped[str] = mapped_column(comment="limits of the search in words")
+    host: Mapped[str] = mapped_column(comment="host name")
+    user: Mapped[str] = mapped_column(comment="login name; empty where unknown")
+    version: Mapped[str] = mapped_column(comment="tunedcomm version that ran")
+    started_at: Mapped[datetime] = mapped_column(comment="UTC")
+    finished_at: Mapped[datetime | None] = mapped_column(comment="UTC; NULL while running or if killed")
 
 
 class TrialRow(Base):
@@ -160,25 +149,23 @@ class TrialRow(Base):
     problem_id: Mapped[int] = mapped_column(ForeignKey("problem.id"), index=True, comment="what was asked")
     environment_id: Mapped[int] = mapped_column(ForeignKey("environment.id"), comment="where it was measured")
     variant_id: Mapped[int] = mapped_column(ForeignKey("variant.id"), comment="which algorithm")
-    config: Mapped[str] = mapped_column(Text, comment="JSON object: axis to value")
+    config: Mapped[str] = mapped_column(comment="JSON object: axis to value")
     config_digest: Mapped[str] = mapped_column(String(16), comment="SHA-256 over config, 16 hex digits")
-    status: Mapped[str] = mapped_column(
-        Text, comment="ok, infeasible, compile_error, incorrect, crashed, hung or pruned"
-    )
-    reason: Mapped[str] = mapped_column(Text, comment="why it is not ok, as a sentence; empty if it is")
-    latency_p10_us: Mapped[float | None] = mapped_column(Float, comment="10th percentile of the slowest rank")
+    status: Mapped[str] = mapped_column(comment="ok, infeasible, compile_error, incorrect, crashed, hung or pruned")
+    reason: Mapped[str] = mapped_column(comment="why it is not ok, as a sentence; empty if it is")
+    latency_p10_us: Mapped[float | None] = mapped_column(comment="10th percentile of the slowest rank")
     latency_p50_us: Mapped[float | None] = mapped_column(
-        Float, comment="median over iterations of the slowest rank; NULL if not measured"
+        comment="median over iterations of the slowest rank; NULL if not measured"
     )
-    latency_p90_us: Mapped[float | None] = mapped_column(Float, comment="90th percentile of the slowest rank")
-    samples: Mapped[int] = mapped_column(Integer, comment="iterations behind the percentiles")
+    latency_p90_us: Mapped[float | None] = mapped_column(comment="90th percentile of the slowest rank")
+    samples: Mapped[int] = mapped_column(comment="iterations behind the percentiles")
     baseline_p50_us: Mapped[float | None] = mapped_column(
-        Float, comment="median of the library in the same interleaved run; NULL if not measured"
+        comment="median of the library in the same interleaved run; NULL if not measured"
     )
-    error: Mapped[float | None] = mapped_column(Float, comment="||out - ref|| / ||ref||; NULL if not checked")
-    final: Mapped[bool] = mapped_column(Boolean, comment="measured in the finals over the whole sweep")
+    error: Mapped[float | None] = mapped_column(comment="||out - ref|| / ||ref||; NULL if not checked")
+    final: Mapped[bool] = mapped_column(comment="measured in the finals over the whole sweep")
     run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"), comment="which command recorded it")
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime, comment="UTC")
+    created_at: Mapped[datetime] = mapped_column(comment="UTC")
 
 
 class PinRow(Base):
@@ -192,16 +179,17 @@ class PinRow(Base):
     environment_id: Mapped[int] = mapped_column(
         ForeignKey("environment.id"), comment="where: every environment with the same hard fields"
     )
-    variant: Mapped[str] = mapped_column(Text, comment="name of the variant to use")
-    config: Mapped[str] = mapped_column(Text, comment="JSON object: axis to value")
-    reason: Mapped[str] = mapped_column(Text, comment="why, in the person's words")
-    user: Mapped[str] = mapped_column(Text, comment="login name; empty where unknown")
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime, comment="UTC")
+    variant: Mapped[str] = mapped_column(comment="name of the variant to use")
+    config: Mapped[str] = mapped_column(comment="JSON object: axis to value")
+    reason: Mapped[str] = mapped_column(comment="why, in the person's words")
+    user: Mapped[str] = mapped_column(comment="login name; empty where unknown")
+    created_at: Mapped[datetime] = mapped_column(comment="UTC")
 
 
-class WorkingBase(DeclarativeBase):
+class WorkingBase(Base):
     """Tables that only running commands use: never exported, merged, counted or compared."""
 
+    __abstract__ = True
     metadata = MetaData(naming_convention=Base.metadata.naming_convention)
 
 
@@ -216,6 +204,6 @@ class ClaimRow(WorkingBase):
     search: Mapped[str] = mapped_column(
         String(32), index=True, comment="SHA-256 over problem, environment, sources and stage, 32 hex digits"
     )
-    candidate: Mapped[str] = mapped_column(Text, comment="JSON list: variant, config")
-    owner: Mapped[str] = mapped_column(Text, comment="JSON list: host, kernel, pid, start, nonce of the supervisor")
-    heartbeat_at: Mapped[datetime] = mapped_column(UtcDateTime, comment="UTC by the clock of the database")
+    candidate: Mapped[str] = mapped_column(comment="JSON list: variant, config")
+    owner: Mapped[str] = mapped_column(comment="JSON list: host, kernel, pid, start, nonce of the supervisor")
+    heartbeat_at: Mapped[datetime] = mapped_column(comment="UTC by the clock of the database")

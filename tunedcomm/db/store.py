@@ -5,46 +5,18 @@ from __future__ import annotations
 import getpass
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from sqlalchemy import BigInteger, ColumnElement, Connection, Engine, delete, func, insert, literal, select, update
 
-from tunedcomm.db import query
-from tunedcomm.db.engine import (
-    BUSY_TIMEOUT_S,
-    IMMEDIATE,
-    Target,
-    exclusive,
-    is_immutable,
-    make_engine,
-    parse_target,
-    prepare_file,
-    refuse_network,
-    retry,
-    translated,
-    warn_once,
-)
-from tunedcomm.db.migrate import ensure_schema
-from tunedcomm.db.records import (
-    STATUSES,
-    Pin,
-    Reader,
-    Run,
-    Status,
-    StoredVariant,
-    Trial,
-    canonical_json,
-    check_one_of,
-    config_digest,
-    own_columns,
-    utc_now,
-)
+from tunedcomm.db import engine, query
+from tunedcomm.db import records as parse
+from tunedcomm.db.records import Pin, Reader, Run, Status, StoredVariant, Trial, canonical_json, utc_now
 from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError, DatabaseError
+from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCorruptError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import Candidate, Problem, format_shape
 from tunedcomm.version import VERSION
@@ -66,9 +38,11 @@ class Database:
         schema_version: the schema revision.
     """
 
-    def __init__(self, target: Target, engine: Engine, *, readonly: bool, patience_s: float, stamp: object) -> None:
+    def __init__(
+        self, target: engine.Target, made: Engine, *, readonly: bool, patience_s: float, stamp: object
+    ) -> None:
         self._target = target
-        self._engine = engine
+        self._engine = made
         self._patience_s = patience_s
         self._stamp = stamp
         self.path = target.path
@@ -85,7 +59,7 @@ class Database:
         create: bool = False,
         readonly: bool = False,
         immutable: bool | None = None,
-        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        busy_timeout_s: float = engine.BUSY_TIMEOUT_S,
         patience_s: float = 0.0,
     ) -> Database:
         """Open a database; a writable one is upgraded to the newest schema.
@@ -108,22 +82,22 @@ class Database:
             DatabaseBusyError: locked by another writer for longer than `busy_timeout_s`.
             DatabaseAwayError: the server does not answer.
         """
-        where = parse_target(target)
+        where = engine.parse_target(target)
         readonly = readonly or bool(immutable)
         if readonly and create:
             raise ValueError("create=True needs a database that can be written; leave readonly and immutable out")
         stamp = None
         if where.path is not None:
             if not readonly:
-                refuse_network(where.path)
-            prepare_file(where.path, create=create)
-            if readonly and immutable is None and (immutable := is_immutable(where.path)):
+                engine.refuse_network(where.path)
+            engine.prepare_file(where.path, create=create)
+            if readonly and immutable is None and (immutable := engine.is_immutable(where.path)):
                 stamp = _stamp(where.path)
-        engine = make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
-        opened = cls(where, engine, readonly=readonly, patience_s=patience_s, stamp=stamp)
+        made = engine.make_engine(where, readonly=readonly, immutable=bool(immutable), busy_timeout_s=busy_timeout_s)
+        opened = cls(where, made, readonly=readonly, patience_s=patience_s, stamp=stamp)
         try:
-            with translated(where):
-                opened.schema_version = ensure_schema(engine, where, create=create, readonly=readonly)
+            with engine.translated(where):
+                opened.schema_version = engine.ensure_schema(made, where, create=create, readonly=readonly)
         except BaseException:
             opened.close()
             raise
@@ -132,9 +106,7 @@ class Database:
     def __enter__(self) -> Database:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -147,7 +119,7 @@ class Database:
         options = {} if self.path is not None else {"isolation_level": "REPEATABLE READ"}
         try:
             with (
-                translated(self._target),
+                engine.translated(self._target),
                 self._engine.connect().execution_options(**options) as connection,
                 connection.begin(),
             ):
@@ -162,34 +134,35 @@ class Database:
     def change(self, change: Callable[[Connection], T]) -> T:
         """Run `change` in one transaction that writes, all or nothing; again while the database is away or locked.
 
-        Nothing is done twice: when a connection breaks during a commit, the server is asked what became of it.
+        Nothing is done twice: when a connection breaks during a commit, PostgreSQL is asked what became of it.
         """
         if self.readonly:
             raise DatabaseAccessError(f"{self._target} is open for reading only; open it without readonly to write")
-        # A transaction that a server was asked to commit, by its number where the server has one, and its result.
-        sent: tuple[int | None, T] | None = None
+        # Number and result of a transaction that a server was asked to commit. A commit that SQLite refuses has not
+        # been carried out; another server, which cannot be asked, gets no second attempt.
+        sent: tuple[int, T] | None = None
+        dialect = self._engine.dialect.name
 
         def attempt() -> T:
             nonlocal sent
             with (
-                translated(self._target),
-                self._engine.connect().execution_options(**{IMMEDIATE: True}) as connection,
+                engine.translated(self._target),
+                self._engine.connect().execution_options(**{engine.IMMEDIATE: True}) as connection,
                 connection.begin(),
             ):
-                if sent is not None and _is_committed(connection, sent[0], self._target):
-                    return sent[1]
+                if sent is not None:
+                    state = connection.execute(select(func.txid_status(literal(sent[0], BigInteger)))).scalar()
+                    if state == "committed":
+                        return sent[1]
+                    if state == "in progress":
+                        raise DatabaseBusyError(f"{self._target} has not ended a transaction whose connection broke")
                 found, sent = change(connection), None
-                match connection.dialect.name:
-                    case "sqlite":  # a commit that fails has not been carried out
-                        pass
-                    case "postgresql":
-                        number = connection.execute(select(func.txid_current_if_assigned())).scalar()
-                        sent = None if number is None else (number, found)
-                    case _:
-                        sent = (None, found)
+                if dialect == "postgresql":
+                    number = connection.execute(select(func.txid_current_if_assigned())).scalar()
+                    sent = None if number is None else (number, found)
             return found
 
-        return retry(attempt, self._patience_s)
+        return engine.retry(attempt, self._patience_s if dialect in ("sqlite", "postgresql") else 0.0)
 
     def ask(self, ask: Callable[[Connection, Reader], T]) -> T:
         """Run `ask` in one transaction that reads, again while the database is away; warn of rows that it skipped."""
@@ -201,12 +174,12 @@ class Database:
             self.warn_skipped(reader)
             return found
 
-        return retry(attempt, self._patience_s)
+        return engine.retry(attempt, self._patience_s)
 
     def warn_skipped(self, reader: Reader) -> None:
         """Log once what could not be read; the process goes on without these rows."""
         if reader.skipped.count:
-            warn_once(
+            engine.warn_once(
                 f"{self._target}: skipped rows that make no sense, the first: {reader.skipped.first}. `tunedcomm db "
                 "check` lists them",
                 about=f"skipped rows of {self._target}",
@@ -245,13 +218,13 @@ class Database:
             variants = get_or_create(connection, (trial.stored_variant for trial in batch))
             rows = [
                 {
-                    **{column.name: getattr(trial, column.name) for column in own_columns(TrialRow)},
+                    **{column.name: getattr(trial, column.name) for column in parse.own_columns(TrialRow)},
                     "problem_id": problems[trial.problem],
                     "environment_id": environments[trial.environment],
                     "variant_id": variants[trial.stored_variant],
                     "run_id": trial.run_id,
                     "config": canonical_json(trial.config),
-                    "config_digest": config_digest(trial.config),
+                    "config_digest": parse.config_digest(trial.config),
                 }
                 for trial in batch
             ]
@@ -297,7 +270,7 @@ class Database:
         others add asks from some ids further back than the last one that was seen.
         """
         if status is not None:
-            check_one_of(status, STATUSES, "status")
+            parse.check_one_of(status, parse.STATUSES, "status")
         where = _equal((TrialRow.status, status), (TrialRow.final, final))
         digest = None if problem is None else problem.digest
         if of := _equal((ProblemRow.op, op), (ProblemRow.world_size, world_size), (ProblemRow.digest, digest)):
@@ -346,7 +319,7 @@ class Database:
             found = {f"{name}s": query.count(connection, select(table.c.id)) for name, table in tables}
             ended = connection.execute(select(TrialRow.status, func.count()).group_by(TrialRow.status))
             by_status = {row[0]: row[1] for row in ended}
-            found |= {f"trials_{status}": by_status.get(status, 0) for status in STATUSES}
+            found |= {f"trials_{status}": by_status.get(status, 0) for status in parse.STATUSES}
             return found | {"finals": query.count(connection, select(TrialRow.id).where(TrialRow.final))}
 
         return self.ask(count)
@@ -367,27 +340,12 @@ def login() -> str:
 
 def _stamp(path: Path) -> tuple[object, ...] | None:
     """The state of a file, which differs once somebody has written to it; None where it cannot be read."""
-    try:
-        # Opened rather than asked about: that is when a network file system looks whether its cache is still right.
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            # The header counts changes, which tells apart what happens between two ticks of the file system's clock.
-            return (found.st_ino, found.st_size, found.st_mtime_ns, file.read(100))
-    except OSError:
-        return None
-
-
-def _is_committed(connection: Connection, number: int | None, target: Target) -> bool:
-    """True if a transaction was carried out, whose commit the server did not answer."""
-    if number is None:
-        raise DatabaseError(
-            f"{target} does not say whether it has stored what was sent as the connection broke; run the same command "
-            "again, which goes on from what is there"
-        )
-    status = connection.execute(select(func.txid_status(literal(number, BigInteger)))).scalar()
-    if status == "in progress":
-        raise DatabaseBusyError(f"{target} has not ended a transaction whose connection broke")
-    return status == "committed"
+    # Opened rather than asked about: that is when a network file system looks whether its cache is still right.
+    with suppress(OSError), path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        # The header counts changes, which tells apart what happens between two ticks of the file system's clock.
+        return (found.st_ino, found.st_size, found.st_mtime_ns, file.read(100))
+    return None
 
 
 # Adding rows
@@ -426,7 +384,7 @@ def get_or_create(connection: Connection, things: Iterable[_Thing]) -> dict[_Thi
     ids = stored()
     if not ids.keys() >= set(wanted):
         # New rows are rare, and writers that add the same ones in another order would deadlock: one at a time.
-        exclusive(connection, "intern")
+        engine.exclusive(connection)
         ids = stored()
         new = [thing for thing in wanted if thing not in ids]
         ids |= zip(new, _insert(connection, model, list(map(_row_of, new))), strict=True)

@@ -29,10 +29,18 @@ from sqlalchemy import Connection, delete, func, insert, select
 
 from tunedcomm.db.copying import Absorbed, absorb
 from tunedcomm.db.diff import Comparison, StoredCatalog, compare
-from tunedcomm.db.engine import Target, connected, leftovers, parse_target, prepare_file, translated
+from tunedcomm.db.engine import (
+    Target,
+    connected,
+    create_file,
+    ensure_schema,
+    leftovers,
+    parse_target,
+    prepare_file,
+    translated,
+)
 from tunedcomm.db.jsonl import FORMAT, OnBad, lines
 from tunedcomm.db.manifest import make_manifest, manifest_path, verify_manifest
-from tunedcomm.db.migrate import create_file, ensure_schema
 from tunedcomm.db.nccl_csv import FIRST_LINE, nccl_csv
 from tunedcomm.db.query import table
 from tunedcomm.db.records import Skipped, canonical_json

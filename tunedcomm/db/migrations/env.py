@@ -1,4 +1,4 @@
-"""Alembic's entry point; `tunedcomm.db.migrate` runs it with an open connection and never from the command line."""
+"""Alembic's entry point; `tunedcomm.db.engine` runs it with an open connection and never from the command line."""
 
 from __future__ import annotations
 
