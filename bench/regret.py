@@ -22,20 +22,19 @@ of thresholds would; `library` never runs anything else.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import random
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
+import typer
 from rows import RESULTS, ROOT, read_trials, show
-from rows import Row as CsvRow
 
 from tunedcomm import kernels
 from tunedcomm.db.layers import Layer, load_snapshot
@@ -51,12 +50,16 @@ from tunedcomm.tuner.search.coordinator import BEST_OF_SHAPE
 sys.path.insert(0, str(ROOT / "tests"))
 from replay import write_recording
 
-RECORDS = tuple(ROOT / "tests" / "data" / f"regret_h200_x{ranks}.jsonl.gz" for ranks in (4, 2))
+RECORDS = [ROOT / "tests" / "data" / f"regret_h200_x{ranks}.jsonl.gz" for ranks in (4, 2)]
 MEASURED = RESULTS / "regret_h200.csv"
 # Timed besides the rules' choices: the best of the search at that very size.
 _BEST = 5
 # Of 4 GPUs: the finals of that sweep did not hold each size's best few yet, so they are taken from its search.
 BEST_FROM_SEARCH = frozenset({4})
+
+
+Named: TypeAlias = Annotated[str, typer.Option(help="A database.")]
+app = typer.Typer(help=__doc__, add_completion=False)
 
 
 def sizes(count: int = 40, seed: int = 2026) -> list[int]:
@@ -70,6 +73,12 @@ def sizes(count: int = 40, seed: int = 2026) -> list[int]:
             numel += 1
         found.append(numel)
     return sorted(found)
+
+
+@app.command("sizes")
+def print_sizes() -> None:
+    """Print the shapes for `tunedcomm tune --shape`."""
+    print(",".join(map(str, sizes())))
 
 
 @dataclass(frozen=True)
@@ -213,7 +222,8 @@ def contenders(known: Known, problem: Problem) -> list[Candidate]:
     return list(dict.fromkeys(found))
 
 
-def measure(args: argparse.Namespace) -> None:
+@app.command()
+def measure(*, base: Named, tuned: Named, csv: Path = MEASURED, rounds: int = 60) -> None:
     """Time the contenders of every size on all ranks; rank 0 writes."""
     import ranks
     import torch
@@ -224,7 +234,7 @@ def measure(args: argparse.Namespace) -> None:
 
     start_group()
     communicator, stream = get_communicator(), torch.cuda.Stream()
-    known = Known.stored(args.base, communicator.environment, communicator.world_size, trials_of(args.tuned))
+    known = Known.stored(base, communicator.environment, communicator.world_size, trials_of(tuned))
     op, lines = get_op("all_reduce"), []
     for numel in sizes():
         problem = ranks.bf16_sum(numel)
@@ -237,12 +247,18 @@ def measure(args: argparse.Namespace) -> None:
             with torch.cuda.stream(stream):
                 launch(inputs, outputs, stream.cuda_stream)
                 made.append(timing.contend(launch, inputs, outputs, calls=calls, graph=True, stream=stream))
-        found = ranks.latencies(communicator, made, args.rounds, stream)
+        found = ranks.latencies(communicator, made, rounds, stream)
         for candidate, latency in zip(candidates, found, strict=True):
             kind = "library" if candidate.variant == "library" else "candidate"
             lines.append(ranks.row_of(problem, kind, str(candidate), latency))
         del made, inputs, outputs
-    ranks.finish(communicator, lines, args.csv)
+    ranks.finish(communicator, lines, csv)
+
+
+@app.command()
+def record(out: Path, *, tuned: Named) -> None:
+    """Keep the trials of a database."""
+    write_recording(out, trials_of(tuned))
 
 
 def trials_of(database: str) -> list[Trial]:
@@ -281,11 +297,12 @@ def recorded(records: Iterable[Trial], problem: Problem, choice: Candidate, libr
     return statistics.median(ratios) * library_us if ratios else None
 
 
-def report(args: argparse.Namespace) -> Sequence[CsvRow]:
+@app.command()
+def report(*, records: list[Path] = RECORDS, measured: Path = MEASURED, csv: Path | None = None) -> None:
     """By ranks and rule: mean and worst regret, and the least speed-up over the library."""
     table = []
-    for path in args.records:
-        known = Known.read(path, args.measured)
+    for path in records:
+        known = Known.read(path, measured)
         for name, rule in RULES.items():
             found = {numel: regret(known, rule, numel) for numel in known.timed}
             known_regrets = {numel: one for numel, one in found.items() if one is not None}
@@ -304,36 +321,9 @@ def report(args: argparse.Namespace) -> Sequence[CsvRow]:
                     "not_interleaved": sum(not one.is_interleaved for one in known_regrets.values()),
                 }
             )
-    return table
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("sizes")
-    verb = verbs.add_parser("measure")
-    verb.add_argument("--base", required=True)
-    verb.add_argument("--tuned", required=True)
-    verb.add_argument("--csv", type=Path, default=MEASURED)
-    verb.add_argument("--rounds", type=int, default=60)
-    verb = verbs.add_parser("record")
-    verb.add_argument("--tuned", required=True)
-    verb.add_argument("out", type=Path)
-    verb = verbs.add_parser("report")
-    verb.add_argument("--records", type=Path, nargs="+", default=RECORDS)
-    verb.add_argument("--measured", type=Path, default=MEASURED)
-    verb.add_argument("--csv", type=Path)
-    args = parser.parse_args()
-    kernels.discover()
-    if args.verb == "sizes":
-        print(",".join(map(str, sizes())))
-    elif args.verb == "measure":
-        measure(args)
-    elif args.verb == "record":
-        write_recording(args.out, trials_of(args.tuned))
-    else:
-        show(report(args), args.csv)
+    show(table, csv)
 
 
 if __name__ == "__main__":
-    main()
+    kernels.discover()
+    app()

@@ -31,6 +31,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import pkgutil
@@ -109,32 +110,26 @@ class Addresses:
                 return self.names[place] + (f"+{offset}" if offset else "")
             return self.words.get(value, value)
         plain = isinstance(value, (torch.dtype, torch.device, torch.Size))
-        return str(value) if plain else f"<{type(value).__name__}>"
+        return str(value) if plain else getattr(value, "__dict__", {}).get("label", f"<{type(value).__name__}>")
 
 
 class Recorder(TorchFunctionMode):
-    """Records what a variant does in `bind` and in a launch; tensors have no memory."""
+    """Records what a variant does in `bind` and in a launch; tensors have no memory.
+
+    `calls` is a mock: whatever is called on it, or on what such a call returned, becomes an event.
+    """
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
         self.world_size = world_size
         self.addresses = Addresses()
-        self.events: list[Any] = []
+        self.calls = mock.MagicMock()
+        self.calls.group.group_name = "group"
         self.requests: list[Any] = []
-        self.writing = False
 
-    def note(self, *event: Any) -> None:
-        if self.writing:
-            self.events.append(self.addresses.told(event))
-
-    def noting(self, name: str, result: Any = None) -> Callable[..., Any]:
-        """A function that writes down its calls."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.note(name, args, kwargs)
-            return result
-
-        return call
+    def events(self) -> list[Any]:
+        """Everything that was called since `bind` began, in order."""
+        return [self.addresses.told((name, *args, *([kw] if kw else []))) for name, args, kw in self.calls.mock_calls]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))
@@ -145,29 +140,8 @@ class Recorder(TorchFunctionMode):
         for word in ("generator", "pin_memory"):
             kwargs.pop(word, None)
         if name not in _READS:
-            self.note("torch", name, args, kwargs)
+            self.calls.torch(name, args, kwargs)
         return func(*args, **kwargs)
-
-
-class Noting:
-    """Stands for an object whose methods are only called: groups, streams, events."""
-
-    def __init__(self, recorder: Recorder, name: str, **known: Any) -> None:
-        self._recorder, self._name = recorder, name
-        self.__dict__.update(known)
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        known = self.__dict__
-        return known["_recorder"].noting(f"{known['_name']}.{attribute}", Noting(known["_recorder"], attribute))
-
-    def __enter__(self) -> Any:
-        self._recorder.note("enter", self._name)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._recorder.note("exit", self._name)
 
 
 def import_everything() -> None:
@@ -203,7 +177,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
         number = len(recorder.requests)
         recorder.requests.append(request)
         options = {**options_of(request), "constants": dict(request.constants)}
-        recorder.note("bind", number, options, grid, str(device))
+        recorder.calls.bind(number, options, grid, str(device))
 
         def fix(arguments: Sequence[int | None]) -> Callable[..., None]:
             names = [name for name in request.resolve().arg_names if name not in dict(request.constants)]
@@ -213,7 +187,7 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
             def launch(stream: int, *varying: int) -> None:
                 given = iter(varying)
                 whole = [next(given) if value is None else value for value in arguments]
-                recorder.note("launch", number, stream, whole, len(list(given)))
+                recorder.calls.launch(number, stream, whole, len(list(given)))
 
             return launch
 
@@ -222,43 +196,47 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     def allocate(group: Any, device: Any, nbytes: int) -> Any:
         return made_buffer(recorder, f"buffer{len(addresses.names)}[{nbytes}]", nbytes)
 
-    made: dict[tuple[int, str], Noting] = {}
-
+    @functools.cache
     def copies_of(workspace: Any, mode: str) -> Any:
-        if (id(workspace), mode) not in made:
-            streams = tuple(addresses.make(f"side{number}") for number in range(9))
-            beside = addresses.make("beside")
-            found = Noting(recorder, f"copies.{mode}", streams=streams, beside=beside)
-            found.__dict__["current"] = lambda stream: Noting(recorder, f"on {addresses.told(stream)}")
-            recorded: dict[int, int] = {}  # event to the number of its last record: events' own numbers do not matter
+        recorded: dict[int, int] = {}  # event to the number of its last record: events' own numbers do not matter
+        numbers = itertools.count()
+        copies = mock.MagicMock(
+            streams=tuple(addresses.make(f"side{number}") for number in range(9)),
+            beside=addresses.make("beside"),
+            current=recorder.calls.on,
+        )
+        recorder.calls.attach_mock(copies, f"copies_{mode}")
 
-            def record(event: int, stream: int) -> None:
-                recorded[event] = sum(name == "record" for name, *_ in recorder.events)
-                recorder.note("record", stream)
+        def record(event: int, stream: int) -> None:
+            recorded[event] = next(numbers)
+            recorder.calls.record(stream)
 
-            def wait(stream: int, event: int) -> None:
-                recorder.note("wait", stream, recorded[event])
+        def wait(stream: int, event: int) -> None:
+            recorder.calls.wait(stream, recorded[event])
 
-            def fork(stream: int, sides: Sequence[int], event: int) -> None:
-                record(event, stream)
-                for side in sides:
-                    wait(side, event)
+        def fork(stream: int, sides: Sequence[int], event: int) -> None:
+            record(event, stream)
+            for side in sides:
+                wait(side, event)
 
-            def join(sides: Sequence[int], stream: int, first_event: int) -> None:
-                for event, side in enumerate(sides, first_event):
-                    record(event, side)
-                    wait(stream, event)
+        def join(sides: Sequence[int], stream: int, first_event: int) -> None:
+            for event, side in enumerate(sides, first_event):
+                record(event, side)
+                wait(stream, event)
 
-            found.__dict__.update(record=record, wait=wait, fork=fork, join=join)
-            made[id(workspace), mode] = found
-        return made[id(workspace), mode]
+        for function in (record, wait, fork, join):
+            setattr(copies, function.__name__, function)
+        return copies
 
     generator = torch.Generator()  # nothing is drawn from it
     ours = {"bind_kernel": bind_kernel, "allocate": allocate, "copies_of": copies_of}
     found: list[tuple[Any, str, Any]] = [(module, key, ours[name]) for name in ours for module, key, _ in places(name)]
 
-    def stream_of(handle: Any, *_: Any) -> Noting:
-        return Noting(recorder, f"stream {addresses.told(handle)}")
+    def stream_of(handle: Any = _STREAM, *_: Any) -> Any:
+        name = f"stream {addresses.told(handle)}"
+        made = mock.MagicMock(cuda_stream=handle, label=name)
+        recorder.calls.attach_mock(made, name)
+        return made
 
     cuda: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
@@ -266,23 +244,24 @@ def stand_ins(recorder: Recorder) -> list[tuple[Any, str, Any]]:
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
         "device": lambda *_: contextlib.nullcontext(),
-        "stream": lambda stream: Noting(recorder, f"on {getattr(stream, '_name', stream)}"),
-        "current_stream": lambda *_: Noting(recorder, "stream", cuda_stream=_STREAM),
-        "synchronize": recorder.noting("synchronize"),
+        "stream": recorder.calls.on,
+        "current_stream": lambda *_: stream_of(),
+        "synchronize": recorder.calls.synchronize,
         "get_stream_from_external": stream_of,
         "ExternalStream": stream_of,
     }
     found += [(torch.cuda, name, value) for name, value in cuda.items()]
+    symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     found += [
         (torch, "Generator", lambda *_, **__: generator),
         (torch.distributed, "get_rank", lambda *_: _RANK),
         (torch.distributed, "get_world_size", lambda *_: recorder.world_size),
-        (importlib.import_module("torch.distributed._symmetric_memory"), "rendezvous", recorder.noting("rendezvous")),
+        (symmetric, "rendezvous", recorder.calls.rendezvous),
     ]
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"):
-        found.append((torch.distributed, name, recorder.noting(f"dist.{name}")))
+        found.append((torch.distributed, name, getattr(recorder.calls.dist, name)))
     for name in ("one_shot_all_reduce_out", "one_shot_all_reduce_copy_out", "two_shot_all_reduce_"):
-        found.append((torch.ops.symm_mem, name, recorder.noting(f"symm_mem.{name}")))
+        found.append((torch.ops.symm_mem, name, getattr(recorder.calls.symm_mem, name)))
     return found
 
 
@@ -321,7 +300,7 @@ def made_workspace(recorder: Recorder, problem: Any, layout: Any) -> Any:
     buffers = {m: made_buffer(recorder, f"lane.{m}", layout.total_bytes) for m in LANES}
     lanes = {m: Lane(b.addresses[_RANK], rotate(b.addresses, _RANK), b.multicast_address) for m, b in buffers.items()}
     made.__dict__.update(
-        group=Noting(recorder, "group", group_name="group"),
+        group=recorder.calls.group,
         device=torch.device("cuda", 0),
         layout=layout,
         timeout_ns=_TIMEOUT_NS,
@@ -358,13 +337,12 @@ def launch_record(variant: Any, spec: Any, problem: Any, config: Any, layout: An
                     first = kind == "in" and number == 0
                     address = workspace._first_input if first else recorder.addresses.make(f"{kind}{number}")
                     recorder.addresses.put(tensor, address)
-        recorder.writing = True
+        recorder.calls.reset_mock()
         launch = variant.bind(problem, config, workspace)
         for _ in range(2):  # plans may count their calls
-            recorder.note("call", "by address" if hasattr(launch, "by_address") else "")
+            recorder.calls.call("by address" if hasattr(launch, "by_address") else "")
             launch(inputs, outputs, _STREAM)
-        recorder.writing = False
-    return recorder.events, recorder.requests
+        return recorder.events(), recorder.requests
 
 
 def short(value: Any) -> str:
