@@ -202,10 +202,9 @@ def sample(problem: Problem, kind: str, seed: int, device: torch.device) -> Samp
     case = make_case(op, problem, dist.get_rank(), kind=kind, seed=seed, device=device)
     if case.bits is not None and (moves(problem) or kind == "random"):
         return Sample(case.inputs, case.bits, is_bitwise=True)
-    outputs = zip(case.expected, op.make_outputs(problem, device), strict=True)
-    rounded = tuple(expected.to(output.dtype) for expected, output in outputs)
-    if kind == "integers" and all(map(torch.equal, (r.double() for r in rounded), case.expected)):
-        return Sample(case.inputs, rounded)
+    pairs = list(zip(case.expected, op.make_outputs(problem, device), strict=True))
+    if kind == "integers" and all(torch.equal(due.to(output.dtype).to(due.dtype), due) for due, output in pairs):
+        return Sample(case.inputs, tuple(due.to(output.dtype) for due, output in pairs))
     allowed = tuple(op.tolerance[problem.scaling or problem.dtype] * each.norm() for each in case.expected)
     return Sample(case.inputs, case.expected, allowed=allowed)
 

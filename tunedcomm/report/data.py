@@ -369,20 +369,16 @@ def measurements(stored: StoredFile, chooser: Chooser) -> list[Measured]:
     The finals count where there are any, as for dispatch. What is chosen is a row of its own where it is another
     config of its variant than the one that was fastest there.
     """
-    best: dict[tuple[str, Problem], dict[Candidate, Trial]] = {}
-    places = {}
-    for trial in stored.trials:
-        if trial.status == "ok" and trial.latency_p50_us is not None:
-            places[trial.environment.digest] = trial.environment
-            there = best.setdefault((trial.environment.digest, trial.problem), {})
-            other = there.get(trial.candidate)
-            # Of one candidate the finals count, and of these the last.
-            if other is None or (trial.final, trial.created_at) >= (other.final, other.created_at):
-                there[trial.candidate] = trial
-    found: list[Measured] = []
-    for (digest, problem), trials in best.items():
-        found += _of_problem(stored.name, problem, places[digest], trials, chooser)
-    return found
+    ran = [trial for trial in stored.trials if trial.status == "ok" and trial.latency_p50_us is not None]
+    best: dict[tuple[Environment, Problem], dict[Candidate, Trial]] = {}
+    # Of one candidate the finals count, and of these the last.
+    for trial in sorted(ran, key=lambda trial: (trial.final, trial.created_at)):
+        best.setdefault((trial.environment, trial.problem), {})[trial.candidate] = trial
+    return [
+        one
+        for (environment, problem), trials in best.items()
+        for one in _of_problem(stored.name, problem, environment, trials, chooser)
+    ]
 
 
 def _of_problem(
