@@ -19,33 +19,6 @@ from typing import Any, Literal, TypeAlias
 from tunedcomm.errors import ConfigError, UnknownNameError
 from tunedcomm.space import Config, Space, Value
 
-__all__ = [
-    "DTYPES",
-    "ITEMSIZE",
-    "Candidate",
-    "InputKind",
-    "Limits",
-    "Mode",
-    "Numerics",
-    "NumericsPolicy",
-    "OpSpec",
-    "Problem",
-    "Variant",
-    "admits",
-    "candidates",
-    "check_candidate",
-    "did_you_mean",
-    "format_shape",
-    "get_op",
-    "get_variant",
-    "ops",
-    "parse_shape",
-    "register_op",
-    "register_variant",
-    "variants",
-    "why_no_kernel",
-]
-
 Mode: TypeAlias = Literal["graph", "eager"]
 InputKind: TypeAlias = Literal["plain", "symmetric"]
 Numerics: TypeAlias = Literal["ordered", "library", "unordered"]

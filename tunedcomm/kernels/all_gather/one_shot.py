@@ -57,8 +57,8 @@ from tunedcomm.kernels.common.sync import (
     store_packets,
     store_word,
 )
-from tunedcomm.kernels.common.variant import LamportVariant, PullVariant, Workspace
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.kernels.common.variant import PULL_GRID, LamportVariant, PullVariant, Workspace
+from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
 
 
@@ -173,13 +173,7 @@ class Pull(PullVariant, AllGatherVariant):
     name = "pull"
     summary = "every rank reads all inputs, from staging or, where they are symmetric, from where they lie"
     kernels = (pull_kernel,)
-    space = Space(
-        {
-            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
-            "num_warps": PowerOfTwo(2, 16),
-            "items": Choice(1, 2, 4),
-        }
-    )
+    space = Space({**PULL_GRID, "items": Choice(1, 2, 4)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if reason := self.refuse(problem, limits) or self.refuse_items(problem, config):

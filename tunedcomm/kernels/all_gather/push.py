@@ -43,7 +43,7 @@ from tunedcomm.kernels.common.feasibility import (
 from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, block_range, read_counter, write_counter
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of, store_all, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import Workspace
+from tunedcomm.kernels.common.variant import PUSH_GRID, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
@@ -125,14 +125,7 @@ class Push(AllGatherVariant):
     name = "push"
     summary = "every rank pushes chunks to all peers and writes out theirs meanwhile; best at large sizes"
     kernels = (ring_kernel,)
-    space = Space(
-        {
-            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-            "num_warps": PowerOfTwo(4, 16),
-            "items": Choice(1, 2),
-            "num_chunks": PowerOfTwo(1, MOST_CHUNKS),
-        }
-    )
+    space = Space({**PUSH_GRID, "items": Choice(1, 2), "num_chunks": PowerOfTwo(1, MOST_CHUNKS)})
     multimem = False
 
     def slots(self, problem: Problem) -> int:

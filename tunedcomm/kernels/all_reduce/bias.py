@@ -51,9 +51,9 @@ from tunedcomm.kernels.common.reference import (
     with_extras,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_from, poll_packets, store_packets
-from tunedcomm.kernels.common.variant import LibraryVariant, Workspace
+from tunedcomm.kernels.common.variant import PUSH_GRID, LibraryVariant, Workspace
 from tunedcomm.metrics import busbw_factor
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, OpSpec, Problem, register_op
 
 if TYPE_CHECKING:
@@ -349,13 +349,7 @@ class BiasOneShot(_WithBias, OneShot):
 
 class BiasTwoShot(_WithBias, TwoShot):
     kernels = (bias_two_shot_kernel,)
-    space = Space(
-        {
-            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-            "num_warps": PowerOfTwo(4, 16),
-            "num_chunks": PowerOfTwo(1, 16),
-        }
-    )
+    space = Space({**PUSH_GRID, "num_chunks": PowerOfTwo(1, 16)})
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         if packets_a_block(config) > 256 and problem.world_size > 4:

@@ -31,7 +31,8 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.space import Choice, PowerOfTwo, Space
+from tunedcomm.kernels.common.variant import MULTIMEM_GRID
+from tunedcomm.space import Space
 from tunedcomm.spec import Limits, Problem
 
 
@@ -103,7 +104,7 @@ def multimem_two_shot_kernel(
 
 
 class _Multimem(AllReduceVariant):
-    space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
+    space = Space(MULTIMEM_GRID)
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         if reason := refuse_multicast(limits) or super().refuse(problem, limits):

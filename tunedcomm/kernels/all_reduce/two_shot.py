@@ -63,7 +63,7 @@ from tunedcomm.kernels.common.lane import (
 )
 from tunedcomm.kernels.common.packets import insert_own, num_packets, read_elements, sum_packets, write_elements
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, RingVariant
+from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
@@ -301,14 +301,7 @@ class TwoShot(_Chunked):
     name = "two_shot"
     summary = "reduce-scatter then all-gather ordered by flags, chunks overlapped; best at large sizes"
     kernels: tuple[Any, ...] = (two_shot_kernel, two_shot_inplace_kernel)
-    space = Space(
-        {
-            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-            "num_warps": PowerOfTwo(4, 16),
-            "items": Choice(1, 2, 4),
-            "num_chunks": PowerOfTwo(1, 16),
-        }
-    )
+    space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 16)})
 
     ring = RING.value
     most_rounds = 64

@@ -10,7 +10,7 @@ from tunedcomm.kernels.all_reduce.lamport import TWO_SHOT_LAMPORT, two_shot_lamp
 from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
 from tunedcomm.kernels.common.feasibility import refuse_launch_pdl
 from tunedcomm.kernels.common.launch import BoundKernel, CompileRequest, bind_kernel
-from tunedcomm.kernels.common.variant import Collective, ComposedVariant, Workspace
+from tunedcomm.kernels.common.variant import PUSH_GRID, Collective, ComposedVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
@@ -23,8 +23,7 @@ def sum_space(second_warps: str) -> Space:
     return Space(
         {
             "algorithm": Choice(*_SUMS),
-            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-            "num_warps": PowerOfTwo(4, 16),
+            **PUSH_GRID,
             "num_chunks": PowerOfTwo(1, 16),
             second_warps: PowerOfTwo(1, 16),
             "launch_pdl": Choice(False, True),

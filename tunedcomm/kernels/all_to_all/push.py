@@ -36,7 +36,7 @@ from tunedcomm.kernels.common.lane import EPOCH_OFFSET, arrive, await_peers, blo
 from tunedcomm.kernels.common.launch import AddressLaunch
 from tunedcomm.kernels.common.packets import load_bytes, packets_of, store_bytes
 from tunedcomm.kernels.common.sync import load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, RingVariant, Workspace
+from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import ITEMSIZE, Limits, Problem
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
@@ -175,14 +175,7 @@ class Push(RingVariant, AllToAllVariant):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; best at large sizes"
     kernels = (push_kernel,)
-    space = Space(
-        {
-            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
-            "num_warps": PowerOfTwo(4, 16),
-            "items": Choice(1, 2, 4),
-            "num_chunks": PowerOfTwo(1, 64),
-        }
-    )
+    space = Space({**PUSH_GRID, "items": Choice(1, 2, 4), "num_chunks": PowerOfTwo(1, 64)})
     areas = ("gather", "num_chunks")
     ring = RING.value
     most_rounds = 64

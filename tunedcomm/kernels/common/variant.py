@@ -36,7 +36,7 @@ from tunedcomm.kernels.common.feasibility import (
 )
 from tunedcomm.kernels.common.launch import AddressLaunch, CompileRequest, bind_kernel, input_and_output
 from tunedcomm.kernels.common.packets import PACKET_BYTES, alignment_of, packets_of
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
+from tunedcomm.space import Axis, Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import DTYPES, Limits, Numerics, Problem, Variant, register_variant
 from tunedcomm.symm.layout import MAX_WORLD_SIZE
 
@@ -54,6 +54,10 @@ def lane_arguments(problem: Problem, workspace: Workspace) -> tuple[int, ...]:
 
 
 HOST_GRID: Mapping[str, float] = {"num_blocks": 2, "num_warps": 16}
+# Axes of kernels that push chunks, that read what peers have, and that the switch serves.
+PUSH_GRID: Mapping[str, Axis] = {"num_blocks": Choice(1, 2, 8, 32, 64, 132, 264), "num_warps": PowerOfTwo(4, 16)}
+PULL_GRID: Mapping[str, Axis] = {"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(2, 16)}
+MULTIMEM_GRID: Mapping[str, Axis] = {**PULL_GRID, "num_warps": PowerOfTwo(4, 16)}
 
 
 class VariantBase:

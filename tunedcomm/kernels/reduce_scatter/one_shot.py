@@ -50,9 +50,9 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, SENTINEL, load_packets, poll_packets, store_packets
-from tunedcomm.kernels.common.variant import LamportVariant, PullVariant
+from tunedcomm.kernels.common.variant import MULTIMEM_GRID, PULL_GRID, LamportVariant, PullVariant
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
-from tunedcomm.space import Choice, Config, PowerOfTwo, Space
+from tunedcomm.space import Choice, Config, Space
 from tunedcomm.spec import Limits, Problem
 
 
@@ -173,13 +173,7 @@ class OneShot(PullVariant, ReduceScatterVariant):
     name = "one_shot"
     summary = "every rank reads its chunk of all inputs and sums; one exchange of flags"
     kernels = (one_shot_kernel,)
-    space = Space(
-        {
-            "num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132),
-            "num_warps": PowerOfTwo(2, 16),
-            "items": Choice(1, 2),
-        }
-    )
+    space = Space({**PULL_GRID, "items": Choice(1, 2)})
 
     def infeasible(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         symmetric = problem.input_kind == "symmetric"
@@ -230,7 +224,7 @@ class Multimem(ReduceScatterVariant):
     numerics = "library"
     summary = "the switch sums each chunk for its owner (NVLink multicast)"
     kernels = (multimem_kernel,)
-    space = Space({"num_blocks": Choice(1, 2, 4, 8, 16, 32, 64, 132), "num_warps": PowerOfTwo(4, 16)})
+    space = Space(MULTIMEM_GRID)
     areas = ("multicast", "scatter")
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:

@@ -40,7 +40,7 @@ from tunedcomm.kernels.common.packets import (
     write_elements,
 )
 from tunedcomm.kernels.common.sync import INTERPRET, load_packets, store_packets
-from tunedcomm.kernels.common.variant import HOST_GRID, RingVariant
+from tunedcomm.kernels.common.variant import HOST_GRID, PUSH_GRID, RingVariant
 from tunedcomm.kernels.reduce_scatter.op import ReduceScatterVariant
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
@@ -153,7 +153,7 @@ class Push(RingVariant, ReduceScatterVariant):
     kernels = (push_kernel,)
     space = Space(
         {
-            "num_blocks": Choice(1, 2, 8, 32, 64, 132, 264),
+            **PUSH_GRID,
             "num_warps": Choice(8, 16),
             "items": Choice(1, 2),
             "num_chunks": PowerOfTwo(1, 128),
