@@ -59,6 +59,11 @@ def calls_that_differ(rank: int) -> None:
             lambda: tunedcomm.all_reduce_rms_norm(ones(4, 8), ones(8), residual=ones(4, 8)),
             "layout is ''",
         ),
+        (
+            lambda: tunedcomm.ag_gemm(ones(2, 8), [ones(8, 4), ones(8, 6)]),
+            lambda: tunedcomm.ag_gemm(ones(2, 8), [ones(8, 4), ones(8, 5)]),
+            r"shape is \[4, 6, 8\] on rank 0",
+        ),
     ]
     with settings(ON):
         works()
@@ -73,6 +78,12 @@ def a_call_that_one_rank_refuses(rank: int) -> None:
         with gives_up_in_time(0.0), pytest.raises(error, match="nonsense"):
             tunedcomm.all_reduce(torch.ones(64), op="nonsense" if rank == 1 else "sum")
         works()
+
+
+def lists_are_multiplied(rank: int) -> None:
+    with settings(ON):
+        found = tunedcomm.ag_gemm(torch.ones(2, 8), [torch.ones(8, 4), torch.ones(8, 6)])
+    assert [torch.equal(one, torch.full((4, n), 8.0)) for one, n in zip(found, (4, 6), strict=True)] == [True, True]
 
 
 def what_may_differ_does(rank: int) -> None:
@@ -93,7 +104,13 @@ def without_it_calls_are_fast(rank: int) -> None:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (calls_that_differ, a_call_that_one_rank_refuses, what_may_differ_does, without_it_calls_are_fast)
+    for case in (
+        calls_that_differ,
+        a_call_that_one_rank_refuses,
+        lists_are_multiplied,
+        what_may_differ_does,
+        without_it_calls_are_fast,
+    )
 }
 
 

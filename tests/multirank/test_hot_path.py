@@ -6,6 +6,8 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tunedcomm.ops import call as call_module
 from tunedcomm.spec import Problem, get_variant, register_variant
 
 CALLS = 200
+MOST_FILES = 12
 # Audit events of the interpreter that no repeated call may raise.
 FORBIDDEN = ("open", "compile", "exec", "import", "socket.", "subprocess.", "os.", "shutil.", "sqlite3.", "marshal.")
 seen: list[str] = []
@@ -103,8 +106,34 @@ def a_repeated_call_does_nothing_but_launch(rank: int) -> None:
             assert len(allocated) == num_allocations * CALLS
 
 
+def a_first_call_reaches_its_kernel_through_few_files(rank: int) -> None:
+    """Whatever asks or launches the variant: the files on the stack, from `ops` to the kernel's, are 12 at most."""
+    package, crossed = Path(tunedcomm.__file__).parent, set()
+
+    def profile(frame: FrameType | None, event: str, argument: object) -> None:
+        files = []
+        while event == "call" and frame is not None:
+            files.append(Path(frame.f_code.co_filename))
+            frame = frame.f_back
+        if files and files[0] == package / "kernels" / "all_reduce" / "one_shot.py":
+            crossed.add(frozenset(file for file in files if package in file.parents))
+
+    group = dist.new_group()
+    with tunedcomm.force("all_reduce", "one_shot"):
+        sys.setprofile(profile)
+        tunedcomm.all_reduce(torch.ones(64), group=group)
+        sys.setprofile(None)
+    assert all(package / "ops" / "collectives.py" in files for files in crossed)
+    assert 1 <= max(map(len, crossed)) <= MOST_FILES
+
+
 CASES: dict[str, Case] = {
-    case.__name__: case for case in (selection_does_not_communicate, a_repeated_call_does_nothing_but_launch)
+    case.__name__: case
+    for case in (
+        a_first_call_reaches_its_kernel_through_few_files,
+        selection_does_not_communicate,
+        a_repeated_call_does_nothing_but_launch,
+    )
 }
 
 

@@ -282,6 +282,13 @@ class _AgGemmList(_AgGemm):
         a, scale_a, *rest = inputs
         return [(a, b, scale_a, scale_b) for b, scale_b in zip(rest[: self.length], rest[self.length :], strict=True)]
 
+    def widest(self, inputs: Tensors) -> int:
+        """The index of the b that the fused op multiplies, the first of the widest."""
+        return max(range(self.length), key=lambda index: (inputs[2 + index].shape[1], -index))
+
+    def problem(self, inputs: Tensors, options: Any, world_size: int) -> Problem:
+        return _gathered.form.problem(self.each(inputs)[self.widest(inputs)], options, world_size)
+
     def check(self, inputs: Tensors, options: Any, world_size: int) -> None:
         each = self.each(inputs)
         first = each[0][1]
@@ -308,7 +315,7 @@ class _ListPath(CallPath[tuple[torch.Tensor, ...]]):
 
     def run(self, communicator: Communicator, inputs: Tensors, targets: Tensors, asked: Asked) -> None:
         each, (*outs, gathered) = self.form.each(inputs), targets
-        widest = max(range(len(each)), key=lambda index: (each[index][1].shape[1], -index))
+        widest = self.form.widest(inputs)
         _, _, scale_a, scale_b = each[widest]
         fused = (*each[widest], outs[widest], gathered)
         ag_gemm_gathered(fused, asked.options[0], communicator.group, asked.numerics, asked.max_sms)
