@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tunedcomm")
 
 T = TypeVar("T")
+# Attributes of a communicator that reach its process group.
+_HOLD_GROUPS = "group workspace _no_workspace node_groups plans fast_calls _captured _retired _watched"
 
 
 def _source_hashes() -> dict[str, str]:
@@ -210,18 +212,7 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         kernels.discover()
-        drop_at_exit(
-            self,
-            "group",
-            "workspace",
-            "_no_workspace",
-            "node_groups",
-            "plans",
-            "fast_calls",
-            "_captured",
-            "_retired",
-            "_watched",
-        )
+        drop_at_exit(self, *_HOLD_GROUPS.split())
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)

@@ -19,7 +19,7 @@ to the operands' dtype where the result has another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -114,67 +114,44 @@ def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
-def _keep_ag(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, b, *_ = inputs
-    ctx.from_gathered = isinstance(output, tuple)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1] if ctx.from_gathered else a, b)
-
-
-def _ag_gemm(ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None = None) -> tuple[Any, ...]:
-    rows, b = ctx.saved_tensors
+def _ag_gemm(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
     wants_a, wants_b, *_ = ctx.needs_input_grad
     group_size, group, _, max_sms = ctx.settings
-    grad_a = None
-    if wants_a and ctx.from_gathered:
-        grad_a = _scattered([grad], [b], grad_gathered, rows, ctx.settings)
-    elif wants_a:
-        grad_a = _ops.gemm_rs(grad.to(rows.dtype), b.t(), None, None, None, "sum", *ctx.settings)  # type: ignore[union-attr]
-    grad_b = None
-    if wants_b and grad is not None:
-        gathered = rows if ctx.from_gathered else _ops.all_gather(rows, 0, group_size, group, max_sms)
-        grad_b = _of_b(gathered, grad.to(b.dtype), b)
+    grad_a = grad_b = None
+    if wants_a:
+        grad_a = _ops.gemm_rs(grad.to(a.dtype), b.t(), None, None, None, "sum", *ctx.settings)
+    if wants_b:
+        grad_b = _of_b(_ops.all_gather(a, 0, group_size, group, max_sms), grad.to(b.dtype), b)
     return grad_a, grad_b
 
 
-def _scattered(
-    grads: Sequence[torch.Tensor | None],
-    several: Sequence[torch.Tensor],
-    grad_gathered: torch.Tensor | None,
-    gathered: torch.Tensor,
-    settings: Sequence[Any],
-) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of what reached the gathered a.
-
-    Which of several results a gradient reaches may differ from rank to rank, so the collective does not depend on it.
-    """
-    total = grad_gathered
-    for grad, b in zip(grads, several, strict=True):
-        if grad is not None:
-            part = _product(grad.to(gathered.dtype), b.t())
-            total = part if total is None else total + part
-    total = torch.zeros_like(gathered) if total is None else total
-    group_size, group, numerics, max_sms = settings
-    return _ops.reduce_scatter(total, "sum", 0, group_size, group, numerics, max_sms)  # type: ignore[no-any-return]
-
-
-def _keep_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, several, _, scales, *_ = inputs
-    ctx.num_scales = len(scales)
+def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, b, _, scales, *_ = inputs
+    several = b if isinstance(b, (list, tuple)) else [b]
+    ctx.num_scales = len(scales) if isinstance(b, (list, tuple)) else None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[-1], *several)
 
 
-def _ag_gemm_list(ctx: Any, found: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    *grads, grad_gathered = found
+def _ag_gemm_gathered(ctx: Any, *found: Any) -> tuple[Any, ...]:
+    """Of a product or a list of them, with the gathered a behind it.
+
+    Which of several results a gradient reaches may differ from rank to rank, so the collective does not depend on it.
+    """
+    *grads, total = found if ctx.num_scales is None else found[0]
     gathered, *several = ctx.saved_tensors
     wants_a, wants_b, *_ = ctx.needs_input_grad
-    grad_a = _scattered(grads, several, grad_gathered, gathered, ctx.settings) if wants_a else None
-    grad_b = [
-        _of_b(gathered, grad.to(b.dtype), b) if wants and grad is not None else None
-        for wants, grad, b in zip(wants_b, grads, several, strict=True)
-    ]
-    return grad_a, grad_b, None, [None] * ctx.num_scales
+    grad_a, grads_b = None, []
+    for wants, grad, b in zip([wants_b] if ctx.num_scales is None else wants_b, grads, several, strict=True):
+        if wants_a and grad is not None:
+            part = _product(grad.to(gathered.dtype), b.t())
+            total = part if total is None else total + part
+        grads_b.append(_of_b(gathered, grad.to(b.dtype), b) if wants and grad is not None else None)
+    if wants_a:
+        total = torch.zeros_like(gathered) if total is None else total
+        grad_a = _ops.reduce_scatter(total, "sum", 0, *ctx.settings)
+    return (grad_a, grads_b[0]) if ctx.num_scales is None else (grad_a, grads_b, None, [None] * ctx.num_scales)
 
 
 def _gemm_rs(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -213,9 +190,9 @@ FORMULAS: dict[str, Formula] = {
     "all_to_all": (_keep_nothing, _all_to_all),
     "all_reduce_bias": (_keep_nothing, _all_reduce_bias),
     "all_reduce_rms_norm": (_keep_norm, _all_reduce_rms_norm),
-    "ag_gemm": (_keep_ag, _ag_gemm),
-    "ag_gemm_gathered": (_keep_ag, _ag_gemm),
-    "ag_gemm_list": (_keep_list, _ag_gemm_list),
+    "ag_gemm": (_keep_operands, _ag_gemm),
+    "ag_gemm_gathered": (_keep_gathered, _ag_gemm_gathered),
+    "ag_gemm_list": (_keep_gathered, _ag_gemm_gathered),
     "gemm_rs": (_keep_operands, _gemm_rs),
     "gemm_ar": (_keep_operands, _gemm_ar),
 }

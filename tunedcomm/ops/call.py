@@ -232,23 +232,6 @@ def is_usable(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) and not tensor.data_ptr() & _MISALIGNED
 
 
-def communicator_for(op: str, x: torch.Tensor, group: Group) -> Communicator:
-    """The communicator that serves `x` on `group`, made now if this is the group's first call.
-
-    Raises:
-        UnsupportedInputError: the group cannot work where `x` lives.
-    """
-    if x.device.type not in ("cuda", "cpu"):
-        raise UnsupportedInputError(f"{op} serves cuda and cpu tensors, not {x.device}")
-    communicator = get_communicator(group, x.device)
-    if x.device != communicator.device:
-        raise UnsupportedInputError(
-            f"the tensor is on {x.device}, but rank {communicator.rank} of this group works on "
-            f"{communicator.device}; move the tensor, or call torch.cuda.set_device() before the group's first call"
-        )
-    return communicator
-
-
 def group_arguments(group: Group) -> tuple[int, str]:
     """A group as an operator's arguments: its size and its name.
 
@@ -349,10 +332,23 @@ class CallPath(Generic[Result]):
         return _unpacked(tuple(given.values()))  # type: ignore[no-any-return]
 
     def communicator(self, x: torch.Tensor, group: Group) -> Communicator:
-        """`communicator_for`, remembered."""
+        """The communicator that serves `x` on `group`, remembered; made now if this is the group's first call.
+
+        Raises:
+            UnsupportedInputError: the group cannot work where `x` lives.
+        """
         found = self._communicators.get((group, x.device))
-        if found is None:
-            found = self._communicators[group, x.device] = communicator_for(self.form.op, x, group)
+        if found is not None:
+            return found
+        if x.device.type not in ("cuda", "cpu"):
+            raise UnsupportedInputError(f"{self.form.op} serves cuda and cpu tensors, not {x.device}")
+        found = get_communicator(group, x.device)
+        if x.device != found.device:
+            raise UnsupportedInputError(
+                f"the tensor is on {x.device}, but rank {found.rank} of this group works on {found.device}; move the "
+                "tensor, or call torch.cuda.set_device() before the group's first call"
+            )
+        self._communicators[group, x.device] = found
         return found
 
     def serve(
@@ -394,7 +390,7 @@ class CallPath(Generic[Result]):
             UnsupportedInputError: the call would be refused.
             InfeasibleError: as for the call.
         """
-        communicator = communicator_for(self.form.op, inputs[0], group)
+        communicator = self.communicator(inputs[0], group)
         for name, tensor in zip(self.form.inputs, inputs, strict=True):
             check_input(self.form.op, tensor, name)
         self.form.check(inputs, options, communicator.world_size)
