@@ -112,7 +112,7 @@ class _Job(ChunkSender):
         self.flags(stream)
 
 
-class CopyEngine(AllGatherVariant):
+class CopyEngine(AllGatherVariant, registered=True):
     name = "copy_engine"
     summary = "the copy engines move everything, between exchanges of flags; takes no SMs"
     kernels = (flags_kernel,)
@@ -200,14 +200,10 @@ class CopyEngine(AllGatherVariant):
         return pull_symmetric
 
 
-class CopyEngineOfAllToAll(CopyEngine):
+class CopyEngineOfAllToAll(CopyEngine, registered=True):
     """Of all_to_all: only symmetric inputs are pulled, so pulls use no area."""
 
     op = "all_to_all"
     least_for_streams = 0
     first_streams = 3
     per_peer = True
-
-
-COPY_ENGINE = CopyEngine().register()
-ALL_TO_ALL_COPY_ENGINE = CopyEngineOfAllToAll().register()

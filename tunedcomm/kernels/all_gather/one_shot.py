@@ -112,7 +112,7 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class Lamport(LamportVariant, AllGatherVariant):
+class Lamport(LamportVariant, AllGatherVariant, registered=True):
     name = "lamport"
     summary = "one-shot push without flags: packets announce themselves; best at small sizes"
     kernels = (lamport_kernel,)
@@ -169,7 +169,7 @@ def pull_kernel(
     write_counter(local, epoch + 1 + ends, EPOCH_OFFSET)
 
 
-class Pull(PullVariant, AllGatherVariant):
+class Pull(PullVariant, AllGatherVariant, registered=True):
     name = "pull"
     summary = "every rank reads all inputs, from staging or, where they are symmetric, from where they lie"
     kernels = (pull_kernel,)
@@ -190,7 +190,3 @@ class Pull(PullVariant, AllGatherVariant):
         if problem.input_kind == "symmetric" or packets_of(problem.nbytes) * 16 > layout.one_shot_bytes:
             return layout.scatter, 0, 1
         return *super().arguments(problem, config, workspace), 0
-
-
-LAMPORT = Lamport().register()
-PULL = Pull().register()

@@ -51,7 +51,7 @@ class AllGatherVariant(MoveVariant):
         return None
 
 
-class Library(LibraryVariant):
+class Library(LibraryVariant, registered=True):
     """NCCL (gloo on CPUs). Dtypes that the backend does not know travel as bytes. Graph-safe on NCCL."""
 
     op = "all_gather"
@@ -73,6 +73,3 @@ class Library(LibraryVariant):
                 gather(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
 
         return run
-
-
-LIBRARY = Library().register()

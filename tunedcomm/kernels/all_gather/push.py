@@ -121,7 +121,7 @@ def _step(config: Config) -> int:
     return int(config["num_blocks"]) * 32 * int(config["num_warps"]) * int(config["items"])
 
 
-class Push(AllGatherVariant):
+class Push(AllGatherVariant, registered=True):
     name = "push"
     summary = "every rank pushes chunks to all peers and writes out theirs meanwhile; best at large sizes"
     kernels = (ring_kernel,)
@@ -172,7 +172,7 @@ class Push(AllGatherVariant):
         return multicast, layout.gather, span, num_chunks, min(num_chunks, RING), spread
 
 
-class Multimem(Push):
+class Multimem(Push, registered=True):
     name = "multimem"
     summary = "every rank's one store reaches all ranks (NVLink multicast)"
     multimem = True
@@ -184,7 +184,3 @@ class Multimem(Push):
         packets = packets_of(problem.nbytes)
         chunks = 1 if packets < 1 << 17 else 32
         return {"num_blocks": min(packets / 256, 32), "num_warps": 8, "items": 1, "num_chunks": chunks}
-
-
-PUSH = Push().register()
-MULTIMEM = Multimem().register()

@@ -338,16 +338,16 @@ class _WithBias:
         return x_bias_and_out(inputs, outputs)
 
 
-class BiasLamport(_WithBias, Lamport):
+class BiasLamport(_WithBias, Lamport, registered=True):
     kernels = (bias_lamport_kernel,)
 
 
-class BiasOneShot(_WithBias, OneShot):
+class BiasOneShot(_WithBias, OneShot, registered=True):
     summary = "every rank reads all inputs, sums them and adds; one exchange of flags"
     kernels = (bias_one_shot_kernel,)
 
 
-class BiasTwoShot(_WithBias, TwoShot):
+class BiasTwoShot(_WithBias, TwoShot, registered=True):
     kernels = (bias_two_shot_kernel,)
     space = Space({**PUSH_GRID, "num_chunks": PowerOfTwo(1, 16)})
 
@@ -357,14 +357,14 @@ class BiasTwoShot(_WithBias, TwoShot):
         return super().refuse_config(problem, config, limits)
 
 
-class BiasTwoShotLamport(_WithBias, TwoShotLamport):
+class BiasTwoShotLamport(_WithBias, TwoShotLamport, registered=True):
     kernels = (bias_two_shot_lamport_kernel,)
 
     def refuse(self, problem: Problem, limits: Limits) -> str | None:
         return super().refuse(problem, limits) or refuse_empty_slices(problem)
 
 
-class BiasUnfused(UnfusedVariant):
+class BiasUnfused(UnfusedVariant, registered=True):
     op = "all_reduce_bias"
     summary = "an ordered all_reduce kernel, then one kernel that adds the bias"
     kernels = (*SUM_KERNELS, bias_rows_kernel)
@@ -394,7 +394,7 @@ class BiasUnfused(UnfusedVariant):
         return AddressLaunch(by_address, x_bias_and_out)
 
 
-class BiasLibrary(LibraryVariant):
+class BiasLibrary(LibraryVariant, registered=True):
     """NCCL (gloo on CPUs), then PyTorch's addition."""
 
     op = "all_reduce_bias"
@@ -411,11 +411,3 @@ class BiasLibrary(LibraryVariant):
             out.add_(bias)
 
         return run
-
-
-BIAS_LIBRARY = BiasLibrary().register()
-BIAS_LAMPORT = BiasLamport().register()
-BIAS_ONE_SHOT = BiasOneShot().register()
-BIAS_TWO_SHOT = BiasTwoShot().register()
-BIAS_TWO_SHOT_LAMPORT = BiasTwoShotLamport().register()
-BIAS_UNFUSED = BiasUnfused().register()

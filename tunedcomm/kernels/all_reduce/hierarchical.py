@@ -123,7 +123,7 @@ def _piece_numel(problem: Problem, config: Config, staging_bytes: int) -> int:
     return min(share * ranks * (PACKET_BYTES // ITEMSIZE[problem.dtype]), problem.numel)
 
 
-class Hierarchical(AllReduceVariant):
+class Hierarchical(AllReduceVariant, registered=True):
     """The two kernels on the ranks of a node (`Workspace.nodes`), with the library's all_reduce between them."""
 
     name = "hierarchical"
@@ -203,6 +203,3 @@ class Hierarchical(AllReduceVariant):
                 gather(stream, out + offset, numel)
 
         return run
-
-
-HIERARCHICAL = Hierarchical().register()

@@ -144,13 +144,13 @@ def two_shot_lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class Lamport(LamportVariant, AllReduceVariant):
+class Lamport(LamportVariant, AllReduceVariant, registered=True):
     name = "lamport"
     summary = "one-shot push without flags: packets announce themselves; best at small sizes"
     kernels = (lamport_kernel,)
 
 
-class TwoShotLamport(AllReduceVariant):
+class TwoShotLamport(AllReduceVariant, registered=True):
     name = "two_shot_lamport"
     summary = "reduce-scatter and all-gather by self-announcing packets in one kernel; best at medium sizes"
     kernels = (two_shot_lamport_kernel,)
@@ -173,7 +173,3 @@ class TwoShotLamport(AllReduceVariant):
         share = slice_packets(problem)
         warps = 4 if share <= 132 * 128 else 8
         return {"num_blocks": min(share / (32 * warps), 132), "num_warps": warps}
-
-
-LAMPORT = Lamport().register()
-TWO_SHOT_LAMPORT = TwoShotLamport().register()

@@ -118,7 +118,7 @@ class _Multimem(AllReduceVariant):
         return {"num_blocks": min(self.work_packets(problem) / 256, 32), "num_warps": 8}
 
 
-class MultimemOneShot(_Multimem):
+class MultimemOneShot(_Multimem, registered=True):
     name = "multimem_one_shot"
     numerics = "unordered"
     summary = "every rank loads sums that the switch makes (NVLink multicast)"
@@ -126,14 +126,10 @@ class MultimemOneShot(_Multimem):
     areas = ("multicast", "one_shot", "one_shot_bytes")
 
 
-class MultimemTwoShot(_Multimem):
+class MultimemTwoShot(_Multimem, registered=True):
     name = "multimem_two_shot"
     numerics = "library"
     summary = "the switch sums each slice for its owner, whose one store reaches every rank (NVLink multicast)"
     kernels = (multimem_two_shot_kernel,)
     areas = ("multicast", "scatter", "gather")
     sliced = True
-
-
-MULTIMEM_ONE_SHOT = MultimemOneShot().register()
-MULTIMEM_TWO_SHOT = MultimemTwoShot().register()

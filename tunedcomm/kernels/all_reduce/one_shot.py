@@ -82,7 +82,7 @@ def one_shot_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-class OneShot(PullVariant, AllReduceVariant):
+class OneShot(PullVariant, AllReduceVariant, registered=True):
     name = "one_shot"
     summary = "every rank reads all inputs and sums them; one exchange of flags"
     kernels = (one_shot_kernel,)
@@ -98,6 +98,3 @@ class OneShot(PullVariant, AllReduceVariant):
 
     def refuse_config(self, problem: Problem, config: Config, limits: Limits) -> str | None:
         return refuse_one_shot(problem, limits)
-
-
-ONE_SHOT = OneShot().register()

@@ -94,7 +94,7 @@ def library_reduction(reduction: str, group: dist.ProcessGroup) -> Callable[[tor
     return reduce
 
 
-class Library(LibraryVariant):
+class Library(LibraryVariant, registered=True):
     op = "all_reduce"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -145,7 +145,7 @@ class _TorchVariant(LibraryVariant):
         return staging
 
 
-class TorchOneShot(_TorchVariant):
+class TorchOneShot(_TorchVariant, registered=True):
     name = "torch_one_shot"
     summary = "PyTorch's symmetric-memory one-shot"
 
@@ -164,7 +164,7 @@ class TorchOneShot(_TorchVariant):
         return lambda inputs, outputs, stream: reduce(staging, inputs[0].view(-1), "sum", name, outputs[0].view(-1))
 
 
-class TorchTwoShot(_TorchVariant):
+class TorchTwoShot(_TorchVariant, registered=True):
     name = "torch_two_shot"
     summary = "PyTorch's symmetric-memory two-shot"
 
@@ -185,8 +185,3 @@ class TorchTwoShot(_TorchVariant):
             outputs[0].view(-1).copy_(staging)
 
         return run
-
-
-LIBRARY = Library().register()
-TORCH_ONE_SHOT = TorchOneShot().register()
-TORCH_TWO_SHOT = TorchTwoShot().register()

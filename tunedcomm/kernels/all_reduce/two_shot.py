@@ -297,7 +297,7 @@ class _Chunked(RingVariant, AllReduceVariant):
     areas = ("scatter", "gather", "num_chunks")
 
 
-class TwoShot(_Chunked):
+class TwoShot(_Chunked, registered=True):
     name = "two_shot"
     summary = "reduce-scatter then all-gather ordered by flags, chunks overlapped; best at large sizes"
     kernels: tuple[Any, ...] = (two_shot_kernel, two_shot_inplace_kernel)
@@ -328,7 +328,7 @@ class TwoShot(_Chunked):
         return {**super().constants(problem, config), "SYMMETRIC": _on_peers(problem)}
 
 
-class TwoShotSplit(_Chunked):
+class TwoShotSplit(_Chunked, registered=True):
     name = "two_shot_split"
     summary = "two-shot by blocks that push, blocks that sum and blocks that collect; best at large sizes"
     kernels = (two_shot_split_kernel,)
@@ -367,7 +367,3 @@ class TwoShotSplit(_Chunked):
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         chunks = min(max(slice_packets(problem) * problem.world_size >> 19, 4), 64)  # of 8 MiB
         return {"num_blocks": 132, "num_warps": 16, "num_chunks": chunks}
-
-
-TWO_SHOT = TwoShot().register()
-TWO_SHOT_SPLIT = TwoShotSplit().register()

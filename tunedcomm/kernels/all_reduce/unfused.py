@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from tunedcomm.kernels.all_reduce.lamport import TWO_SHOT_LAMPORT, two_shot_lamport_kernel
-from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT, two_shot_kernel
+from tunedcomm.kernels.all_reduce.lamport import TwoShotLamport, two_shot_lamport_kernel
+from tunedcomm.kernels.all_reduce.two_shot import TwoShot, two_shot_kernel
 from tunedcomm.kernels.common.feasibility import refuse_launch_pdl
 from tunedcomm.kernels.common.launch import BoundKernel, CompileRequest, bind_kernel
 from tunedcomm.kernels.common.variant import PUSH_GRID, Collective, ComposedVariant, Workspace
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
-_SUMS = {"two_shot": TWO_SHOT, "two_shot_lamport": TWO_SHOT_LAMPORT}
+_SUMS = {"two_shot": TwoShot.variant, "two_shot_lamport": TwoShotLamport.variant}
 SUM_KERNELS = (two_shot_kernel, two_shot_lamport_kernel)
 
 
@@ -69,7 +69,7 @@ class UnfusedVariant(ComposedVariant):
     def wish(self, problem: Problem, limits: Limits) -> dict[str, Any]:
         """The default of `two_shot` for the sum; a subclass adds warps of the second kernel."""
         (sum_,) = self.collectives(problem, {"algorithm": "two_shot", "num_blocks": 1, "num_warps": 4, "num_chunks": 1})
-        inner = TWO_SHOT.default(sum_.problem, limits)
+        inner = TwoShot.variant.default(sum_.problem, limits)
         shared = {name: inner[name] for name in ("num_blocks", "num_warps", "num_chunks")}
         return {"algorithm": "two_shot", **shared, "launch_pdl": limits.launch_pdl}
 

@@ -83,7 +83,7 @@ def rms_norm_one_shot_kernel(
     write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-class OneShot(RmsNormVariant):
+class OneShot(RmsNormVariant, registered=True):
     name = "one_shot"
     summary = "every rank reads all ranks' rows, sums and normalises them; one exchange of flags"
     kernels = (rms_norm_one_shot_kernel,)
@@ -220,7 +220,7 @@ def rms_norm_two_shot_kernel(
     write_counter(local, epoch + 2 * (num_chunks + lag), EPOCH_OFFSET)
 
 
-class TwoShot(RmsNormVariant):
+class TwoShot(RmsNormVariant, registered=True):
     """Blocks take `rows` rows at a time, one chunk; `num_rounds` is the number of a block's chunks."""
 
     name = "two_shot"
@@ -268,7 +268,3 @@ class TwoShot(RmsNormVariant):
         tokens = problem.shape[0]
         rows = 1 if tokens < 1024 else 4
         return {"num_blocks": min(tokens, 132), "num_warps": row_warps(problem), "rows": rows, "lag": 1}
-
-
-ONE_SHOT = OneShot().register()
-TWO_SHOT = TwoShot().register()

@@ -161,7 +161,7 @@ class _OfPackets(RmsNormVariant):
         return {"num_blocks": min(blocks, 128), "num_warps": warps}
 
 
-class Lamport(_OfPackets):
+class Lamport(_OfPackets, registered=True):
     name = "lamport"
     summary = "one-shot push without flags, rows summed and normalised where they arrive; best for few tokens"
     kernels = (rms_norm_lamport_kernel,)
@@ -171,7 +171,7 @@ class Lamport(_OfPackets):
         return super().refuse_config(problem, config, limits) or refuse_stage(problem, limits, stage)
 
 
-class TwoShotLamport(_OfPackets):
+class TwoShotLamport(_OfPackets, registered=True):
     name = "two_shot_lamport"
     summary = "reduce-scatter and all-gather of sums by self-announcing packets, then the norm; for medium sizes"
     kernels = (rms_norm_two_shot_lamport_kernel,)
@@ -188,7 +188,3 @@ class TwoShotLamport(_OfPackets):
         ) * PACKET_BYTES > limits.stage_bytes:
             return f"{problem.nbytes} bytes need more than a stage of {limits.stage_bytes} bytes"
         return None
-
-
-LAMPORT = Lamport().register()
-TWO_SHOT_LAMPORT = TwoShotLamport().register()

@@ -311,7 +311,7 @@ def add_and_norm(
     return y.to(s.dtype), h
 
 
-class Library(LibraryVariant):
+class Library(LibraryVariant, registered=True):
     """NCCL (gloo on CPUs), then PyTorch operators one by one; fp64 is computed in fp64. Graph-safe on NCCL.
 
     h and y have the rounding points of the kernels, with the norm's sum in PyTorch's order.
@@ -334,6 +334,3 @@ class Library(LibraryVariant):
             outputs[1].copy_(h.reshape(outputs[1].shape))
 
         return run
-
-
-LIBRARY = Library().register()

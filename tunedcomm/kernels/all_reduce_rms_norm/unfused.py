@@ -57,7 +57,7 @@ def rms_norm_rows_kernel(
         )  # fmt: skip
 
 
-class Unfused(UnfusedVariant):
+class Unfused(UnfusedVariant, registered=True):
     op = "all_reduce_rms_norm"
     summary = "an ordered all_reduce kernel, then one kernel that adds and normalises"
     kernels = (*SUM_KERNELS, rms_norm_rows_kernel)
@@ -92,6 +92,3 @@ class Unfused(UnfusedVariant):
             norm(stream, s, *rest)
 
         return AddressLaunch(by_address, functools.partial(arrange, problem))
-
-
-UNFUSED = Unfused().register()

@@ -109,7 +109,7 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class Lamport(LamportVariant, AllToAllVariant):
+class Lamport(LamportVariant, AllToAllVariant, registered=True):
     name = "lamport"
     summary = "push without flags: packets announce themselves; best at small sizes"
     kernels = (lamport_kernel,)
@@ -176,7 +176,7 @@ def pull_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-class Pull(PullVariant, AllToAllVariant):
+class Pull(PullVariant, AllToAllVariant, registered=True):
     name = "pull"
     summary = "every rank reads its chunk from each peer; best where peers can address the input"
     kernels = (pull_kernel,)
@@ -197,7 +197,3 @@ class Pull(PullVariant, AllToAllVariant):
         if not symmetric and (reason := refuse_one_shot(problem, limits, messages=problem.world_size - 1)):
             return reason
         return blocks_and_threads(config, limits, self.work_packets(problem), most_rounds=256 if symmetric else 8)
-
-
-LAMPORT = Lamport().register()
-PULL = Pull().register()

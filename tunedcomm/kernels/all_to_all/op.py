@@ -113,7 +113,7 @@ class AllToAllVariant(MoveVariant):
     op = "all_to_all"
 
 
-class Library(LibraryVariant):
+class Library(LibraryVariant, registered=True):
     """NCCL (gloo on CPUs). Dtypes that the backend does not know travel as bytes. Graph-safe on NCCL.
 
     The counts of all_to_all_v are its split sizes; a graph replays those of its capture.
@@ -141,9 +141,5 @@ class Library(LibraryVariant):
         return run
 
 
-class LibraryV(Library):
+class LibraryV(Library, registered=True):
     op = "all_to_all_v"
-
-
-LIBRARY = Library().register()
-LIBRARY_V = LibraryV().register()

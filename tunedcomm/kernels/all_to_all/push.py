@@ -171,7 +171,7 @@ def push_counts_kernel(
     write_counter(local, epoch + 1 + num_chunks, EPOCH_OFFSET)
 
 
-class Push(RingVariant, AllToAllVariant):
+class Push(RingVariant, AllToAllVariant, registered=True):
     name = "push"
     summary = "push through the peers' memory ordered by flags, pieces overlapped; best at large sizes"
     kernels = (push_kernel,)
@@ -204,7 +204,7 @@ def _places(counts: Sequence[int], width: int, rank: int) -> tuple[int, int, lis
     return starts[rank], sizes[rank], [starts[p] for p in order] + spare, [sizes[p] for p in order] + spare
 
 
-class PushV(Push):
+class PushV(Push, registered=True):
     """Of all_to_all_v; a graph replays the counts of its capture."""
 
     op = "all_to_all_v"
@@ -231,7 +231,3 @@ class PushV(Push):
             launch(stream, x.data_ptr(), outputs[0].data_ptr(), *own, *send_from, *send_bytes, *recv_to, *recv_bytes)
 
         return run
-
-
-PUSH = Push().register()
-PUSH_V = PushV().register()

@@ -3,7 +3,7 @@
 `KernelVariant` is one Triton kernel (or one of several, chosen by the problem) over the symmetric workspace. A variant
 is described by a subclass of it, or of its op's own subclass (`AllReduceVariant`, …):
 
-    class Lamport(AllReduceVariant):
+    class Lamport(AllReduceVariant, registered=True):
         name = "lamport"
         summary = "one-shot push without flags"
         kernels = (lamport_kernel,)
@@ -13,7 +13,7 @@ is described by a subclass of it, or of its op's own subclass (`AllReduceVariant
         def refuse_config(self, problem, config, limits): ...  # a sentence, or None
         def wish(self, problem, limits): ...  # the config to try first; the nearest feasible one is taken
 
-    LAMPORT = Lamport().register()
+`Lamport.variant` is the registered `Variant`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tunedcomm.kernels.common.feasibility import (
     Launch,
@@ -61,7 +61,13 @@ MULTIMEM_GRID: Mapping[str, Axis] = {**PULL_GRID, "num_warps": PowerOfTwo(4, 16)
 
 
 class VariantBase:
-    """The fields of a `Variant` as class attributes and methods, with defaults; `register` makes and registers it."""
+    """The fields of a `Variant` as class attributes and methods, with defaults; `register` makes and registers it.
+
+    Attributes:
+        variant: of classes that are declared with `registered=True`, the variant.
+    """
+
+    variant: ClassVar[Variant]
 
     op: str
     name: str
@@ -71,6 +77,11 @@ class VariantBase:
     kernels: tuple[Any, ...] = ()
     version: int = 1
     bounded: bool = True
+
+    def __init_subclass__(cls, *, registered: bool = False) -> None:
+        super().__init_subclass__()
+        if registered:
+            cls.variant = cls().register()
 
     def register(self) -> Variant:
         """Register the variant that this object describes."""

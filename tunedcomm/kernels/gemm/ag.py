@@ -460,7 +460,7 @@ def _queue_length(problem: Problem, config: Config) -> int:
     return problem.world_size * tiles.num_tiles(rows_of(problem), problem, config)
 
 
-class CopyEnginePersistent(QueueVariant):
+class CopyEnginePersistent(QueueVariant, registered=True):
     name = "copy_engine_persistent"
     summary = "copy engines push shards and their flags; one persistent GEMM takes tiles in the order of arrival"
     kernels = (begin_panels_kernel, queue_kernel)
@@ -476,7 +476,7 @@ class CopyEnginePersistent(QueueVariant):
         return None if tiles.two_fit(problem, config) else "two blocks with such tiles do not fit on an SM"
 
 
-class SmPersistent(QueueVariant):
+class SmPersistent(QueueVariant, registered=True):
     name = "sm_persistent"
     summary = "one persistent GEMM, of which some blocks push the shards first"
     kernels = (begin_panels_kernel, sending_kernel)
@@ -496,7 +496,3 @@ class SmPersistent(QueueVariant):
         if senders > 2 and shard < senders * LEAST_SENT_BYTES:
             return f"{shard} bytes are too few for {senders} blocks to send"
         return None
-
-
-COPY_ENGINE_PERSISTENT = CopyEnginePersistent().register()
-SM_PERSISTENT = SmPersistent().register()

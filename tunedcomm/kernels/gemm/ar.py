@@ -654,7 +654,7 @@ class SlotVariant(tiles.GemmVariant):
         return AddressLaunch(launch, tiles.addresses(problem))
 
 
-class OneShot(SlotVariant):
+class OneShot(SlotVariant, registered=True):
     name = "one_shot"
     summary = "one persistent GEMM kernel; every rank reads and sums all ranks' tiles as they come"
     kernels = (gemm_one_shot_kernel,)
@@ -670,13 +670,13 @@ class OneShot(SlotVariant):
         return ()
 
 
-class TwoShot(SlotVariant):
+class TwoShot(SlotVariant, registered=True):
     name = "two_shot"
     summary = "one persistent kernel: products scattered to the tiles' owners, summed, and the sums gathered"
     kernels = (gemm_two_shot_kernel,)
 
 
-class TwoShotRolling(SlotVariant):
+class TwoShotRolling(SlotVariant, registered=True):
     name = "two_shot_rolling"
     summary = "one persistent kernel: each tile scattered, summed and gathered beside the block's next two"
     kernels = (gemm_two_shot_rolling_kernel,)
@@ -685,7 +685,7 @@ class TwoShotRolling(SlotVariant):
         return self.partial_bytes(problem, config), self.num_rounds(problem, config)
 
 
-class Multimem(SlotVariant):
+class Multimem(SlotVariant, registered=True):
     name = "multimem"
     numerics = "library"
     summary = "one persistent kernel; the switch sums each tile for its owner and gathers it (NVLink multicast)"
@@ -700,7 +700,7 @@ class Multimem(SlotVariant):
         return multicast, *super().further(problem, config, panels)
 
 
-class Lamport(tiles.GemmVariant):
+class Lamport(tiles.GemmVariant, registered=True):
     op = "gemm_ar"
     name = "lamport"
     numerics = "library"
@@ -794,7 +794,3 @@ class Lamport(tiles.GemmVariant):
         launch: Any = kernel.fix((*(None,) * 6, *memory, *lane, *stage))
         launch.keep = counters  # live as long as the launch
         return AddressLaunch(launch, tiles.addresses(problem))
-
-
-for _variant in (OneShot, TwoShot, TwoShotRolling, Multimem, Lamport):
-    _variant().register()

@@ -295,7 +295,7 @@ class _GatherVariant(VariantBase):
         return run
 
 
-class ChunkedGather(_GatherVariant):
+class ChunkedGather(_GatherVariant, registered=True):
     name = "chunked"
     summary = "cuBLAS once a chunk, as the chunks come; copy engines or a few blocks push them"
     kernels = (begin_panels_kernel, await_kernel, ag.send_kernel)
@@ -353,7 +353,7 @@ class ChunkedGather(_GatherVariant):
         return self.launch(problem, config, workspace, panels, pushes, pieces)
 
 
-class Doubling(_GatherVariant):
+class Doubling(_GatherVariant, registered=True):
     name = "doubling"
     summary = "cuBLAS of the own shard, then of 1, 2, 4 others, as copy engines bring them"
     kernels = (begin_panels_kernel, await_ranks_kernel)
@@ -384,7 +384,7 @@ class Doubling(_GatherVariant):
 _PUSH_REQUEST = CompileRequest.of(push_chunk_kernel, {"BLOCK": 32 * _WARPS}, num_warps=_WARPS)
 
 
-class ChunkedScatter(VariantBase):
+class ChunkedScatter(VariantBase, registered=True):
     op = "gemm_rs"
     name = "chunked"
     numerics = "library"
@@ -550,7 +550,7 @@ def _refuse_parts(problem: Problem, config: Config) -> str | None:
     return None
 
 
-class ChunkedReduce(VariantBase):
+class ChunkedReduce(VariantBase, registered=True):
     op = "gemm_ar"
     name = "chunked"
     numerics = "library"
@@ -642,7 +642,7 @@ def _slot_bytes(problem: Problem, rows: int) -> int:
     return -(-packets // problem.world_size) * PACKET_BYTES
 
 
-class CopyEngine(VariantBase):
+class CopyEngine(VariantBase, registered=True):
     op = "gemm_ar"
     name = "copy_engine"
     numerics = "library"
@@ -808,7 +808,3 @@ class CopyEngine(VariantBase):
                 begin(stream)
 
         return run
-
-
-for _variant in (ChunkedGather, Doubling, ChunkedScatter, ChunkedReduce, CopyEngine):
-    _variant().register()

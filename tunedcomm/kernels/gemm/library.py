@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tunedcomm.kernels.all_gather.copy_engine import COPY_ENGINE
-from tunedcomm.kernels.all_gather.one_shot import LAMPORT as LAMPORT_GATHER
-from tunedcomm.kernels.all_gather.push import PUSH as PUSH_GATHER
-from tunedcomm.kernels.all_reduce.bias import BIAS_LAMPORT, BIAS_TWO_SHOT, BIAS_TWO_SHOT_LAMPORT
-from tunedcomm.kernels.all_reduce.lamport import LAMPORT, TWO_SHOT_LAMPORT
-from tunedcomm.kernels.all_reduce.one_shot import ONE_SHOT
-from tunedcomm.kernels.all_reduce.two_shot import TWO_SHOT
+from tunedcomm.kernels.all_gather.copy_engine import CopyEngine
+from tunedcomm.kernels.all_gather.one_shot import Lamport as LamportGather
+from tunedcomm.kernels.all_gather.push import Push as PushGather
+from tunedcomm.kernels.all_reduce.bias import BiasLamport, BiasTwoShot, BiasTwoShotLamport
+from tunedcomm.kernels.all_reduce.lamport import Lamport, TwoShotLamport
+from tunedcomm.kernels.all_reduce.one_shot import OneShot
+from tunedcomm.kernels.all_reduce.two_shot import TwoShot
 from tunedcomm.kernels.common.feasibility import Launch
 from tunedcomm.kernels.common.packets import PACKET_BYTES, packets_of
 from tunedcomm.kernels.common.variant import (
@@ -48,9 +48,9 @@ from tunedcomm.kernels.gemm.op import (
     wanted_of,
 )
 from tunedcomm.kernels.gemm.tiles import refuse_gemm, whole_packets
-from tunedcomm.kernels.reduce_scatter.one_shot import LAMPORT as LAMPORT_SCATTER
-from tunedcomm.kernels.reduce_scatter.one_shot import ONE_SHOT as ONE_SHOT_SCATTER
-from tunedcomm.kernels.reduce_scatter.push import PUSH as PUSH_SCATTER
+from tunedcomm.kernels.reduce_scatter.one_shot import Lamport as LamportScatter
+from tunedcomm.kernels.reduce_scatter.one_shot import OneShot as OneShotScatter
+from tunedcomm.kernels.reduce_scatter.push import Push as PushScatter
 from tunedcomm.space import Choice, Config, PowerOfTwo, Space, Value
 from tunedcomm.spec import Limits, Problem
 
@@ -59,7 +59,7 @@ class _Library(LibraryVariant):
     summary = "cuBLAS and NCCL on GPUs, PyTorch and gloo on CPUs"
 
 
-class LibraryGather(_Library):
+class LibraryGather(_Library, registered=True):
     op = "ag_gemm"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -86,7 +86,7 @@ class LibraryGather(_Library):
         return run
 
 
-class LibraryScatter(_Library):
+class LibraryScatter(_Library, registered=True):
     op = "gemm_rs"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -106,7 +106,7 @@ class LibraryScatter(_Library):
         return run
 
 
-class LibraryReduce(_Library):
+class LibraryReduce(_Library, registered=True):
     op = "gemm_ar"
 
     def bind(self, problem: Problem, config: Config, workspace: Workspace) -> Launch:
@@ -141,7 +141,7 @@ class _LibraryTuned(ComposedVariant):
     numerics = "library"
 
 
-_GATHERS = {"lamport": LAMPORT_GATHER, "push": PUSH_GATHER, "copy_engine": COPY_ENGINE}
+_GATHERS = {"lamport": LamportGather.variant, "push": PushGather.variant, "copy_engine": CopyEngine.variant}
 _SMALL_GATHER = 512 * 1024  # bytes of all shards up to which Lamport packets are tried first
 _SCALE_WARPS, _SCALE_ROUNDS = 16, 4
 
@@ -154,7 +154,7 @@ def refuse_scaled(problem: Problem, limits: Limits) -> str | None:
     return None
 
 
-class TunedGather(_LibraryTuned):
+class TunedGather(_LibraryTuned, registered=True):
     """Gathers to where the caller wants it, or to the panels, which serve as memory of this rank alone.
 
     No peer writes there before this rank's next call that begins with an exchange of flags.
@@ -184,7 +184,8 @@ class TunedGather(_LibraryTuned):
         if problem.scaling == "rowwise":
             scales = self._gather(problem, rows_of(problem), "float32")
             count = -(-packets_of(scales.nbytes) // (_SCALE_ROUNDS * 32 * _SCALE_WARPS))
-            gathers.append(Collective.of(LAMPORT_GATHER, scales, {"num_blocks": count, "num_warps": _SCALE_WARPS}))
+            axes = {"num_blocks": count, "num_warps": _SCALE_WARPS}
+            gathers.append(Collective.of(LamportGather.variant, scales, axes))
         return tuple(gathers)
 
     def refuse(self, problem: Problem, config: Config, limits: Limits) -> str | None:
@@ -223,12 +224,12 @@ class TunedGather(_LibraryTuned):
         return run
 
 
-_SCATTERS = {"lamport": LAMPORT_SCATTER, "one_shot": ONE_SHOT_SCATTER, "push": PUSH_SCATTER}
+_SCATTERS = {"lamport": LamportScatter.variant, "one_shot": OneShotScatter.variant, "push": PushScatter.variant}
 _LAMPORT_SCATTER_BYTES = 1 << 20  # of a rank's result: above it push is tried first
 _SPLIT_BLOCKS = 32  # from so many on, half of push's blocks push and the others sum
 
 
-class TunedScatter(_LibraryTuned):
+class TunedScatter(_LibraryTuned, registered=True):
     """The product goes into scratch."""
 
     op = "gemm_rs"
@@ -277,8 +278,8 @@ class TunedScatter(_LibraryTuned):
         return run
 
 
-_REDUCTIONS = {"lamport": LAMPORT, "two_shot_lamport": TWO_SHOT_LAMPORT, "two_shot": TWO_SHOT, "one_shot": ONE_SHOT}
-_BIAS_REDUCTIONS = {"lamport": BIAS_LAMPORT, "two_shot_lamport": BIAS_TWO_SHOT_LAMPORT, "two_shot": BIAS_TWO_SHOT}
+_REDUCTIONS = {kind.name: kind.variant for kind in (Lamport, TwoShotLamport, TwoShot, OneShot)}
+_BIAS_REDUCTIONS = {kind.name: kind.variant for kind in (BiasLamport, BiasTwoShotLamport, BiasTwoShot)}
 # The first kernel of each serves plain inputs, which results are.
 REDUCE_KERNELS = tuple(variant.kernels[0] for known in (_REDUCTIONS, _BIAS_REDUCTIONS) for variant in known.values())
 _LAMPORT_REDUCE_BYTES = 4 << 20
@@ -324,7 +325,7 @@ def bind_reduction(
     return lambda stream, address, bias: reduce(stream, address, address)
 
 
-class TunedReduce(_LibraryTuned):
+class TunedReduce(_LibraryTuned, registered=True):
     """The product goes into the result and is reduced in place: the same thread reads and writes each element.
 
     The bias is added by the all_reduce kernel, or by PyTorch where rows are no whole packets.
@@ -404,7 +405,7 @@ class _TorchFused(VariantBase):
 _NATIVE_ROWS = 128  # of its only tile: a shard is whole tiles
 
 
-class TorchFusedGather(_TorchFused):
+class TorchFusedGather(_TorchFused, registered=True):
     """`native` asks for the form with a persistent GEMM that waits for progress signals.
 
     Otherwise the operator chooses between its forms by a rule of its own.
@@ -463,7 +464,7 @@ class TorchFusedGather(_TorchFused):
         return run
 
 
-class TorchFusedScatter(_TorchFused):
+class TorchFusedScatter(_TorchFused, registered=True):
     op = "gemm_rs"
     summary = "PyTorch's fused_matmul_reduce_scatter; forced only, a lost peer would leave it waiting"
 
@@ -501,11 +502,3 @@ class TorchFusedScatter(_TorchFused):
             outputs[0].copy_(found)
 
         return run
-
-
-for _variant in (
-    *(LibraryGather, LibraryScatter, LibraryReduce),
-    *(TunedGather, TunedScatter, TunedReduce),
-    *(TorchFusedGather, TorchFusedScatter),
-):
-    _variant().register()

@@ -557,7 +557,7 @@ def _pieces_of(config: Config, itemsize: int) -> int:
     return min(max(1, a_thread * itemsize // (2 * _PIECE)), 4)
 
 
-class PushReduce(ScatterVariant):
+class PushReduce(ScatterVariant, registered=True):
     name = "push_reduce"
     summary = "one persistent GEMM that stores tiles to their owners and sums the own rows in its last tiles"
     kernels = (begin_panels_kernel, push_reduce_kernel)
@@ -567,7 +567,7 @@ class PushReduce(ScatterVariant):
         return {**super().constants(problem, config), "LATE": config["late"]}
 
 
-class ReduceAdd(ScatterVariant):
+class ReduceAdd(ScatterVariant, registered=True):
     name = "reduce_add"
     numerics = "unordered"
     summary = "one persistent GEMM that adds its tiles to a sum in their owners' memory, in any order"
@@ -591,7 +591,7 @@ class ReduceAdd(ScatterVariant):
         return AddressLaunch(by_address, launch.arrange)
 
 
-class Multimem(ScatterVariant):
+class Multimem(ScatterVariant, registered=True):
     name = "multimem"
     numerics = "library"
     summary = "one persistent GEMM into own panels, whose rows the switch sums (NVLink multicast)"
@@ -616,7 +616,7 @@ class Multimem(ScatterVariant):
 _BEGUN, _DONE = 0, 1  # events: the begin on the caller's stream; then one a side stream at its end
 
 
-class CopyEngine(ScatterVariant):
+class CopyEngine(ScatterVariant, registered=True):
     name = "copy_engine"
     summary = "one persistent GEMM; copy engines take its chunks to their owners, its last tiles take the sums"
     kernels = (begin_panels_kernel, counted_gemm_kernel)
@@ -662,7 +662,3 @@ class CopyEngine(ScatterVariant):
                 gemm(stream, *given, others * shard, problem.world_size * shard)
 
         return AddressLaunch(by_address, tiles.addresses(problem))
-
-
-for _variant in (PushReduce, CopyEngine, ReduceAdd, Multimem):
-    _variant().register()

@@ -119,7 +119,7 @@ class _Job(ChunkSender):
         self.end(stream)
 
 
-class CopyEngine(ReduceScatterVariant):
+class CopyEngine(ReduceScatterVariant, registered=True):
     name = "copy_engine"
     summary = "copy engines push chunks to their owners piece by piece; few SMs sum what came"
     kernels = (sum_kernel, end_kernel)
@@ -187,6 +187,3 @@ class CopyEngine(ReduceScatterVariant):
             end=bind_kernel(end_request, 1, workspace.device).fix((*known, num_chunks)),
         )
         return AddressLaunch(job.run)
-
-
-COPY_ENGINE = CopyEngine().register()

@@ -101,7 +101,7 @@ def lamport_kernel(
     write_counter(local, calls + 1, STATE_OFFSET)
 
 
-class Lamport(LamportVariant, ReduceScatterVariant):
+class Lamport(LamportVariant, ReduceScatterVariant, registered=True):
     name = "lamport"
     summary = "chunks pushed to their owners without flags: packets announce themselves; best at small sizes"
     kernels = (lamport_kernel,)
@@ -169,7 +169,7 @@ def one_shot_kernel(
         write_counter(local, epoch + 1, EPOCH_OFFSET)
 
 
-class OneShot(PullVariant, ReduceScatterVariant):
+class OneShot(PullVariant, ReduceScatterVariant, registered=True):
     name = "one_shot"
     summary = "every rank reads its chunk of all inputs and sums; one exchange of flags"
     kernels = (one_shot_kernel,)
@@ -219,7 +219,7 @@ def multimem_kernel(
     write_counter(local, epoch + 2, EPOCH_OFFSET)
 
 
-class Multimem(ReduceScatterVariant):
+class Multimem(ReduceScatterVariant, registered=True):
     name = "multimem"
     numerics = "library"
     summary = "the switch sums each chunk for its owner (NVLink multicast)"
@@ -237,8 +237,3 @@ class Multimem(ReduceScatterVariant):
 
     def wish(self, problem: Problem, limits: Limits) -> dict[str, float]:
         return {"num_blocks": min(packets_of(problem.nbytes) / 256, 32), "num_warps": 8}
-
-
-LAMPORT = Lamport().register()
-ONE_SHOT = OneShot().register()
-MULTIMEM = Multimem().register()

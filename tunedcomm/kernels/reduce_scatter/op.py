@@ -39,7 +39,7 @@ class ReduceScatterVariant(KernelVariant):
         }
 
 
-class Library(LibraryVariant):
+class Library(LibraryVariant, registered=True):
     """NCCL (gloo on CPUs). Takes whatever the backend takes. Numerics: library. Graph-safe on NCCL."""
 
     op = "reduce_scatter"
@@ -60,6 +60,3 @@ class Library(LibraryVariant):
                 scatter(out, x, op, group=group)
 
         return run
-
-
-LIBRARY = Library().register()

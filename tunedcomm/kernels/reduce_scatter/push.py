@@ -147,7 +147,7 @@ def push_kernel(
     write_counter(local, epoch + num_chunks + 1, EPOCH_OFFSET)
 
 
-class Push(RingVariant, ReduceScatterVariant):
+class Push(RingVariant, ReduceScatterVariant, registered=True):
     name = "push"
     summary = "chunks pushed to their owners piece by piece, sums made meanwhile; best at large sizes"
     kernels = (push_kernel,)
@@ -196,6 +196,3 @@ class Push(RingVariant, ReduceScatterVariant):
 
     def constants(self, problem: Problem, config: Config) -> dict[str, Value]:
         return {**super().constants(problem, config), "SPLIT": bool(config["split"])}
-
-
-PUSH = Push().register()
