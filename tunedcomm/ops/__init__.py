@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tunedcomm.kernels.all_reduce_rms_norm.op import given_of
 from tunedcomm.kernels.all_to_all.op import row_numel
 from tunedcomm.kernels.gemm.op import operands_of, wanted_of
 from tunedcomm.ops import collectives, gemm
@@ -36,13 +37,10 @@ def run_problem(problem: Problem, inputs: tuple[torch.Tensor, ...], outputs: tup
         case "all_reduce_bias":
             collectives.all_reduce_bias(x, inputs[1], out=out)
         case "all_reduce_rms_norm":
-            rest = list(inputs[2:])
-            bias = rest.pop(0) if "bias" in problem.layout else None
-            residual = rest.pop(0) if "residual" in problem.layout else None
-            scale = rest.pop(0) if problem.scaling else None
+            given = given_of(problem, inputs)
             collectives.all_reduce_rms_norm(
-                x, inputs[1], bias=bias, residual=residual, out=out, residual_out=outputs[1],
-                out_dtype=torch.float8_e4m3fn if problem.scaling else None, scale=scale,
+                x, given.weight, bias=given.bias, residual=given.residual, out=out, residual_out=outputs[1],
+                out_dtype=torch.float8_e4m3fn if problem.scaling else None, scale=given.scale,
             )  # fmt: skip
         case _:
             _run_gemm(problem, inputs, outputs)
