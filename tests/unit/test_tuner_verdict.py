@@ -88,7 +88,10 @@ def test_what_is_said_to_be_faster_is(winners: list[Winner]) -> None:
     assert len(told) <= 2
     for result in told:
         assert result.faster is not None
-        other, mine = now[result.winner.problem, result.faster], now[result.winner.problem, result.winner.candidate]
+        other, mine = (
+            now[result.winner.problem, result.faster.candidate],
+            now[result.winner.problem, result.winner.candidate],
+        )
         assert other.latency_p50_us is not None
         assert mine.latency_p10_us is not None
         assert other.latency_p50_us < mine.latency_p10_us

@@ -540,8 +540,8 @@ def _report_verified(outcome: VerifyOutcome, url: str | None) -> None:
         if result.verdict != "ok":
             emit(f"{result.verdict}: {result.winner.problem}: {result.winner.candidate}: {result.why}")
         if result.faster is not None:
-            now = f"{format_us(result.faster_us)} µs against {format_us(result.latency_us)} µs"
-            emit(f"overtaken: {result.winner.problem}: {result.faster} is faster now, {now}")
+            now = f"{format_us(result.faster.score)} µs against {format_us(result.latency_us)} µs"
+            emit(f"overtaken: {result.winner.problem}: {result.faster.candidate} is faster now, {now}")
     stored = "nothing was stored" if url is None else f"stored in {url} (run {outcome.run_id})"
     emit(
         f"{len(outcome.wrong)} of {len(outcome.results)} winners do not hold any more; {outcome.num_trials} trials in "
@@ -579,8 +579,8 @@ def _verified_to_dict(outcome: VerifyOutcome, url: str | None) -> dict[str, Any]
                     "changes": [] if here is None else here.drift(then.row.environment),
                 },
                 "measured": attributes(result, "latency_us library_us noise"),
-                "faster": result.faster,
-                "faster_us": result.faster_us,
+                "faster": None if result.faster is None else result.faster.candidate,
+                "faster_us": None if result.faster is None else result.faster.score,
             }
         )
     names = "run_id environment world_size num_trials num_gangs seconds"

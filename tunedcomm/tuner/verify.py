@@ -12,7 +12,7 @@ from tunedcomm.db.records import Trial
 from tunedcomm.db.store import Database
 from tunedcomm.errors import InfeasibleError
 from tunedcomm.hardware import Environment
-from tunedcomm.selection.score import noise
+from tunedcomm.selection.score import Scored, noise
 from tunedcomm.selection.select import Registered, choose
 from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops
@@ -160,8 +160,8 @@ class Verified:
         why: one sentence.
         latency_us, library_us: of it and of the library in one interleaved run; None where there is none.
         noise: relative uncertainty of `latency_us`; None where there is none.
-        faster: another candidate that is faster now, by itself and against the library, beyond the noise.
-        faster_us: its latency, comparable with `latency_us`.
+        faster: another candidate that is faster now, by itself and against the library, beyond the noise; its score is
+            comparable with `latency_us`.
     """
 
     winner: Winner
@@ -170,8 +170,7 @@ class Verified:
     latency_us: float | None = None
     library_us: float | None = None
     noise: float | None = None
-    faster: Candidate | None = None
-    faster_us: float | None = None
+    faster: Scored | None = None
 
     @property
     def is_wrong(self) -> bool:
@@ -181,9 +180,7 @@ class Verified:
     @property
     def ratio(self) -> float | None:
         """Its latency over the library's, as measured now."""
-        if self.latency_us is None or self.library_us is None:
-            return None
-        return self.latency_us / self.library_us
+        return self.latency_us / self.library_us if self.latency_us and self.library_us else None
 
 
 def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Verified:
@@ -203,7 +200,6 @@ def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Veri
         return Verified(winner=winner, verdict="unmeasured", why=why, latency_us=mine.latency_p50_us)
     now = _row(mine)
     verdict, why = _compare(winner, now, library_us, tolerance)
-    faster_us, faster = _faster(winner, latest.values(), now, library_us)
     return Verified(
         winner=winner,
         verdict=verdict,
@@ -211,8 +207,7 @@ def judge(winner: Winner, records: Sequence[Trial], *, tolerance: float) -> Veri
         latency_us=mine.latency_p50_us,
         library_us=library_us,
         noise=noise(now),
-        faster=faster,
-        faster_us=faster_us,
+        faster=_faster(winner, latest.values(), now, library_us),
     )
 
 
@@ -241,32 +236,29 @@ def _compare(winner: Winner, row: Row, library_us: float, tolerance: float) -> t
 
 
 def _why_unmeasured(winner: Winner, records: Sequence[Trial]) -> str:
-    lost = [r for r in records if r.variant == winner.candidate.variant and r.status in LOST]
+    name = winner.candidate.variant
+    lost = [f"{trial.status} at {trial.problem}" for trial in records if trial.variant == name and trial.status in LOST]
     if lost:
-        where = "; ".join(f"{record.status} at {record.problem}" for record in lost)
-        name = winner.candidate.variant
-        return f"not tried, for {name} had cost {len(lost)} gangs: {where}. Tune it again, or pin another one"
+        return f"not tried, for {name} had cost {len(lost)} gangs: {'; '.join(lost)}. Tune it again, or pin another one"
     return "not tried: the command was stopped, or there was no memory for the problem, as the log says then"
 
 
-def _faster(
-    winner: Winner, records: Iterable[Trial], mine: Row, library_us: float
-) -> tuple[float | None, Candidate | None]:
+def _faster(winner: Winner, records: Iterable[Trial], mine: Row, library_us: float) -> Scored | None:
     """The fastest other challenger that every policy of the winner admits, if it beats the winner beyond the noise.
 
     Each was timed beside the library, but not beside the winner: it must be faster as it was timed, and by its ratio to
     the library.
     """
-    found: list[tuple[float, Candidate]] = []
+    found: list[Scored] = []
     for record in records:
         may_run = all(admits(policy, record.numerics) for policy in winner.policies)
         is_other = record.candidate != winner.candidate and record.variant != "library"
         if may_run and is_other and record.status == "ok" and record.latency_p50_us and record.baseline_p50_us:
-            score = record.latency_p50_us / record.baseline_p50_us * library_us
-            uncertain = max(uncertainty(_row(record)), uncertainty(mine))
-            if max(score, record.latency_p50_us) * (1 + uncertain) < mine.latency_p50_us:
-                found.append((score, record.candidate))
-    return min(found, key=lambda scored: scored[0], default=(None, None))
+            row = _row(record)
+            score = row.latency_p50_us / record.baseline_p50_us * library_us
+            if max(score, row.latency_p50_us) * (1 + max(uncertainty(row), uncertainty(mine))) < mine.latency_p50_us:
+                found.append(Scored(row, score, noise(row)))
+    return min(found, key=lambda scored: scored.score, default=None)
 
 
 def _row(record: Trial) -> Row:
