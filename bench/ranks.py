@@ -43,7 +43,7 @@ def latencies(
 ) -> list[Latency]:
     """Percentiles over rounds of the slowest rank; the contenders take turns."""
     with torch.cuda.stream(stream):
-        times = timing.take_rounds(Ranks(communicator.device), contenders, rounds, stream)
+        times = timing.take_rounds(Ranks(communicator.device).device_barrier, contenders, rounds, stream)
     communicator.check_peers()
     return slowest(times)
 

@@ -40,6 +40,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -280,7 +281,7 @@ def compile_all(entries: Sequence[Entry]) -> None:
     """All binaries on all CPUs, on rank 0 of the host; the others find them in Triton's cache."""
     if torch.cuda.is_available() and dist.get_rank() % int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 0:
         major, minor = torch.cuda.get_device_capability()
-        with CompilePool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
+        with closing(CompilePool(max(1, len(os.sched_getaffinity(0)) - 1))) as pool:
             for entry in entries:
                 for problem, candidate in entry.planned:
                     pool.submit(entry.variant.compile_requests(problem, candidate.config_dict), 10 * major + minor)

@@ -34,9 +34,7 @@ from tunedcomm.tuner.gang.protocol import (
     Command,
     Latency,
     Settings,
-    Start,
     TrialResult,
-    check_protocol,
     pruned,
     rounds_after_look,
 )
@@ -397,17 +395,17 @@ def read_recording(path: Path) -> list[Trial]:
 def answer_as_gang(recording: Path, trial_s: float, supervisor: int, line: Connection) -> None:
     """Answer until the supervisor kills this process."""
     die_with_parent(supervisor)
-    start: Start = line.recv()
+    settings: Settings = line.recv()
     replay = Replay(read_recording(recording))
-    limits = limits_for(replay.environment, start.settings.world_size)
+    limits = limits_for(replay.environment, settings.world_size)
     line.recv()
     line.send(("ready", (replay.environment, limits)))
     while True:
         command: Command = line.recv()
-        for event in ("work", "trial", "run"):
+        for event in ("bind", "run"):
             line.send((event, command.candidate))
         time.sleep(trial_s)
-        line.send(("result", replay.answer(command, start.settings)))
+        line.send(("result", replay.answer(command, settings)))
 
 
 def stand_in(recording: Path, trial_s: float = 0.0) -> tuple[str, ...]:
@@ -416,5 +414,4 @@ def stand_in(recording: Path, trial_s: float = 0.0) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    check_protocol(sys.argv[5])
     answer_as_gang(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), Connection(int(sys.argv[4])))

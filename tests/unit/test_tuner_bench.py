@@ -61,7 +61,7 @@ def bench_of(**of_problem: Any) -> Bench:
     problem = Problem("all_reduce", (64,), "float32", 2, **{"mode": "graph", **of_problem})
     bench = Bench(Gang(), problem, 3, Stream())  # type: ignore[arg-type]
     bench.make_cases([("random", 0), ("integers", 0)])
-    bench.make_buffers(timed=True)
+    bench.make_buffers()
     return bench
 
 
@@ -118,7 +118,7 @@ def test_memory_is_taken_for_small_graphs_alone(of_problem: dict[str, Any]) -> N
     problem = Problem("all_reduce", of_problem.pop("shape", (64,)), "float32", 2, **{"mode": "graph", **of_problem})
     bench = Bench(Gang(), problem, 3, Stream())  # type: ignore[arg-type]
     bench.make_cases([])
-    bench.make_buffers(timed=True)
+    bench.make_buffers()
     assert bench._second is None
 
 
@@ -127,5 +127,5 @@ def test_odd_shapes_are_not_replayed() -> None:
     assert bench._second is not None
     odd = Bench(Gang(), bench.problem, 3, Stream(), slot=1)  # type: ignore[arg-type]
     odd.make_cases([])
-    odd.make_buffers(timed=False)
+    odd.make_buffers()
     assert odd._second is None

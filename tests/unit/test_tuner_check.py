@@ -16,7 +16,7 @@ from tunedcomm.tuner.gang.protocol import TrialResult
 from tunedcomm.tuner.measure import correctness as check
 from tunedcomm.tuner.measure import timing as measure
 from tunedcomm.tuner.measure.correctness import Case, fill_sentinel, judge, make_case, odd_problems, plan_cases
-from tunedcomm.tuner.measure.trial import TrialRunner, _bind_reason, _place
+from tunedcomm.tuner.measure.trial import TrialRunner, _sentence
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -110,7 +110,7 @@ def test_candidate_that_leaves_packets_in_an_arena_is_wrong() -> None:
     runner._gang = SimpleNamespace(
         communicator=SimpleNamespace(workspace=workspace), synchronize=bool, barrier=bool, vote=Vote
     )
-    runner._bench, runner._odd = None, []
+    runner._benches = []
     found = runner._left_clean(problem_of(), TrialResult(status="ok"))
     assert found.status == "incorrect"
     assert "4 words" in found.reason
@@ -249,22 +249,11 @@ def test_reason_names_what_the_op_computes(reduction: str, text: str) -> None:
     assert text in judge(SPEC, problem, case, (out,), ordered=True).reason
 
 
-def raised(code: str, module: str) -> Exception:
+def test_reason_of_an_error_says_where_it_was_raised() -> None:
     with pytest.raises(ValueError, match="planted") as caught:
-        exec(compile(code, f"/somewhere/{module}.py", "exec"), {"__name__": module})
-    return caught.value
-
-
-def test_what_bind_raises_outside_of_the_compiler_says_where() -> None:
-    mine = raised("\nraise ValueError('planted')", "my_variant")
-    assert _bind_reason(mine) == "ValueError: planted (bind raised it, not the compiler, at my_variant.py:2)"
-    assert _place(mine, " at ") == " at my_variant.py:2"
-    assert _place(ValueError("never raised"), " at ") == ""
-    compiler = raised("raise ValueError('planted')", "triton.compiler.compiler")
-    assert _bind_reason(compiler) == "ValueError: planted"
-    wrapped = ValueError("wrapped")
-    wrapped.__cause__ = compiler
-    assert _bind_reason(wrapped) == "ValueError: wrapped"
+        exec(compile("\nraise ValueError('planted')", "/somewhere/my_variant.py", "exec"))
+    assert _sentence(caught.value) == "ValueError: planted at my_variant.py:2"
+    assert _sentence(ValueError("never raised")) == "ValueError: never raised"
 
 
 @pytest.mark.parametrize(

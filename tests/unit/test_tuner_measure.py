@@ -7,7 +7,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ ORDER = [*(0, 1, 2), *(1, 2, 0), *(2, 0, 1), *(0, 2, 1), *(1, 0, 2)]
 
 class Machine:
     """A host and a device with a clock each, in s: the device lags behind, and the host waits where it says so."""
-
-    on_gpu = True
 
     def __init__(self, *, has_device: bool) -> None:
         self.host = self.device = 1000.0
@@ -98,7 +95,7 @@ def contenders_on(machine: Machine, *, eager: bool) -> list[measure.Contender]:
 def test_times_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(has_device=False)
     monkeypatch.setattr(measure, "time", machine)
-    times = measure.take_rounds(machine, contenders_on(machine, eager=True), ROUNDS, None)
+    times = measure.take_rounds(machine.device_barrier, contenders_on(machine, eager=True), ROUNDS, None)
     assert times == [pytest.approx(row, rel=1e-6) for row in TAKES]
     assert machine.ran == ORDER
 
@@ -107,23 +104,22 @@ def test_times_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_times_on_a_device(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
     machine = with_device(monkeypatch)
     stream: Any = machine
-    times = measure.take_rounds(machine, contenders_on(machine, eager=eager), ROUNDS, stream)
+    times = measure.take_rounds(machine.device_barrier, contenders_on(machine, eager=eager), ROUNDS, stream)
     assert times == [pytest.approx(row, rel=1e-3) for row in TAKES]
     assert machine.ran == ORDER
 
 
 def test_rounds_change_the_order_of_contenders_behind_a_barrier() -> None:
     seen: list[str] = []
-    gang = SimpleNamespace(on_gpu=False, device_barrier=lambda: seen.append("|"))
     contenders = [
         measure.contend(lambda i, o, s, n=name: seen.append(n), (), (), calls=2, graph=True, stream=None)  # type: ignore[misc]
         for name in "abc"
     ]
-    times = measure.take_rounds(gang, contenders, 3, None)
+    times = measure.take_rounds(lambda: seen.append("|"), contenders, 3, None)
     assert "".join(seen) == "|aa|bb|cc" + "|bb|cc|aa" + "|cc|aa|bb"
     assert [len(row) for row in times] == [3, 3, 3]
     seen.clear()
-    measure.take_rounds(gang, contenders, 1, None, first=4)
+    measure.take_rounds(lambda: seen.append("|"), contenders, 1, None, first=4)
     assert "".join(seen) == "|bb|aa|cc"
 
 
@@ -141,12 +137,11 @@ def test_everyone_is_at_each_place_and_behind_each_other_equally_often(count: in
 
 def test_units_of_the_real_clock() -> None:
     """Sleeps end late on a busy machine, but not all of them, and never early."""
-    gang = SimpleNamespace(on_gpu=False, device_barrier=lambda: time.sleep(0.05))
     contenders = [
         measure.contend(lambda i, o, s, ms=ms: time.sleep(ms / 1e3), (), (), calls=4, graph=True, stream=None)  # type: ignore[misc]
         for ms in (2, 20)
     ]
-    short, long = measure.take_rounds(gang, contenders, 5, None)
+    short, long = measure.take_rounds(lambda: time.sleep(0.05), contenders, 5, None)
     assert 2_000 <= min(short) < 10_000
     assert 20_000 <= min(long) < 40_000
     assert min(long) > 2 * min(short)

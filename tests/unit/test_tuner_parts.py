@@ -49,8 +49,8 @@ CHILD_OF_LINE = """
 import os, signal, sys
 from multiprocessing.connection import Connection
 line = Connection(int(sys.argv[2]))
-start, _, = line.recv(), line.recv()
-line.send(("ready", start.settings))
+settings, _ = line.recv(), line.recv()
+line.send(("ready", settings))
 line.send(("run", line.recv().candidate))
 os.write(line.fileno(), b"\\0\\0\\0\\x20torn")
 os.kill(os.getpid(), signal.SIGKILL)

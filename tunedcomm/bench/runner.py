@@ -83,7 +83,6 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self._token = torch.zeros(1, device=device)
-        self.on_gpu = device.type == "cuda"
 
     def device_barrier(self) -> None:
         dist.all_reduce(self._token)
@@ -106,7 +105,7 @@ class Bencher:
         self._job = job
         self.left_out: list[dict[str, str]] = []
         self._adapters = [load_adapter(Path(path)) for path in job["peers"]]
-        self._ranks = Ranks(communicator.device)
+        self._barrier = Ranks(communicator.device).device_barrier
         on_gpu = communicator.device.type == "cuda"
         self._stream = torch.cuda.Stream(communicator.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -206,8 +205,8 @@ class Bencher:
         if self._stream is None:
             return 1
         probe = [self._timed(problem, contender, 10)]
-        measure.take_rounds(self._ranks, probe, 1, self._stream)
-        mine = measure.take_rounds(self._ranks, probe, 2, self._stream)[0]
+        measure.take_rounds(self._barrier, probe, 1, self._stream)
+        mine = measure.take_rounds(self._barrier, probe, 2, self._stream)[0]
         slowest = torch.tensor([max(mine)], device=self._communicator.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return measure.calls_for(float(slowest.item()))
@@ -220,7 +219,7 @@ class Bencher:
         for number in range(_HOST_ROUNDS if self._stream is None else _ROUNDS):
             for contender in contenders:
                 contender.load(values)
-            for index, new in enumerate(measure.take_rounds(self._ranks, timed, 1, self._stream, first=number)):
+            for index, new in enumerate(measure.take_rounds(self._barrier, timed, 1, self._stream, first=number)):
                 times[index] += new
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, times)

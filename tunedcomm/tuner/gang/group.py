@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from tunedcomm.hardware import gpu_of
 from tunedcomm.spec import Problem
 from tunedcomm.symm.buffer import SymmetricBuffer
 from tunedcomm.symm.workspace import allocate
-from tunedcomm.tuner.gang.protocol import Start
+from tunedcomm.tuner.gang.protocol import STORE_FD, Settings
+
+T = TypeVar("T")
 
 _MIN_BUFFER_BYTES = 1 << 16
 
@@ -66,13 +68,9 @@ class Gang:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device: torch.device = communicator.device
+        self.on_gpu = self.device.type == "cuda"  # launches are asynchronous there, and times come from events
         self._symmetric: dict[tuple[int, int], SymmetricBuffer] = {}
         self._token = torch.zeros(1, device=self.device)
-
-    @property
-    def on_gpu(self) -> bool:
-        """True where launches are asynchronous and times come from CUDA events."""
-        return self.device.type == "cuda"
 
     def report(self, event: str, value: object) -> None:
         """Tell the supervisor an event, on rank 0; it is in the kernel's hands when this returns."""
@@ -83,12 +81,11 @@ class Gang:
         """Tell the supervisor that a launch raised on this rank: the other ranks may never answer again."""
         self._line.send(("failure", (time.monotonic(), text)))
 
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's `values`, by rank; all ranks give equally many."""
-        mine = torch.tensor(list(values), dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self._control)
-        return [row.tolist() for row in everyone]
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank."""
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self._control)
+        return everyone
 
     def vote(self, trouble: Trouble, reason: str = "", number: float = 0.0, count: int = 0) -> Vote:
         """Agree on the heaviest trouble of any rank, that rank's reason, and the largest `number` and `count` >= 0."""
@@ -99,9 +96,7 @@ class Gang:
         heaviest, largest, most = ballot.tolist()
         if not heaviest:
             return Vote(number=largest, count=int(most))
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, (int(trouble), reason), group=self._control)
-        return combine(everyone, largest, int(most))
+        return combine(self.gather((int(trouble), reason)), largest, int(most))
 
     def barrier(self) -> None:
         """Wait for every rank, on the control plane."""
@@ -145,18 +140,18 @@ def combine(everyone: Sequence[tuple[int, str]], number: float = 0.0, count: int
     return Vote(Trouble(heaviest), reason, number, count)
 
 
-def assemble(start: Start, line: Connection) -> Gang:
-    """Join the gang that the environment and `start` describe; collective over its ranks."""
-    settings, rank = start.settings, int(os.environ["RANK"])
+def assemble(settings: Settings, line: Connection) -> Gang:
+    """Join the gang that the environment describes; collective over its ranks."""
+    rank = int(os.environ["RANK"])
     # Longer than any watchdog: a rank that waits for a lost one is ended from outside, with a better reason.
     timeout = timedelta(seconds=settings.start_timeout_s + settings.compile_timeout_s + settings.trial_timeout_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1",
-        start.store_port,
+        int(os.environ["MASTER_PORT"]),
         settings.world_size,
         is_master=rank == 0,
         timeout=timeout,
-        master_listen_fd=start.store_fd,
+        master_listen_fd=int(os.environ[STORE_FD]) if rank == 0 else None,
     )
     device = gpu_of(rank) if settings.backend == "cuda" else None
     if device is not None:

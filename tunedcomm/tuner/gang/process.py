@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tunedcomm.spec import Candidate
-from tunedcomm.tuner.gang.protocol import GO, PROTOCOL, Command, Settings, Start
+from tunedcomm.tuner.gang.protocol import GO, PROTOCOL, STORE_FD, Command, Settings
 
 _PR_SET_PDEATHSIG = 1
 
@@ -101,13 +101,7 @@ _LAUNCHER_VARIABLES = re.compile(
     r"MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING)"
 )
 Step: TypeAlias = Literal["starting", "waiting", "binding", "running", "ending"]
-_STEP_AFTER: Mapping[str, Step] = {
-    "ready": "waiting",
-    "work": "binding",
-    "trial": "binding",
-    "run": "running",
-    "result": "waiting",
-}
+_STEP_AFTER: Mapping[str, Step] = {"ready": "waiting", "bind": "binding", "run": "running", "result": "waiting"}
 
 
 def gang_environment(settings: Settings, devices: str | None = None) -> dict[str, str]:
@@ -152,7 +146,7 @@ class GangProcess:
         self._heard_at = time.monotonic()
         self._retired_at = math.inf
         self._exits: dict[int, int] = {}  # of the ranks that have ended, first dead first
-        self._exited_at: float | None = None  # when the first of them failed
+        self._exited_at = math.inf
         self._failures: list[tuple[float, str]] = []
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `is_gone`
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -160,12 +154,13 @@ class GangProcess:
         world_size = 1 if settings.stand_in else settings.world_size
         environment = gang_environment(settings, devices)
         environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(world_size)
-        # The ranks meet at a store whose socket rank 0 inherits, so that nobody else takes its port.
+        # The ranks meet at a store whose socket they inherit, so that nobody else takes its port.
         with socket.create_server(("127.0.0.1", 0)) as store:
+            environment.update({"MASTER_PORT": str(store.getsockname()[1]), STORE_FD: str(store.fileno())})
             for rank in range(world_size):
-                self._start_rank(rank, environment, store)
+                self._start_rank(rank, environment, store.fileno())
 
-    def _start_rank(self, rank: int, environment: Mapping[str, str], store: socket.socket) -> None:
+    def _start_rank(self, rank: int, environment: Mapping[str, str], store: int) -> None:
         module = self._settings.stand_in or ("tunedcomm.tuner.gang.worker",)
         mine, theirs = multiprocessing.Pipe()
         with theirs:
@@ -176,12 +171,12 @@ class GangProcess:
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
-                pass_fds=(theirs.fileno(), store.fileno()) if rank == 0 else (theirs.fileno(),),
+                pass_fds=(theirs.fileno(), store),
             )
         self._ranks.append(process)
         self._lines.append(mine)
         self._selector.register(mine, selectors.EVENT_READ, self)
-        mine.send(Start(self._settings, store.getsockname()[1], store.fileno() if rank == 0 else None))
+        mine.send(self._settings)
 
     def go(self) -> None:
         """Let it take its devices; its silence counts from now."""
@@ -237,17 +232,13 @@ class GangProcess:
         for rank, process in enumerate(self._ranks):
             if rank not in self._exits and (code := process.poll()) is not None:
                 self._exits[rank] = code
-                if code and self._exited_at is None:
-                    self._exited_at = now
-        failed = self._exited_at is not None and now - self._exited_at > _GRACE_S
-        if failed or len(self._exits) == len(self._ranks):
-            return loss_by_exit(self._exits, min(self._failures)[1] if self._failures else self._last_line())
+                self._exited_at = min(self._exited_at, now)
+        if now - self._exited_at > _GRACE_S:
+            # Ranks that could not say anything else have printed it.
+            output = os.pread(self._output.fileno(), _MAX_OUTPUT, 0).decode(errors="replace").strip()
+            said = min(self._failures)[1] if self._failures else output.rpartition("\n")[2]
+            return loss_by_exit(self._exits, said)
         return self._silence(now)
-
-    def _last_line(self) -> str:
-        """The end of the output, of ranks that could not say anything else."""
-        output = os.pread(self._output.fileno(), _MAX_OUTPUT, 0).decode(errors="replace")
-        return output.strip().rpartition("\n")[2]
 
     def _silence(self, now: float) -> Loss | None:
         if self.went_at is None or self.step == "waiting":
@@ -283,7 +274,6 @@ class GangProcess:
 
     def finish(self) -> None:
         """End it at once, and wait for that."""
-        if self.step != "ending":
-            self.retire()
+        self.retire()
         while not self.is_gone():
             time.sleep(0.02)

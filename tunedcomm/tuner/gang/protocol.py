@@ -1,12 +1,11 @@
 """Messages between the supervisor and the ranks of a gang, over a pipe to each: pickled values, both ways.
 
-Down goes the same to every rank: a `Start` at once, `GO` when it may take its device, then a `Command` for each trial.
-Up come pairs of a name and a value, all but the first from rank 0 alone:
+Down goes the same to every rank: its `Settings` at once, `GO` when it may take its device, then a `Command` for each
+trial. Up come pairs of a name and a value, all but the first from rank 0 alone:
 
     failure  time, text            a launch raised on this rank, or an error ends it; by the monotonic clock
     ready    environment, limits   commands may follow
-    work     candidate             the tensors for a problem are made, the library is bound beside the candidate
-    trial    candidate             it is about to be bound
+    bind     candidate             it is about to be bound; or the library, to be timed beside it
     run      candidate             every rank has bound it; launches begin
     result   TrialResult           how the trial ended
 
@@ -20,27 +19,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tunedcomm.errors import TuningError
 from tunedcomm.spec import Candidate, NumericsPolicy, Problem
 from tunedcomm.version import VERSION
 
 # What both ends must have in common: a process that starts after tunedcomm was upgraded does not work for an old one.
+# Every process is told it by its command line.
 PROTOCOL = f"{VERSION}/4"
 GO = "go"
-
-
-def check_protocol(theirs: str) -> None:
-    """Refuse to work for a supervisor of another version.
-
-    Raises:
-        TuningError: it is one.
-    """
-    if theirs != PROTOCOL:
-        raise TuningError(
-            f"this process is of tunedcomm {PROTOCOL} and the one that started it of {theirs}: tunedcomm was replaced "
-            "while it ran. Start the command again"
-        )
-
+# Variable with the descriptor of the socket, listening at MASTER_PORT, on which rank 0 serves the ranks' store.
+STORE_FD = "GANG_STORE_FD"
 
 # Outcomes that are not tried again under the same environment and source unless asked to.
 FAILED = frozenset({"infeasible", "compile_error", "incorrect", "crashed", "hung"})
@@ -48,30 +35,14 @@ FAILED = frozenset({"infeasible", "compile_error", "incorrect", "crashed", "hung
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a sweep; the same for every gang of it.
+    """Settings of a sweep; the same for every gang of it. What is not said here is as in `SweepSpec`.
 
     Attributes:
-        backend: `cuda` or `host`.
-        world_size: ranks of a gang.
-        trials: most candidates measured a problem, stored ones counted.
-        patience: a search ends when its best has stood for this many trials; 0 never ends it early.
-        seed: of the search and of the inputs.
-        policy: numerics classes that are measured.
-        variants: only these variants besides the library; empty means all.
-        retry: try again what failed before.
-        finals: measure the winners over the whole sweep at the end.
         reach: a candidate within this factor of the best gets more samples.
         first_rounds: timed replays (launches on the host) of the first look.
         more_rounds: further ones, interleaved with the library, for those within reach.
         final_rounds: ones in the finals.
-        start_timeout_s: a gang without a sign of life for so long at its start is killed.
-        compile_timeout_s: the same while a candidate is bound.
-        trial_timeout_s: the same while it runs.
-        peer_timeout_s: bound of the kernels' own waits.
         failures_per_variant: a variant is left alone in this sweep after so many lost gangs.
-        gangs: how many run at once, each on its own GPUs.
-        plugins: modules that a gang imports after the kernels, to register further ops and variants.
-        stand_in: module and arguments that run in the place of `tuner.gang.worker`; empty measures.
     """
 
     backend: Literal["cuda", "host"]
@@ -97,22 +68,7 @@ class Settings:
     stand_in: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The first message to a rank.
-
-    Attributes:
-        settings: of the sweep.
-        store_port: where the ranks meet, on this host.
-        store_fd: the listening socket of that port, which rank 0 inherits; None for others.
-    """
-
-    settings: Settings
-    store_port: int
-    store_fd: int | None
-
-
-# Outcomes after which the ranks may be out of step: the gang ends itself and another one is started.
+# Outcomes after which the ranks may be out of step: the gang is killed and another one is started.
 LOST = frozenset({"crashed", "hung"})
 # What becomes of a trial where the ranks have no memory for the problem itself: it is stored for nobody.
 TOO_LARGE = "too_large"

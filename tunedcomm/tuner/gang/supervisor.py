@@ -81,14 +81,11 @@ class Supervisor:
         self._on_ready, self._on_result, self._on_turn = on_ready, on_result, on_turn
         self._selector = selectors.DefaultSelector()
         self._gangs: dict[int, GangProcess] = {}
-        # Where a gang was lost the next one may be soon: one that has done its imports stands by.
+        # Once a gang was lost the next one may be soon: those that have done their imports stand by.
         self._spares: dict[int, GangProcess] = {}
-        self._lossy: set[int] = set()
         self._fruitless: Counter[int] = Counter()
         self._failure = self._reason = ""
-        # What a waiting gang would be told may be another thing by now.
-        self._changed = False
-        self._asked_idle = time.monotonic()
+        self._ask_idle_at = 0.0  # at once where what a waiting gang would be told may be another thing by now
         self.num_gangs = 0
         self.start_s = 0.0
 
@@ -126,11 +123,7 @@ class Supervisor:
     def _start(self, slot: int) -> None:
         self.num_gangs += 1
         self._fruitless[slot] += 1  # until it has measured something, or a candidate is blamed for its end
-        spare = self._spares.pop(slot, None)
-        if spare is not None and spare.loss() is not None:
-            spare.finish()
-            spare = None
-        self._gangs[slot] = spare or self._make(slot)
+        self._gangs[slot] = self._spares.pop(slot) if slot in self._spares else self._make(slot)
         self._gangs[slot].go()
 
     def _make(self, slot: int) -> GangProcess:
@@ -159,12 +152,12 @@ class Supervisor:
                 self._greet(gang, *value)
             elif name == "result":
                 self._coordinator.learn(gang.slot, value)
-                self._changed = True
+                self._ask_idle_at = 0.0
                 self._fruitless[gang.slot] = 0
                 results.append(value)
                 if value.status in LOST:
                     self._coordinator.lost(gang.slot, value.status, value.reason, begun=None)
-                    self._let_go(gang)
+                    gang.retire()
                 else:
                     self._command(gang)
 
@@ -174,7 +167,7 @@ class Supervisor:
         self._coordinator.gang_ready(gang.slot, environment, limits)
         self._on_ready()
         self._command(gang)
-        if gang.slot in self._lossy and not self._settings.stand_in:
+        if self.num_gangs > len(self._devices) and not self._settings.stand_in:
             self._spares[gang.slot] = self._make(gang.slot)
 
     def _command(self, gang: GangProcess) -> None:
@@ -187,9 +180,9 @@ class Supervisor:
 
     def _command_idle(self) -> None:
         """Ask again for gangs with nothing to do; once all is done, those that only start are not waited for."""
-        due = self._changed or time.monotonic() - self._asked_idle > _IDLE_ASK_S
+        due = time.monotonic() >= self._ask_idle_at
         if due:
-            self._changed, self._asked_idle = False, time.monotonic()
+            self._ask_idle_at = time.monotonic() + _IDLE_ASK_S
         for gang in self._gangs.values():
             if gang.step == "waiting" and due:
                 self._command(gang)
@@ -205,18 +198,13 @@ class Supervisor:
         if gang.step != "ending" and (loss := gang.loss()) is not None:
             self._lose(gang, loss)
 
-    def _let_go(self, gang: GangProcess) -> None:
-        self._changed = True
-        self._lossy.add(gang.slot)
-        gang.retire()
-
     def _lose(self, gang: GangProcess, loss: Loss) -> None:
         row = self._coordinator.lost(gang.slot, loss.status, loss.reason, begun=gang.begun, killed=loss.killed)
-        self._let_go(gang)
-        if row is None:
-            _log.warning("a gang %s: %s", loss.status, loss.reason)
-        else:
-            _log.warning("a gang %s at %s: %s", loss.status, row.candidate, loss.reason)
+        self._ask_idle_at = 0.0
+        gang.retire()
+        at = "" if row is None else f" at {row.candidate}"
+        _log.warning("a gang %s%s: %s", loss.status, at, loss.reason)
+        if row is not None:
             self._fruitless[gang.slot] = 0
         if self._fruitless[gang.slot] >= _MAX_FRUITLESS:
             self._failure = (

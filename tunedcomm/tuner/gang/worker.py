@@ -17,44 +17,44 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
+from tunedcomm.errors import TuningError
 from tunedcomm.tuner.gang.process import die_with_parent
-from tunedcomm.tuner.gang.protocol import Start, check_protocol
+from tunedcomm.tuner.gang.protocol import PROTOCOL, Settings
 
 
 def run_rank(line: Connection) -> None:
     """Body of one rank, whose messages `protocol` describes."""
-    start: Start = line.recv()
-    _load_kernels(start.settings.plugins)
-    # Whatever can be done before the device is the gang's own.
-    from tunedcomm.tuner.gang.group import assemble
-    from tunedcomm.tuner.measure.trial import TrialRunner
-
-    line.recv()
-    gang = assemble(start, line)
-    gang.report("ready", (gang.communicator.environment, gang.communicator.limits))
-    runner = TrialRunner(gang, start.settings)
-    while True:
-        gang.report("result", runner.run(line.recv()))
-
-
-def _load_kernels(plugins: Iterable[str]) -> None:
+    settings: Settings = line.recv()
+    # All that can be done before the device is the gang's own.
     import torch  # noqa: F401 - before the kernels, which ask it whether there are GPUs
 
     from tunedcomm import kernels
+    from tunedcomm.tuner.gang.group import assemble
+    from tunedcomm.tuner.measure.trial import TrialRunner
 
     kernels.discover()
-    for plugin in plugins:
+    for plugin in settings.plugins:
         importlib.import_module(plugin)
+
+    line.recv()
+    gang = assemble(settings, line)
+    gang.report("ready", (gang.communicator.environment, gang.communicator.limits))
+    runner = TrialRunner(gang, settings)
+    while True:
+        gang.report("result", runner.run(line.recv()))
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     channel = Connection(int(sys.argv[2]))
     try:
-        check_protocol(sys.argv[3])
+        if sys.argv[3] != PROTOCOL:
+            raise TuningError(
+                f"this process is of tunedcomm {PROTOCOL} and the one that started it of {sys.argv[3]}: tunedcomm was "
+                "replaced while it ran. Start the command again"
+            )
         run_rank(channel)
     except Exception as error:  # noqa: BLE001 - whatever it is, the supervisor hears of it
         traceback.print_exc()

@@ -35,11 +35,7 @@ def num_workers() -> int:
 
 
 class CompilePool:
-    """The supervisor's end of the pool; starts at once, so that its imports overlap with the gang's.
-
-    Args:
-        workers: number of worker processes.
-    """
+    """The supervisor's end of a pool of worker processes; starts at once, so that its imports overlap with a gang's."""
 
     def __init__(self, workers: int) -> None:
         environment = {
@@ -94,12 +90,6 @@ class CompilePool:
         """End the pool at once; what it has compiled stays in the cache."""
         send_kill(self._process)
         self.drain()
-
-    def __enter__(self) -> CompilePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _prepare_worker(master: int) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -88,6 +88,16 @@ class Judgement:
         return not self.reason
 
 
+def worst(found: Iterable[Judgement]) -> Judgement:
+    """The first that is wrong; if none is, the largest error."""
+    error = 0.0
+    for one in found:
+        if not one.right:
+            return one
+        error = max(error, one.error)
+    return Judgement(error)
+
+
 def plan_cases(problem: Problem, *, full: bool) -> list[tuple[str, int]]:
     """(kind, number) of the cases to launch at the very shape before it is timed, in order."""
     return [("random", 0), ("integers", 0)] if full and problem.nbytes <= LARGE_BYTES else [("random", 0)]
@@ -140,23 +150,6 @@ class Guarded:
     behind: torch.Tensor
     pattern: int
 
-    def fill(self) -> None:
-        """Put the pattern into every guard byte."""
-        self.before.fill_(self.pattern)
-        self.behind.fill_(self.pattern)
-
-    def damage(self) -> torch.Tensor:
-        """Numbers of the guard bytes before and behind that were changed, int64."""
-        return torch.stack([(side != self.pattern).sum() for side in (self.before, self.behind)])
-
-    def explain(self) -> str:
-        """Say what was changed, and how far away the farthest byte is."""
-        found = []
-        for side, where in ((self.before.flip(0), "before"), (self.behind, "behind")):
-            if changed := (side != self.pattern).nonzero().flatten().tolist():
-                found.append(f"{len(changed)} bytes {where} {self.name}, up to {changed[-1] + 1} bytes away")
-        return " and ".join(found)
-
 
 def guard(like: torch.Tensor, name: str, *, is_input: bool, room: torch.Tensor | None = None) -> Guarded:
     """A tensor like `like`, strides included, with guard bytes around it.
@@ -172,19 +165,24 @@ def guard(like: torch.Tensor, name: str, *, is_input: bool, room: torch.Tensor |
     room = room[: begin + size + GUARD_BYTES]
     elements = room[begin : begin + size].view(like.dtype)
     tensor = elements.as_strided(like.shape, like.stride(), elements.storage_offset())
-    guarded = Guarded(tensor, name, room[:begin], room[begin + size :], _INPUT_GUARD if is_input else _OUTPUT_GUARD)
-    guarded.fill()
-    return guarded
+    pattern = _INPUT_GUARD if is_input else _OUTPUT_GUARD
+    before, behind = room[:begin].fill_(pattern), room[begin + size :].fill_(pattern)
+    return Guarded(tensor, name, before, behind, pattern)
 
 
 def find_damage(guarded: Sequence[Guarded]) -> str:
-    """Say which guard bytes were changed, and restore them; empty if none were. Waits for the device."""
-    changed = torch.stack([one.damage() for one in guarded]).sum(1).tolist() if guarded else []
-    found = [one for one, count in zip(guarded, changed, strict=True) if count]
-    text = "; ".join(dict.fromkeys(one.explain() for one in found))
-    for one in found:
-        one.fill()
-    return text and f"wrote out of bounds: {text}"
+    """Say which guard bytes were changed, and how far away, and restore them; waits for the device. Empty if none."""
+    sides = [(one, side) for one in guarded for side in (one.before, one.behind)]
+    counts = torch.stack([(side != one.pattern).sum() for one, side in sides]).tolist() if sides else []
+    texts = []
+    for (one, side), count in zip(sides, counts, strict=True):
+        if count:
+            changed = (side != one.pattern).nonzero()
+            first, last = int(changed[0]), int(changed[-1])
+            where, away = ("before", len(side) - first) if side is one.before else ("behind", last + 1)
+            texts.append(f"{count} bytes {where} {one.name}, up to {away} bytes away")
+            side.fill_(one.pattern)
+    return f"wrote out of bounds: {'; '.join(dict.fromkeys(texts))}" if texts else ""
 
 
 def launches_to_go(done: int, latency_us: float, *, final: bool) -> int:
@@ -220,20 +218,15 @@ def judge(op: OpSpec, problem: Problem, case: Case, outputs: Tensors, *, ordered
     """Compare what came out with what must have."""
     if len(outputs) != len(case.expected):
         return Judgement(float("inf"), f"gave {len(outputs)} outputs where {len(case.expected)} are due")
-    worst = 0.0
-    for index, (output, expected) in enumerate(zip(outputs, case.expected, strict=True)):
-        wanted = case.bits[index] if ordered and case.bits is not None else None
-        found = _compare(op, problem, case, output, expected, wanted)
-        worst = max(worst, found.error)
-        if not found.right:
-            return found
-    return Judgement(worst)
+    return worst(
+        _compare(op, problem, case, output, expected, case.bits[index] if ordered and case.bits is not None else None)
+        for index, (output, expected) in enumerate(zip(outputs, case.expected, strict=True))
+    )
 
 
 def are_kept(case: Case, inputs: Tensors) -> bool:
     """Are these still the case's inputs, bit for bit, after launches that read them."""
-    pairs = zip(inputs, case.inputs, strict=True)
-    return all(torch.equal(*(x.view(_BITS[x.element_size()]) for x in pair)) for pair in pairs)
+    return all(torch.equal(_bits(now), _bits(then)) for now, then in zip(inputs, case.inputs, strict=True))
 
 
 def _compare(
@@ -254,7 +247,10 @@ def _compare(
     error = (got - expected).norm() / torch.where(scale > 0, scale, torch.ones_like(scale))
     num_wrong, error_value = torch.stack([wrong.sum().to(error.dtype), error]).tolist()
     if num_wrong:
-        return Judgement(error_value, _explain(wrong, output, expected, int(num_wrong), f"{case.kind} inputs: {rule}"))
+        where = int(wrong.flatten().nonzero()[0])
+        got_there, due = output.flatten()[where].item(), expected.flatten()[where].item()
+        found = f"{int(num_wrong)} of {output.numel()} elements differ, the first at {where}: {got_there!r}"
+        return Judgement(error_value, f"{case.kind} inputs: {rule}; {found} instead of {due!r}")
     tolerance = op.tolerance.get(problem.scaling or problem.dtype, 0.0)
     if not error_value <= tolerance:
         return Judgement(error_value, f"{case.kind} inputs: relative error {error_value:.3g}, allowed {tolerance:.3g}")
@@ -262,10 +258,4 @@ def _compare(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
-
-
-def _explain(wrong: torch.Tensor, output: torch.Tensor, expected: torch.Tensor, count: int, rule: str) -> str:
-    where = int(wrong.flatten().nonzero()[0])
-    got, due = output.flatten()[where].item(), expected.flatten()[where].item()
-    return f"{rule}; {count} of {output.numel()} elements differ, the first at {where}: {got!r} instead of {due!r}"
+    return tensor.view(_BITS[tensor.element_size()])

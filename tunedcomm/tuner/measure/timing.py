@@ -11,10 +11,11 @@ with `cold` inputs (GEMMs, whose weights come from memory) take as many copies i
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -33,15 +34,6 @@ _COLD_BYTES = 160 << 20
 _MAX_TURNS = 16
 
 
-class HasDeviceBarrier(Protocol):
-    """The part of a gang that a round needs."""
-
-    @property
-    def on_gpu(self) -> bool: ...
-
-    def device_barrier(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Contender:
     """Something to time.
@@ -50,13 +42,11 @@ class Contender:
         run: does `calls` launches.
         calls: launches in a `run`.
         eager: the host's time counts too.
-        owner: kept alive with it.
     """
 
     run: Callable[[], None]
     calls: int
     eager: bool
-    owner: object = None
 
 
 def calls_for(latency_us: float) -> int:
@@ -122,12 +112,11 @@ def contend(
 
     if stream is None or not graph:
         return Contender(run, calls, eager=True)
-    graph_of_run = capture(run, stream)
-    return Contender(graph_of_run.replay, calls, eager=False, owner=graph_of_run)
+    return Contender(capture(run, stream).replay, calls, eager=False)
 
 
 def take_rounds(
-    gang: HasDeviceBarrier,
+    barrier: Callable[[], None],
     contenders: Sequence[Contender],
     rounds: int,
     stream: torch.cuda.Stream | None,
@@ -136,14 +125,37 @@ def take_rounds(
 ) -> list[list[float]]:
     """This rank's µs a call, by contender and round. Waits for the device.
 
-    All ranks call this with the same counts; the stream is None on the host. Each round has the order that
-    `order_of_round` says; `first` is the first one's number, where rounds are taken one by one.
+    All ranks call this with the same counts; the stream is None on the host. `barrier` has the current stream wait for
+    every rank's. Each round has the order that `order_of_round` says; `first` is the first one's number, where rounds
+    are taken one by one.
     """
-    orders = [order_of_round(first + number, len(contenders)) for number in range(rounds)]
+    by_host = stream is None or contenders[0].eager
+
+    def now() -> Any:
+        if stream is not None and by_host:
+            stream.synchronize()
+        if by_host:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    spans: list[list[tuple[Any, Any]]] = [[] for _ in contenders]
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        if stream is None or contenders[0].eager:
-            return _eager_rounds(gang, contenders, orders, stream)
-        return _replay_rounds(gang, contenders, orders, stream)
+        if not by_host:
+            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        for number in range(first, first + rounds):
+            for index in order_of_round(number, len(contenders)):
+                barrier()
+                begin = now()
+                contenders[index].run()
+                spans[index].append((begin, now()))
+    if stream is not None:
+        stream.synchronize()
+    return [
+        [((end - begin) * 1e6 if by_host else begin.elapsed_time(end) * 1e3) / contender.calls for begin, end in mine]
+        for contender, mine in zip(contenders, spans, strict=True)
+    ]
 
 
 def order_of_round(number: int, count: int) -> list[int]:
@@ -157,66 +169,8 @@ def order_of_round(number: int, count: int) -> list[int]:
     return [(number + sign * step) % count for step in steps]
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _replay_rounds(
-    gang: HasDeviceBarrier, contenders: Sequence[Contender], orders: Sequence[Sequence[int]], stream: torch.cuda.Stream
-) -> list[list[float]]:
-    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in contenders]
-    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-    for order in orders:
-        for index in order:
-            begin, end = _event(), _event()
-            gang.device_barrier()
-            begin.record(stream)
-            contenders[index].run()
-            end.record(stream)
-            events[index].append((begin, end))
-    stream.synchronize()
-    return [
-        [begin.elapsed_time(end) * 1e3 / contender.calls for begin, end in pairs]
-        for contender, pairs in zip(contenders, events, strict=True)
-    ]
-
-
-def _eager_rounds(
-    gang: HasDeviceBarrier,
-    contenders: Sequence[Contender],
-    orders: Sequence[Sequence[int]],
-    stream: torch.cuda.Stream | None,
-) -> list[list[float]]:
-    """By the host's clock, and without a stream (None) on the host itself."""
-    times: list[list[float]] = [[] for _ in contenders]
-    for order in orders:
-        for index in order:
-            contender = contenders[index]
-            gang.device_barrier()
-            if stream is not None:
-                stream.synchronize()
-            begin = time.perf_counter()
-            contender.run()
-            if stream is not None:
-                stream.synchronize()
-            times[index].append((time.perf_counter() - begin) * 1e6 / contender.calls)
-    return times
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """By linear interpolation between the closest ranks."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def summarise(by_rank: Sequence[Sequence[float]]) -> Latency:
-    """Percentiles over rounds of each round's slowest rank."""
-    slowest = sorted(max(times) for times in zip(*by_rank, strict=True))
-    return Latency(
-        p10_us=_percentile(slowest, 0.1),
-        p50_us=_percentile(slowest, 0.5),
-        p90_us=_percentile(slowest, 0.9),
-        samples=len(slowest),
-    )
+    """Percentiles over rounds of each round's slowest rank, by linear interpolation between the closest ones."""
+    slowest = [max(times) for times in zip(*by_rank, strict=True)]
+    deciles = statistics.quantiles(slowest if len(slowest) > 1 else slowest * 2, n=10, method="inclusive")
+    return Latency(p10_us=deciles[0], p50_us=deciles[4], p90_us=deciles[8], samples=len(slowest))

@@ -6,8 +6,8 @@ import contextlib
 import math
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 
 from tunedcomm.errors import InfeasibleError, PeerTimeoutError
 from tunedcomm.spec import Candidate, OpSpec, Problem, get_op, get_variant
-from tunedcomm.tuner.gang.group import Gang, Trouble, Vote
+from tunedcomm.tuner.gang.group import Gang, Trouble, Vote, combine
 from tunedcomm.tuner.gang.protocol import (
     LOST,
     TOO_LARGE,
@@ -57,16 +57,15 @@ _LEAK_BATCHES, _LEAK_LAUNCHES = 5, 4
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if there was no memory for a tensor, on the GPU or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 class Bench:
     """One rank's tensors for one problem, used for every candidate of it.
 
-    Benches that live at the same time have different slots. Tensors are made by `make_cases`, `make_buffers` and
-    `try_room`, in this order: by then what is too large for the memory has said so, and no candidate is at work yet.
+    Benches that live at the same time have different slots; the one at slot 0 is timed, too. Tensors are made by
+    `make_cases`, `make_buffers` and `try_room`, in this order: by then what is too large for the memory has said so,
+    and no candidate is at work yet.
     """
 
     def __init__(
@@ -77,15 +76,13 @@ class Bench:
         self.contender: Contender | None = None
         self.baseline: Candidate | None = None
         self.calls = 0
-        self._gang = gang
-        self._seed = seed
-        self._stream = stream
-        self._cases: dict[tuple[str, int], Case] = {}
-        self._further: tuple[Tensors, ...] | None = None
-        self._slot = slot
         self.inputs: Tensors = ()
         self.outputs: Tensors = ()
-        self._guarded: list[Guarded] = []
+        self.further: tuple[Tensors, ...] = ()  # that timed launches take in turn with `inputs`, all of the first case
+        self.guarded: list[Guarded] = []
+        self._gang, self._seed, self._stream, self._slot = gang, seed, stream, slot
+        self._handle = stream.cuda_stream if stream is not None else 0
+        self._cases: dict[tuple[str, int], Case] = {}
         self._second: tuple[Tensors, Tensors] | None = None  # inputs and outputs of every other launch of a graph
 
     def make_cases(self, plan: Plan) -> None:
@@ -93,11 +90,12 @@ class Bench:
         for kind, number in [("random", 0), *plan]:
             self.case(kind, number)
 
-    def make_buffers(self, *, timed: bool) -> None:
+    def make_buffers(self) -> None:
         """Allocate what launches read and write, once; collective where peers address the inputs."""
-        if not self.inputs:
-            self.inputs, self.outputs = self._buffers(self._slot)
-        if timed and self._second is None and self.problem.mode == "graph" and self.problem.nbytes <= check.LARGE_BYTES:
+        if self.inputs:
+            return
+        self.inputs, self.outputs = self._buffers(self._slot)
+        if self._slot == 0 and self.problem.mode == "graph" and self.problem.nbytes <= check.LARGE_BYTES:
             self._second = self._buffers(_SLOT_OF_SECOND)
 
     def _buffers(self, slot: int) -> tuple[Tensors, Tensors]:
@@ -110,22 +108,19 @@ class Bench:
         ]
         made = () if self.problem.in_place else self.op.make_outputs(self.problem, self._gang.device)
         outputs = [check.guard(t, f"output {number} {shape}", is_input=False) for number, t in enumerate(made)]
-        self._guarded += [*inputs, *outputs]
+        self.guarded += [*inputs, *outputs]
         given = tuple(one.tensor for one in inputs)
         return given, given if self.problem.in_place else tuple(one.tensor for one in outputs)
 
-    def find_damage(self) -> str:
-        """Say what launches wrote next to their tensors since the last call; empty if nothing."""
-        return check.find_damage(self._guarded)
-
-    def try_room(self, plan: Plan, *, timed: bool) -> None:
+    def try_room(self, plan: Plan) -> None:
         """Take once the memory that a check, and the timing, take beside all that: right results are judged."""
         cases = [self.case(kind, number) for kind, number in plan]
         results = [tuple(e.to(o.dtype) for e, o in zip(c.expected, self.outputs, strict=False)) for c in cases]
         self._judge(list(zip(cases, results, strict=True)), ordered=False)
         check.are_kept(cases[-1], self.inputs)
-        if timed:
-            assert self.further is not None
+        if self._slot == 0 and not self.further:
+            cold = self.op.cold and self.problem.input_kind == "plain"
+            self.further = measure.further_turns(self.case("random", 0).inputs, cold=cold)
 
     def case(self, kind: str, number: int) -> Case:
         """A case, generated once."""
@@ -136,27 +131,13 @@ class Bench:
             )
         return self._cases[kind, number]
 
-    def load(self, case: Case) -> None:
+    def load(self, case: Case, buffers: tuple[Tensors, Tensors] | None = None) -> None:
         """Put a case's inputs where launches read them, in stream order, and NaN where they write."""
-        self._put(case, self.inputs, self.outputs)
-
-    def _put(self, case: Case, inputs: Tensors, outputs: Tensors) -> None:
+        inputs, outputs = buffers or (self.inputs, self.outputs)
         for buffer, values in zip(inputs, case.inputs, strict=True):
             buffer.copy_(values)
         if not self.problem.in_place:
             check.fill_sentinel(outputs)
-
-    @property
-    def further(self) -> tuple[Tensors, ...]:
-        """Inputs that timed launches take in turn with `inputs`, holding the first random case for good."""
-        if self._further is None:
-            cold = self.op.cold and self.problem.input_kind == "plain"
-            self._further = measure.further_turns(self.case("random", 0).inputs, cold=cold)
-        return self._further
-
-    @property
-    def _handle(self) -> int:
-        return self._stream.cuda_stream if self._stream is not None else 0
 
     def repeat(self, launch: Launch, count: int) -> None:
         """Launch with the inputs as they are, and wait."""
@@ -167,11 +148,11 @@ class Bench:
     def check(self, launch: Launch, plan: Plan, *, ordered: bool) -> Judgement:
         """Launch every case of `plan` in a row, then judge them all; the first wrong one decides."""
         cases = [self.case(kind, number) for kind, number in plan]
-        handle, results = self._handle, []
+        results = []
         for step, case in enumerate(cases):
             self.load(case)
             check.rank_delay(self._seed, self._gang.rank, step, self._gang.device)
-            launch(self.inputs, self.outputs, handle)
+            launch(self.inputs, self.outputs, self._handle)
             results.append(tuple(output.clone() for output in self.outputs))
         found = self._judge_after(list(zip(cases, results, strict=True)), ordered=ordered)
         if found.right and not self.problem.in_place and not check.are_kept(cases[-1], self.inputs):
@@ -200,8 +181,8 @@ class Bench:
 
         graph = measure.capture(run, stream)
         cases = [self.case("random", 0), self.case("integers", 0)]
-        for case, (inputs, outputs) in zip(cases, turns, strict=True):
-            self._put(case, inputs, outputs)
+        for case, buffers in zip(cases, turns, strict=True):
+            self.load(case, buffers)
         graph.replay()
         return self._judge_after([(c, outputs) for c, (_, outputs) in zip(cases, turns, strict=True)], ordered=ordered)
 
@@ -211,14 +192,12 @@ class Bench:
         return self._judge(launched, ordered=ordered)
 
     def _judge(self, launched: list[tuple[Case, Tensors]], *, ordered: bool) -> Judgement:
-        worst = 0.0
-        for number, (case, result) in enumerate(launched, start=1):
+        def judge(number: int, case: Case, result: Tensors) -> Judgement:
             found = check.judge(self.op, self.problem, case, result, ordered=ordered)
-            if not found.right:
-                reason = f"wrong at launch {number} of shape {self.problem.shape}, {found.reason}"
-                return Judgement(found.error, reason)
-            worst = max(worst, found.error)
-        return Judgement(worst)
+            reason = f"wrong at launch {number} of shape {self.problem.shape}, {found.reason}"
+            return found if found.right else Judgement(found.error, reason)
+
+        return check.worst(judge(number, *one) for number, one in enumerate(launched, start=1))
 
 
 T = TypeVar("T")
@@ -227,39 +206,15 @@ _MAX_REASON = 600
 
 
 def _sentence(error: BaseException) -> str:
+    """The error, and the file and line where it was raised, in what a package brings or in ours."""
     text = f"{type(error).__name__}: {error}".strip()
-    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + " …"
-
-
-def _bind_reason(error: BaseException) -> str:
-    """What `bind` raised, and where if that was not in Triton: a mistake that is no error of the compiler."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if any(
-            f.f_globals.get("__name__", "").startswith("triton.") for f, _ in traceback.walk_tb(cause.__traceback__)
-        ):
-            return _sentence(error)
-        cause = cause.__cause__ or cause.__context__
-    return f"{_sentence(error)} (bind raised it, not the compiler{_place(error, ', at ')})"
-
-
-def _place(error: BaseException, before: str) -> str:
-    """File and line where it was raised, in what a package brings or in ours; nothing where that is not known."""
     places = traceback.extract_tb(error.__traceback__)
-    return f"{before}{Path(places[-1].filename).name}:{places[-1].lineno}" if places else ""
+    where = f" at {Path(places[-1].filename).name}:{places[-1].lineno}" if places else ""
+    return (text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + " …") + where
 
 
-def _odd_plan(index: int) -> list[tuple[str, int]]:
-    """The cases of the odd shape of this number."""
-    return [("random" if index else "integers", 0)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A candidate bound at the problem's own shape and, for a full check, at the odd shapes next to it."""
-
-    launch: Launch
-    odd: tuple[tuple[Bench, Launch], ...]
+# A candidate bound at the problem's own shape and, for a full check, at the odd shapes next to it: the cases to launch.
+_Bound: TypeAlias = list[tuple[Bench, Plan, Launch]]
 
 
 class _RefusedError(Exception):
@@ -277,16 +232,19 @@ def _accept(vote: Vote) -> Vote:
     return vote
 
 
+def _is_ordered(candidate: Candidate) -> bool:
+    return get_variant(candidate.op, candidate.variant).numerics == "ordered"
+
+
 class TrialRunner:
     """Runs a gang's trials on one rank."""
 
     def __init__(self, gang: Gang, settings: Settings) -> None:
         self._gang = gang
         self._settings = settings
-        self._stream = _new_stream(gang.device) if gang.on_gpu else None
-        self._bench: Bench | None = None
-        self._odd: list[Bench] = []
-        self._fits: set[bool] = set()  # for which checks, full or not, the bench is made
+        self._stream = torch.cuda.Stream(gang.device) if gang.on_gpu else None  # type: ignore[no-untyped-call]
+        self._benches: list[Bench] = []  # of the problem and, once there was a full check, of the odd shapes next to it
+        self._is_full = False
         self._compiles = CompileCount()
         # Of the trial under way: the error that its check found, memory taken after it, and what binding took.
         self._error: float | None = None
@@ -298,13 +256,15 @@ class TrialRunner:
         problem, candidate = command.trial
         self._error, self._bind_s, self._num_compiled = None, 0.0, 0
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            self._report("work", command.baseline or candidate)
+            self._gang.report("bind", command.baseline or candidate)
             try:
                 bench = self._bench_for(problem, full=command.full_check)
                 if command.baseline is not None and command.baseline not in (bench.baseline, candidate):
                     self._prepare_baseline(bench, command.baseline)
-                self._report("trial", candidate)
-                outcome = self._trial(bench, candidate, command)
+                self._gang.report("bind", candidate)
+                launch = self._prepare(bench, candidate, full=command.full_check)
+                self._memory_bytes = check.memory_bytes(self._gang.device)
+                outcome = self._time(bench, launch, candidate, command)
             except _RefusedError as refused:
                 vote = refused.vote
                 outcome = TrialResult(status=vote.trouble.status, reason=vote.reason, error=self._error)
@@ -319,8 +279,8 @@ class TrialRunner:
         """
         self._gang.synchronize()
         self._gang.barrier()
-        benches = [*([] if self._bench is None else [self._bench]), *self._odd]
-        faults = [damage for bench in benches if (damage := bench.find_damage())]
+        damage = check.find_damage([one for bench in self._benches for one in bench.guarded])
+        faults = [damage] if damage else []
         workspace = self._gang.communicator.workspace
         if workspace is not None and (count := workspace.rearm(problem.mode)):
             faults.append(f"left {count} words in the arena, which a later call would take for data")
@@ -329,99 +289,90 @@ class TrialRunner:
             return outcome
         return TrialResult(status=vote.trouble.status, reason=vote.reason, error=outcome.error)
 
-    def _report(self, event: str, candidate: Candidate) -> None:
-        self._gang.report(event, candidate)
-
     def _bench_for(self, problem: Problem, *, full: bool) -> Bench:
         """The problem's tensors, if every rank has the memory for them.
 
         A vote after each step, so that no rank waits in the next one for a rank that has none.
         """
-        seed = self._settings.seed
-        if self._bench is None or self._bench.problem != problem:
-            self._drop_bench()  # before the next one takes memory
-            self._bench = Bench(self._gang, problem, seed, self._stream)
-        bench = self._bench
-        if full in self._fits:
-            return bench
+        if self._benches and self._benches[0].problem == problem and (self._is_full or not full):
+            return self._benches[0]
+        if not self._benches or self._benches[0].problem != problem:
+            self._drop_benches()  # before the next ones take memory
+            self._benches = [Bench(self._gang, problem, self._settings.seed, self._stream)]
         if full:
-            shapes = check.odd_problems(bench.op, problem)
-            self._odd = [Bench(self._gang, p, seed, self._stream, slot=1 + i) for i, p in enumerate(shapes)]
-        plans = [(bench, [*check.plan_cases(problem, full=full), check.LATE_CASE])]
-        plans += [(one, _odd_plan(number)) for number, one in enumerate(self._odd)]
-
-        def make_cases() -> None:
-            for one, plan in plans:
-                one.make_cases(plan)
-
-        def make_buffers() -> None:
-            for one, _ in plans:
-                one.make_buffers(timed=one is bench)
-
-        def try_room() -> None:
-            for one, plan in plans:
-                one.try_room(plan, timed=one is bench)
-
-        for step in (make_cases, make_buffers, try_room):
-            vote = self._try_memory(step)
+            shapes = check.odd_problems(self._benches[0].op, problem)
+            self._benches += [
+                Bench(self._gang, p, self._settings.seed, self._stream, slot=slot) for slot, p in enumerate(shapes, 1)
+            ]
+        self._is_full = full
+        plans = self._plans(full=full)
+        plans[0][1].append(check.LATE_CASE)
+        steps: list[Callable[[Bench, Plan], None]] = [Bench.make_cases, lambda b, _: b.make_buffers(), Bench.try_room]
+        for step in steps:
+            trouble, reason = Trouble.NONE, ""
+            try:
+                for bench, plan in plans:
+                    step(bench, plan)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                trouble, reason = Trouble.TOO_LARGE, _sentence(error)
+            vote = self._gang.vote(trouble, reason)
             if vote.trouble:
-                self._drop_bench()
-                raise _RefusedError(vote)
-        self._fits |= {full, False}
-        return bench
+                self._drop_benches()
+            _accept(vote)
+        return self._benches[0]
 
-    def _try_memory(self, action: Callable[[], None]) -> Vote:
-        trouble, reason = Trouble.NONE, ""
-        try:
-            action()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            trouble, reason = Trouble.TOO_LARGE, _sentence(error)
-        return self._gang.vote(trouble, reason)
+    def _plans(self, *, full: bool) -> list[tuple[Bench, Plan]]:
+        """The benches of a check before anything is timed, each with the cases to launch."""
+        bench, *odd = self._benches
+        plans = [(bench, check.plan_cases(bench.problem, full=full))]
+        return plans + [(one, [("random" if number else "integers", 0)]) for number, one in enumerate(odd) if full]
 
-    def _drop_bench(self) -> None:
-        self._bench, self._odd = None, []
-        self._fits.clear()
+    def _drop_benches(self) -> None:
+        self._benches, self._is_full = [], False
         if self._gang.on_gpu:
             torch.cuda.empty_cache()
 
-    def _trial(self, bench: Bench, candidate: Candidate, command: Command) -> TrialResult:
-        ordered = get_variant(candidate.op, candidate.variant).numerics == "ordered"
-        bound = self._bind(bench, candidate, full=command.full_check)
-        self._report("run", candidate)
-        vote = self._check(bench, bound, ordered=ordered, full=command.full_check)
+    def _prepare(self, bench: Bench, candidate: Candidate, *, full: bool) -> Launch:
+        """Bind and check a candidate."""
+        bound = self._bind(bench, candidate, full=full)
+        self._gang.report("run", candidate)
+        ordered = _is_ordered(candidate)
+        # All of them, whatever this rank finds: the others launch, too.
+        vote = self._judge(
+            lambda: check.worst([one.check(launch, plan, ordered=ordered) for one, plan, launch in bound])
+        )
         self._error = vote.number if math.isfinite(vote.number) else None
         _accept(vote)
-        self._memory_bytes = check.memory_bytes(self._gang.device)
-        return self._time(bench, bound.launch, candidate, command, ordered=ordered)
+        return bound[0][2]
 
     def _bind(self, bench: Bench, candidate: Candidate, *, full: bool) -> _Bound:
         """Bind on every rank and vote, before any rank launches."""
-        bound: _Bound | None = None
+        bound: _Bound = []
         trouble, reason = Trouble.NONE, ""
         communicator = self._gang.communicator
         variant = get_variant(candidate.op, candidate.variant)
-        odd = self._odd if full else []
-        odd = [
-            b for b in odd if variant.infeasible_reason(b.problem, candidate.config_dict, communicator.limits) is None
+        plans = [
+            (one, plan)
+            for one, plan in self._plans(full=full)
+            if one is bench
+            or variant.infeasible_reason(one.problem, candidate.config_dict, communicator.limits) is None
         ]
         begin, before = time.perf_counter(), self._compiles.num_compiled
         try:
-            launch = communicator.bind(bench.problem, candidate)
-            bound = _Bound(launch, tuple((b, communicator.bind(b.problem, candidate)) for b in odd))
+            bound = [(one, plan, communicator.bind(one.problem, candidate)) for one, plan in plans]
         except InfeasibleError as error:
             trouble, reason = Trouble.INFEASIBLE, str(error)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises is this candidate's outcome
             if is_out_of_memory(error):
                 trouble, reason = Trouble.INFEASIBLE, f"no memory is left for what it binds: {_sentence(error)}"
             else:
-                trouble, reason = Trouble.COMPILE_ERROR, _bind_reason(error)
+                trouble, reason = Trouble.COMPILE_ERROR, _sentence(error)
         vote = self._gang.vote(trouble, reason, time.perf_counter() - begin, self._compiles.num_compiled - before)
         self._bind_s += vote.number
         self._num_compiled += vote.count
         _accept(vote)
-        assert bound is not None
         return bound
 
     def _guard(self, action: Callable[[], T]) -> tuple[T | None, Trouble, str]:
@@ -431,100 +382,84 @@ class TrialRunner:
         except PeerTimeoutError as error:
             return None, Trouble.HUNG, str(error)
         except Exception as error:  # noqa: BLE001 - a candidate may raise anything
-            reason = _sentence(error) + _place(error, " at ")
+            reason = _sentence(error)
             self._gang.report_failure(reason)
             return None, Trouble.CRASHED, reason
 
-    def _check(self, bench: Bench, bound: _Bound, *, ordered: bool, full: bool) -> Vote:
-        def action() -> Judgement:
-            found = bench.check(bound.launch, check.plan_cases(bench.problem, full=full), ordered=ordered)
-            for index, (odd, launch) in enumerate(bound.odd):
-                more = odd.check(launch, _odd_plan(index), ordered=ordered)
-                found = Judgement(max(found.error, more.error), found.reason or more.reason)
-            return found
-
+    def _judge(self, action: Callable[[], Judgement], when: str = "") -> Vote:
+        """Run what launches and judges, and vote on what it found."""
         found, trouble, reason = self._guard(action)
         if found is None:
             return self._gang.vote(trouble, reason)
-        return self._gang.vote(Trouble.NONE if found.right else Trouble.INCORRECT, found.reason, found.error)
+        trouble = Trouble.NONE if found.right else Trouble.INCORRECT
+        return self._gang.vote(trouble, f"{when}{found.reason}", found.error)
 
     def _prepare_baseline(self, bench: Bench, baseline: Candidate) -> None:
         """Bind, run and capture the library, where the problem did not begin with it."""
         try:
-            bound = self._bind(bench, baseline, full=False)
-            self._report("run", baseline)
-            _accept(self._check(bench, bound, ordered=False, full=False))
-            self._adopt_baseline(bench, bound.launch, baseline)
+            contender = self._contend(bench, self._prepare(bench, baseline, full=False))
         except _RefusedError as refused:
             raise RuntimeError(f"the library ran {bench.problem} before and now fails: {refused}") from None
-
-    def _adopt_baseline(self, bench: Bench, launch: Launch, baseline: Candidate) -> None:
-        """Fix the launches a round by the library's latency, and keep it as the contender to interleave with."""
-        self._fix_calls(bench, launch)
-        contender, trouble, reason = self._guard(lambda: self._contend(bench, launch))
-        _accept(self._gang.vote(trouble, reason))
         bench.contender, bench.baseline = contender, baseline
+        self._error = None
 
     def _contend(self, bench: Bench, launch: Launch) -> Contender:
-        return measure.contend(
-            launch,
-            bench.inputs,
-            bench.outputs,
-            calls=bench.calls,
-            graph=bench.problem.mode == "graph",
-            stream=self._stream,
-            further=bench.further,
-        )
+        """Make a contender on every rank, and vote before any rank runs it.
 
-    def _fix_calls(self, bench: Bench, launch: Launch) -> None:
-        bench.calls = 1
-        if self._stream is not None:
-            bench.calls = 10
-            bench.calls = measure.calls_for(self._rounds(bench, lambda: [self._contend(bench, launch)], 1, 2)[0].p50_us)
+        The first one of a problem, the library if it runs, says how many launches a round has.
+        """
+        if not bench.calls:
+            bench.calls = 1 if self._stream is None else 10
+            if self._stream is not None:
+                (probe,) = self._rounds(bench, [self._contend(bench, launch)], 2)
+                bench.calls = measure.calls_for(probe.p50_us)
 
-    def _rounds(
-        self, bench: Bench, contenders: Callable[[], list[Contender]], count: int, rounds: int
-    ) -> list[Latency]:
-        """Time `count` contenders and exchange the times: the latencies are the same on every rank."""
+        def action() -> Contender:
+            return measure.contend(
+                launch,
+                bench.inputs,
+                bench.outputs,
+                calls=bench.calls,
+                graph=bench.problem.mode == "graph",
+                stream=self._stream,
+                further=bench.further,
+            )
+
+        contender, trouble, reason = self._guard(action)
+        _accept(self._gang.vote(trouble, reason))
+        assert contender is not None
+        return contender
+
+    def _rounds(self, bench: Bench, contenders: Sequence[Contender], rounds: int) -> list[Latency]:
+        """Time contenders and exchange the times: the latencies are the same on every rank."""
 
         def action() -> list[list[float]]:
             bench.load(bench.case("random", 0))
-            times = measure.take_rounds(self._gang, contenders(), rounds, self._stream)
+            times = measure.take_rounds(self._gang.device_barrier, contenders, rounds, self._stream)
             self._gang.communicator.check_peers()
             return times
 
         times, trouble, reason = self._guard(action)
-        flat = [us for row in times for us in row] if times else [0.0] * (count * rounds)
-        everyone = self._gang.gather([float(trouble), *flat])
+        everyone = self._gang.gather((int(trouble), reason, times or []))
         if any(row[0] for row in everyone):
-            _accept(self._gang.vote(trouble, reason))
-        starts = range(1, 1 + count * rounds, rounds)
-        return [measure.summarise([row[start : start + rounds] for row in everyone]) for start in starts]
+            raise _RefusedError(combine([row[:2] for row in everyone]))
+        return [measure.summarise([row[2][index] for row in everyone]) for index in range(len(contenders))]
 
-    def _time(
-        self, bench: Bench, launch: Launch, candidate: Candidate, command: Command, *, ordered: bool
-    ) -> TrialResult:
+    def _time(self, bench: Bench, launch: Launch, candidate: Candidate, command: Command) -> TrialResult:
         """Time a first look and, within reach of the best, more samples, interleaved with the library."""
+        ordered = _is_ordered(candidate)
+        contender = self._contend(bench, launch)
         if candidate == command.baseline and bench.baseline is None:
-            self._adopt_baseline(bench, launch, candidate)
-        if not bench.calls:
-            self._fix_calls(bench, launch)
-        made: list[Contender] = []
-
-        def first() -> list[Contender]:
-            made.append(self._contend(bench, launch))
-            return made
-
-        (look,) = self._rounds(bench, first, 1, self._settings.first_rounds)
-        contender = made[0]
+            bench.contender, bench.baseline = contender, candidate
+        (look,) = self._rounds(bench, [contender], self._settings.first_rounds)
         if self._stream is not None and bench.problem.mode == "graph":
-            self._check_replay(bench, contender, launch, ordered=ordered)
+            _accept(self._judge(lambda: bench.check_replay(contender, launch, ordered=ordered), "replayed: "))
         # From numbers that every rank holds: the gathered look, and the command.
         rounds = rounds_after_look(command, look.p50_us, self._settings)
         if not rounds:
             return pruned(command, look, self._error)
         contenders = [contender] if bench.contender is None else [contender, bench.contender]
-        latencies = self._rounds(bench, lambda: contenders, len(contenders), rounds)
+        latencies = self._rounds(bench, contenders, rounds)
         done = (self._settings.first_rounds + rounds) * contender.calls
         more = check.launches_to_go(done, latencies[0].p50_us, final=command.final)
         self._check_late(bench, contender, launch, done, more, ordered=ordered)
@@ -563,13 +498,3 @@ class TrialRunner:
         count = _LEAK_BATCHES * _LEAK_LAUNCHES
         reason = f"leaks memory: {count} launches took {total >> 20} MiB, more in each of {_LEAK_BATCHES} batches"
         raise _RefusedError(Vote(Trouble.INCORRECT, reason))
-
-    def _check_replay(self, bench: Bench, contender: Contender, launch: Launch, *, ordered: bool) -> None:
-        found, trouble, reason = self._guard(lambda: bench.check_replay(contender, launch, ordered=ordered))
-        if found is not None and not found.right:
-            trouble, reason = Trouble.INCORRECT, f"replayed: {found.reason}"
-        _accept(self._gang.vote(trouble, reason))
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
