@@ -133,7 +133,7 @@ def test_a_changed_kernel_retires_finals(tmp_path: Path) -> None:
     before = [final("one_shot", 5.0), final("one_shot", 5.0, 8192), final("atomic", 5.0)]
     after = [*before[:2], final("one_shot", 6.0, source_hash="later", after=50), final("lamport", 9.9)]
     found = differ(tmp_path, before, after)
-    assert [(r.variant, r.before, r.after, r.finals) for r in found.retired] == [
+    assert [(variant, *retired) for (_, variant), retired in found.retired.items()] == [
         ("atomic", "current", None, 1),
         ("lamport", None, "current", 0),
         ("one_shot", "current", "later", 2),
@@ -152,7 +152,7 @@ def test_pins_are_compared(tmp_path: Path) -> None:
     with Database.open(other) as database:
         database.pin(problem(8192), candidate("two_shot"), environment=H100, reason="another")
     found = diff_databases(path, other)
-    assert [(None if p.before is None else p.before.reason, p.after and p.after.reason) for p in found.pins] == [
+    assert [tuple(pin and pin[1] for pin in pins) for pins in found.pins.values()] == [
         ("pinned 4", "pinned 8"),
         (None, "another"),
     ]

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from tunedcomm.db.diff import Change, Comparison, Difference
     from tunedcomm.db.layers import Layer
     from tunedcomm.db.maintenance import DatabaseStats, GroupStats, Pruned
-    from tunedcomm.db.records import Pin, Trial
+    from tunedcomm.db.records import Trial
     from tunedcomm.db.transfer import Transfer
     from tunedcomm.hardware import Environment
     from tunedcomm.spec import Limits, Problem, Variant
@@ -783,16 +783,14 @@ def _print_difference(found: Difference, limit: int) -> None:
     for letter, environments in zip("AB", found.environments_only, strict=True):
         for environment in environments:
             emit(f"measured only in {letter}: {named(environment)}")
-    for one in found.retired:
+    for (op, variant), one in found.retired.items():
         what = f"its source changed, {one.before} -> {one.after}, which retires {one.finals} finals of A"
         if one.before is None or one.after is None:
             what = f"only {'A' if one.after is None else 'B'} knows it"
-        emit(f"{one.op} {one.variant}: {what}")
-    for change in found.pins:
-        was, now = (
-            "none" if pin is None else f"{pin.candidate} ({pin.reason})" for pin in (change.before, change.after)
-        )
-        emit(f"pin of {change.problem} on {named(change.environment)}: {was} -> {now}")
+        emit(f"{op} {variant}: {what}")
+    for (problem, environment), pins in found.pins.items():
+        was, now = ("none" if pin is None else f"{pin[0]} ({pin[1]})" for pin in pins)
+        emit(f"pin of {problem} on {named(environment)}: {was} -> {now}")
     for comparison in found.comparisons:
         _print_comparison(comparison, limit)
 
@@ -831,8 +829,8 @@ def _difference_to_dict(found: Difference) -> dict[str, Any]:
         for index, side in enumerate(("before", "after"))
     }
     pins = [
-        attributes(one, "problem environment") | {"before": _pinned_in(one.before), "after": _pinned_in(one.after)}
-        for one in found.pins
+        {"problem": problem, "environment": environment, "before": _pinned_in(before), "after": _pinned_in(after)}
+        for (problem, environment), (before, after) in found.pins.items()
     ]
     comparisons = [
         {
@@ -842,9 +840,12 @@ def _difference_to_dict(found: Difference) -> dict[str, Any]:
         }
         for comparison in found.comparisons
     ]
-    sources = [attributes(one, "op variant before after") | {"retired_finals": one.finals} for one in found.retired]
+    sources = [
+        {"op": op, "variant": variant, **attributes(one, "before after"), "retired_finals": one.finals}
+        for (op, variant), one in found.retired.items()
+    ]
     return {"differ": not found.is_empty, **sides, "sources": sources, "pins": pins, "comparisons": comparisons}
 
 
-def _pinned_in(pin: Pin | None) -> dict[str, Any] | None:
-    return None if pin is None else named_candidate(pin.candidate) | {"reason": pin.reason}
+def _pinned_in(pin: tuple[Candidate, str] | None) -> dict[str, Any] | None:
+    return None if pin is None else named_candidate(pin[0]) | {"reason": pin[1]}

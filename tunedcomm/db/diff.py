@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-
-from sqlalchemy import String, func, select, true, type_coerce
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from tunedcomm.db import query
 from tunedcomm.db.copying import absorb, as_database
 from tunedcomm.db.engine import connected, create_file
 from tunedcomm.db.layers import Layer, load_snapshot
-from tunedcomm.db.records import Pin, Reader
-from tunedcomm.db.schema import TrialRow
+from tunedcomm.db.records import Reader, StoredVariant
 from tunedcomm.db.store import Database
 from tunedcomm.hardware import Environment
 from tunedcomm.selection.score import noise
@@ -29,6 +26,9 @@ from tunedcomm.selection.select import Catalog, choose
 from tunedcomm.spec import Candidate, Numerics, Problem
 
 Kind: TypeAlias = Literal["only before", "only after", "winner", "latency"]
+K = TypeVar("K")
+V = TypeVar("V")
+_Pinned: TypeAlias = tuple[Candidate, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class StoredCatalog(Catalog):
         schema: its revision.
         environments: those with trials, the one measured last first.
         world_sizes: of its problems.
-        variants: the newest source of each op and variant.
+        variants, sources: the newest source of each op and variant, and its hash.
         finals: number of good finals of each source.
-        pins: by problem and environment.
+        pins: candidate and reason by problem and environment.
 
     Raises:
         DatabaseError: the database cannot be read.
@@ -75,19 +75,19 @@ class StoredCatalog(Catalog):
         with Database.open(file, readonly=True) as database, database.reading() as connection:
             self.schema, reader = database.schema_version, Reader()
             stored = query.load_environments(connection, reader)
-            # As it is stored: all times of one database are in one form.
-            last = type_coerce(func.max(TrialRow.created_at), String())
-            times = connection.execute(select(last, TrialRow.environment_id).group_by(TrialRow.environment_id))
-            order = sorted((time, id_) for time, id_ in times if id_ in stored and time is not None)
-            self.environments = [stored[id_] for _, id_ in reversed(order)]
-            self.world_sizes = {problem.world_size for problem in query.load_problems(connection, reader).values()}
             variants = query.load_variants(connection, reader)
             self.variants = {(one.op, one.name): one for _, one in sorted(variants.items())}
-            finals = select(TrialRow.variant_id, func.count()).where(TrialRow.status == "ok", TrialRow.final == true())
-            self.finals = Counter[object]()
-            for id_, count in connection.execute(finals.group_by(TrialRow.variant_id)):
-                self.finals[variants.get(id_)] += int(count)
-            self.pins = {(pin.problem, pin.environment): pin for pin in query.pins(connection, reader)}
+            self.sources = {key: one.source_hash for key, one in self.variants.items()}
+            self.finals, last = Counter[StoredVariant](), dict[Environment, str]()
+            for group in query.tally(connection):
+                if group.status == "ok" and (variant := variants.get(group.variant_id)) is not None:
+                    self.finals[variant] += group.finals
+                if (environment := stored.get(group.environment_id)) is not None:
+                    last[environment] = max(str(group.last), last.get(environment, ""))
+            self.environments = sorted(last, key=last.__getitem__, reverse=True)
+            self.world_sizes = {problem.world_size for problem in query.load_problems(connection, reader).values()}
+            pins = query.pins(connection, reader)
+            self.pins = {(pin.problem, pin.environment): (pin.candidate, pin.reason) for pin in pins}
 
     def infeasible_reason(self, problem: Problem, candidate: Candidate, *, by_name: bool) -> str | None:
         """None: every stored candidate can run."""
@@ -95,7 +95,7 @@ class StoredCatalog(Catalog):
 
     def source_hash(self, op: str, variant: str) -> str | None:
         """The newest stored source."""
-        return self.variants[op, variant].source_hash if (op, variant) in self.variants else None
+        return self.sources.get((op, variant))
 
     def numerics(self, op: str, variant: str) -> Numerics:
         """Numerics class; of a variant that was never measured there are only pins, which a person made knowingly."""
@@ -174,28 +174,14 @@ class Comparison:
         return self.after.drift(self.before)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinChange:
-    """A pin that is not the same in both databases."""
-
-    problem: Problem
-    environment: Environment
-    before: Pin | None
-    after: Pin | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retired:
+class Retired(NamedTuple):
     """A variant of which the databases know another newest source.
 
     Attributes:
-        op, variant: which.
-        before, after: the newest source hashes, None where a database does not know the variant.
+        before, after: its source hashes, None where a database does not know the variant.
         finals: finals of the former source in the former database, which say nothing about the new one.
     """
 
-    op: str
-    variant: str
     before: str | None
     after: str | None
     finals: int
@@ -212,8 +198,8 @@ class Difference:
         trials_only: how many of these the other one does not hold.
         environments_only: environments with trials in one of them alone.
         comparisons: what they answer.
-        pins: pins that differ.
-        retired: variants whose sources differ.
+        pins: pins that differ, by problem and environment: candidate and reason in each, None where there is none.
+        retired: variants whose sources differ, by op and name.
     """
 
     before: str
@@ -223,8 +209,8 @@ class Difference:
     trials_only: tuple[int, int]
     environments_only: tuple[tuple[Environment, ...], tuple[Environment, ...]]
     comparisons: tuple[Comparison, ...]
-    pins: tuple[PinChange, ...]
-    retired: tuple[Retired, ...]
+    pins: Mapping[tuple[Problem, Environment], tuple[_Pinned | None, _Pinned | None]]
+    retired: Mapping[tuple[str, str], Retired]
 
     @property
     def is_empty(self) -> bool:
@@ -258,8 +244,11 @@ def diff_databases(before: str | Path, after: str | Path) -> Difference:
                 tuple(e for e in new.environments if e not in old.environments),
             ),
             comparisons=tuple(_comparisons(old, new)),
-            pins=tuple(_pin_changes(old, new)),
-            retired=tuple(_retired(old, new)),
+            pins=_changed(old.pins, new.pins),
+            retired={
+                key: Retired(*sources, old.finals[old.variants[key]] if key in old.variants else 0)
+                for key, sources in _changed(old.sources, new.sources).items()
+            },
         )
 
 
@@ -271,34 +260,34 @@ def compare(
 ) -> Comparison:
     """Compare the answers of two databases for one number of ranks."""
     problems = sorted({*before, *after}, key=lambda p: (p.family, p.shape))
-    changes = (_change(problem, before.get(problem), after.get(problem)) for problem in problems)
+    changes = []
+    for problem in problems:
+        one, other = before.get(problem), after.get(problem)
+        if (kind := _kind_of_change(one, other)) is not None:
+            changes.append(Change(problem=problem, kind=kind, before=one, after=other))
     return Comparison(
         before=environments[0],
         after=environments[1],
         world_size=world_size,
         problems=len(problems),
-        changes=tuple(change for change in changes if change is not None),
+        changes=tuple(changes),
     )
 
 
-def _change(problem: Problem, before: Answer | None, after: Answer | None) -> Change | None:
-    kind: Kind
+def _kind_of_change(before: Answer | None, after: Answer | None) -> Kind | None:
     if before is None or after is None:
-        kind = "only after" if before is None else "only before"
-    elif before.candidate != after.candidate:
-        kind = "winner"
-    elif before.latency_us is None or after.latency_us is None:
+        return "only after" if before is None else "only before"
+    if before.candidate != after.candidate:
+        return "winner"
+    if before.latency_us is None or after.latency_us is None:
         return None
-    else:
-        low, high = sorted((before.latency_us, after.latency_us))
-        if high <= low * (1 + before.noise + after.noise):
-            return None
-        kind = "latency"
-    return Change(problem=problem, kind=kind, before=before, after=after)
+    low, high = sorted((before.latency_us, after.latency_us))
+    return "latency" if high > low * (1 + before.noise + after.noise) else None
 
 
 def _comparisons(before: StoredCatalog, after: StoredCatalog) -> Iterator[Comparison]:
-    old, new = _newest_of_each_kind(before.environments), _newest_of_each_kind(after.environments)
+    # Of each kind of hardware the environment that was measured last.
+    old, new = ({e.hard_key: e for e in reversed(each.environments)} for each in (before, after))
     pairs = [(environment, environment) for environment in before.environments if environment in after.environments]
     pairs += [(old[kind], new[kind]) for kind in old if kind in new]
     # Of a kind of hardware that one of them alone has, all answers are gone, or new.
@@ -311,23 +300,7 @@ def _comparisons(before: StoredCatalog, after: StoredCatalog) -> Iterator[Compar
                 yield found
 
 
-def _newest_of_each_kind(environments: Iterable[Environment]) -> dict[tuple[Any, ...], Environment]:
-    kinds: dict[tuple[Any, ...], Environment] = {}
-    for environment in environments:
-        kinds.setdefault(environment.hard_key, environment)
-    return kinds
-
-
-def _pin_changes(before: StoredCatalog, after: StoredCatalog) -> Iterator[PinChange]:
-    for key in sorted({*before.pins, *after.pins}, key=lambda key: (key[0], str(key[1].to_dict()))):
-        one, other = before.pins.get(key), after.pins.get(key)
-        if one is None or other is None or (one.candidate, one.reason) != (other.candidate, other.reason):
-            yield PinChange(problem=key[0], environment=key[1], before=one, after=other)
-
-
-def _retired(before: StoredCatalog, after: StoredCatalog) -> Iterator[Retired]:
-    for key in sorted({*before.variants, *after.variants}):
-        old, new = before.source_hash(*key), after.source_hash(*key)
-        if old != new:
-            finals = before.finals[before.variants.get(key)] if old is not None else 0
-            yield Retired(op=key[0], variant=key[1], before=old, after=new, finals=finals)
+def _changed(before: Mapping[K, V], after: Mapping[K, V]) -> dict[K, tuple[V | None, V | None]]:
+    """The keys whose values differ, with both values, None where there is none."""
+    pairs = {key: (before.get(key), after.get(key)) for key in sorted({*before, *after}, key=str)}
+    return {key: (one, other) for key, (one, other) in pairs.items() if one != other}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tunedcomm import settings
@@ -23,8 +24,7 @@ from tunedcomm.db.engine import (
     refuse_network,
     warn_once,
 )
-from tunedcomm.db.records import Reader
-from tunedcomm.db.snapshot import SnapshotBuilder
+from tunedcomm.db.snapshot import Fetched, build_snapshot, fetch
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseBusyError, DatabaseError
 from tunedcomm.hardware import Environment
@@ -111,17 +111,18 @@ def site_databases(*, is_quiet: bool = False) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def layers() -> list[Layer]:
-    """Every layer, nearest first; a user without a place for a database has none, with one warning."""
+def layers(*, is_quiet: bool = False) -> list[Layer]:
+    """Every layer, nearest first; a user without a place for a database has none, which is said once."""
     try:
         user = named_layers()
         path = parse_target(user[0].target).path
-        if path is not None and network_of(path) and (hint := per_host_hint(path)):
+        if path is not None and not is_quiet and network_of(path) and (hint := per_host_hint(path)):
             warn_once(f"the user database {path} lies on a network file system{hint}")
     except DatabaseError as error:
-        warn_once(str(error))
         user = []
-    site = [Layer("site", target) for target in site_databases()]
+        if not is_quiet:
+            warn_once(str(error))
+    site = [Layer("site", target) for target in site_databases(is_quiet=is_quiet)]
     return [*user, *site, *(Layer("packaged", str(path)) for path in packaged_databases())]
 
 
@@ -145,13 +146,12 @@ def is_absent(layer: Layer) -> bool:
     """True for a user database that was never made, which is no fault; one that cannot be looked at may be there."""
     try:
         path = parse_target(layer.target).path
-        if layer.name != "user" or path is None:
-            return False
-        path.lstat()
+        if layer.name == "user" and path is not None:
+            path.lstat()
     except FileNotFoundError:
         return True
     except (DatabaseError, OSError):
-        return False
+        pass
     return False
 
 
@@ -164,7 +164,7 @@ def load_snapshot(
     borrow: Sequence[str] = (),
     like: Problem | None = None,
 ) -> Snapshot:
-    """Merge the rows of every layer for this environment's hard fields and this world size; see `SnapshotBuilder`.
+    """Merge the rows of every layer for this environment's hard fields and this world size; see `build_snapshot`.
 
     Args:
         layers: read these instead of `layers()`.
@@ -174,17 +174,18 @@ def load_snapshot(
         like: keep only what the choice for this problem may depend on, which takes a fraction of the time. Such a
             snapshot answers for this problem alone.
     """
-    builder = SnapshotBuilder(environment, world_size, borrow)
+    found: list[Fetched] = []
+    read = partial(fetch, environment=environment, world_size=world_size, borrow=borrow, like=like)
     with gc_paused():
         for rank, layer in enumerate(_all_layers() if layers is None else layers):
             try:
                 if strict or not is_absent(layer):
-                    _read(layer, rank, builder, like)
+                    found.append(_read(layer, partial(read, layer=layer.name, layer_rank=rank)))
             except DatabaseError as error:
                 if strict:
                     raise
                 warn_once(f"tuning database left out ({layer.name}): {error}")
-        snapshot = builder.build()
+        snapshot = build_snapshot(environment, world_size, found, borrow)
     for note in snapshot.notes:
         warn_once(note)
     return snapshot
@@ -193,17 +194,13 @@ def load_snapshot(
 _all_layers = layers
 
 
-def _read(layer: Layer, layer_rank: int, into: SnapshotBuilder, like: Problem | None) -> None:
-    """Add a layer; it is read again if somebody wrote to it meanwhile who cannot be locked out."""
+def _read(layer: Layer, read: Callable[..., Fetched]) -> Fetched:
+    """Read a layer, and again if somebody wrote to it meanwhile who cannot be locked out."""
     deadline = time.monotonic() + _READ_TIMEOUT_S
     while True:
         try:
-            with layer.open(busy_timeout_s=_READ_TIMEOUT_S) as db:
-                reader = Reader()
-                with db.reading() as connection:
-                    fetched = into.fetch(connection, reader, layer=layer.name, layer_rank=layer_rank, like=like)
-                db.warn_skipped(reader)
-            return into.add(fetched)
+            with layer.open(busy_timeout_s=_READ_TIMEOUT_S) as database:
+                return database.ask(read)
         except DatabaseBusyError:
             if time.monotonic() > deadline:
                 raise
@@ -240,27 +237,23 @@ class LayerFingerprint:
 
 
 def layer_fingerprints() -> tuple[LayerFingerprint, ...]:
-    """Every database that this process would read, nearest layer first; those that are not there are left out."""
-    try:
-        user = named_layers()
-    except DatabaseError:  # no place for one: the rank that reads the layers says so
-        user = []
-    found = [_look(layer) for layer in (*user, *(Layer("site", target) for target in site_databases(is_quiet=True)))]
-    for path in packaged_databases():
-        found.append(LayerFingerprint("packaged", path.name, content=(path.stat().st_size,)))
-    return tuple(seen for seen in found if seen is not None)
+    """Every database that this process would read, nearest layer first; those that are not there are left out.
+
+    Nothing is warned of: the rank that reads the layers does that.
+    """
+    return tuple(_look(layer) for layer in layers(is_quiet=True) if not is_absent(layer))
 
 
-def _look(layer: Layer) -> LayerFingerprint | None:
+def _look(layer: Layer) -> LayerFingerprint:
     try:
         target = parse_target(layer.target)
         if target.path is None:
             return LayerFingerprint(layer.name, str(target))
-        if is_absent(layer):
-            return None
-        found = os.stat(target.path)  # noqa: PTH116
+        found = target.path.stat()
     except (DatabaseError, OSError):  # whoever opens it says what is wrong
         return LayerFingerprint(layer.name, layer.target)
+    if layer.name == "packaged":
+        return LayerFingerprint(layer.name, target.path.name, content=(found.st_size,))
     place = (socket.gethostname(), found.st_dev, found.st_ino)
     return LayerFingerprint(layer.name, str(target), place, (found.st_size, found.st_mtime_ns))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -60,25 +61,22 @@ def verify_manifest(path: str | Path) -> bool:
         DatabaseCorruptError: the file is not the one that the manifest was written for, or that is no manifest.
     """
     path = Path(path).expanduser()
-    beside = manifest_path(path)
+    beside, said = manifest_path(path), None
+    if not os.path.lexists(beside):
+        return False
     try:
         with beside.open("rb") as manifest:
             text = manifest.read(_MAX_BYTES)
+        content = _content(path)
         said = json.loads(text)
-    except FileNotFoundError:
-        return False
     except OSError as error:
-        raise DatabaseAccessError(f"cannot read {beside}: {error.strerror}; check its permissions") from error
+        raise DatabaseAccessError(f"cannot read {error.filename}: {error.strerror}; check its permissions") from error
     except (ValueError, RecursionError):
-        said = None
-    if not (isinstance(said, dict) and _IDENTITY.items() <= said.items() and {"sha256", "num_bytes"} <= said.keys()):
+        pass
+    if not (isinstance(said, dict) and _IDENTITY.items() <= said.items() and content.keys() <= said.keys()):
         raise DatabaseCorruptError(
             f"{beside} is no manifest that this tunedcomm knows: {text[:60]!r}; copy it again, or remove it"
         )
-    try:
-        content = _content(path)
-    except OSError as error:
-        raise DatabaseAccessError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     if content != {name: said[name] for name in content}:
         raise DatabaseCorruptError(
             f"{path} is not what {beside.name} says: {content['num_bytes']} bytes with SHA-256 {content['sha256']}, "

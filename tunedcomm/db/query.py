@@ -157,3 +157,15 @@ def unused_rows(stays: ColumnElement[bool], invalid_variants: Collection[int] = 
     unused = {model: select(model.id).where(*map(model.id.not_in, used)) for model, used in uses.items()}
     unused[RunRow] = unused[RunRow].where(RunRow.finished_at.is_not(None))
     return {model: rows.correlate(None) for model, rows in unused.items()}
+
+
+def tally(connection: Connection, *where: Any) -> Sequence[Any]:
+    """The trials and finals of each environment, problem, variant and status, with the first and last time as stored.
+
+    All times of one database are in one form.
+    """
+    of = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.status)
+    finals = func.count().filter(TrialRow.final).label("finals")
+    first, last = (type_coerce(end(TrialRow.created_at), String()) for end in (func.min, func.max))
+    counts = (func.count().label("trials"), finals, first.label("first"), last.label("last"))
+    return connection.execute(select(*of, *counts).where(*where).group_by(*of)).all()

@@ -8,12 +8,11 @@ and only those that the rows refer to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from datetime import datetime, timezone
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, Select, and_, delete, exists, false, func, or_, select, true, tuple_, union_all
+from sqlalchemy import Connection, Select, delete, exists, false, func, or_, select, true, tuple_, union_all
 
 from tunedcomm.db import query
 from tunedcomm.db import records as parse
@@ -27,42 +26,19 @@ from tunedcomm.spec import Candidate, Problem
 
 # Problem and candidate as numbers, and the source hash.
 _Key: TypeAlias = tuple[int, int, str]
-# What tells the problems of one family from others.
-_FAMILY = tuple(item.name for item in fields(Problem) if item.name != "shape")
-
-
-class _Failed(NamedTuple):
-    """One trial that was incorrect, crashed or hung."""
-
-    problem: Problem
-    candidate: Candidate
-    source_hash: str
-    status: str
-    created_at: str
+# When a trial was incorrect, crashed or hung.
+_Failed: TypeAlias = tuple[str, Failure]
 
 
 # Queries
 
 
-# What a snapshot reads of a trial; the first four columns tell candidates apart.
-_COLUMNS = tuple(
-    raw(column)
-    for column in (
-        TrialRow.problem_id,
-        TrialRow.variant_id,
-        TrialRow.config,
-        TrialRow.final,
-        TrialRow.created_at,
-        TrialRow.latency_p50_us,
-        TrialRow.latency_p10_us,
-        TrialRow.latency_p90_us,
-        TrialRow.baseline_p50_us,
-        TrialRow.samples,
-        TrialRow.id,
-        TrialRow.status,
-        TrialRow.config_digest,
-    )
-)
+# What tells the problems of one family from others.
+_FAMILY = tuple(item.name for item in fields(Problem) if item.name != "shape")
+_VARIANT = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id)
+_CANDIDATE = (*_VARIANT, TrialRow.config_digest)
+_OK, _IS_FINAL = TrialRow.status == "ok", TrialRow.final == true()
+_SEARCHED = (TrialRow.final == false(), TrialRow.latency_p50_us > 0)
 
 
 def _of_world(world_size: int, like: Problem | None) -> Select[Any]:
@@ -74,49 +50,86 @@ def _of_world(world_size: int, like: Problem | None) -> Select[Any]:
     return select(ProblemRow.id).where(*same)
 
 
-def _finals(environment_id: int, of_world: Select[Any]) -> Select[Any]:
-    return select(*_COLUMNS).where(
-        TrialRow.environment_id == environment_id,
-        TrialRow.status == "ok",
-        TrialRow.final == true(),
-        TrialRow.problem_id.in_(of_world),
-    )
+def _first(most: int, of: Sequence[Any], order: Sequence[Any], *where: Any) -> Select[Any]:
+    """Ids of the first `most` trials of each group that fulfil `where`."""
+    place = func.row_number().over(partition_by=of, order_by=order)
+    places = select(TrialRow.id, place.label("place")).where(*where).subquery()
+    return select(places.c.id).where(places.c.place <= most)
 
 
-def _best_without_finals(environment_id: int, of_world: Select[Any]) -> Select[Any]:
-    """The newest trial of each candidate, and of these the best few of each variant, where finals are lacking.
+def _newest(*where: Any) -> Select[Any]:
+    """The newest good trial of each candidate."""
+    order = (TrialRow.created_at.desc(), TrialRow.latency_p50_us, TrialRow.id)
+    return _first(1, _CANDIDATE, order, _OK, *where)
 
-    A problem lacks finals if none of its finals is of a challenger's newest source: finals of kernels that have
-    changed since must not hide what was measured of the new ones.
+
+def _best_searched(*where: Any) -> Select[Any]:
+    """Of each candidate the newest trial outside of finals, and of these the best few of each variant."""
+    newest = TrialRow.id.in_(_newest(*_SEARCHED, *where))
+    return _first(BEST_OF_VARIANT, _VARIANT, (TrialRow.latency_p50_us, TrialRow.id), newest)
+
+
+def _finished(*columns: Any) -> Select[Any]:
+    """Where a challenger's newest source has finals.
+
+    Finals of kernels that have changed since must not hide what was measured of the new ones.
     """
     newest = (
         select(func.max(VariantRow.id)).where(VariantRow.name != "library").group_by(VariantRow.op, VariantRow.name)
     )
-    here = (TrialRow.environment_id == environment_id, TrialRow.status == "ok")
-    finished = select(TrialRow.problem_id).where(*here, TrialRow.final == true(), TrialRow.variant_id.in_(newest))
-    unfinished = of_world.where(ProblemRow.id.not_in(finished))
-    age = func.row_number().over(
-        partition_by=(TrialRow.problem_id, TrialRow.variant_id, TrialRow.config_digest),
-        order_by=(TrialRow.created_at.desc(), TrialRow.latency_p50_us, TrialRow.id),
-    )
-    ages = (
-        select(TrialRow.id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.latency_p50_us, age.label("age"))
-        .where(*here, TrialRow.final == false(), TrialRow.problem_id.in_(unfinished), TrialRow.latency_p50_us > 0)
-        .subquery()
-    )
-    place = func.row_number().over(
-        partition_by=(ages.c.problem_id, ages.c.variant_id), order_by=(ages.c.latency_p50_us, ages.c.id)
-    )
-    places = select(ages.c.id, place.label("place")).where(ages.c.age == 1).subquery()
-    best = select(places.c.id).where(places.c.place <= BEST_OF_VARIANT)
-    return select(*_COLUMNS).where(TrialRow.id.in_(best))
+    return select(*columns).where(_OK, _IS_FINAL, TrialRow.variant_id.in_(newest))
 
 
-def _newest_first(row: Sequence[Any]) -> tuple[str, float]:
-    created_at, latency = row[4:6]
-    if isinstance(created_at, datetime):  # servers give times in the session's zone, which has its own summer
-        created_at = created_at.astimezone(timezone.utc)
-    return (str(created_at), -latency if isinstance(latency, float) else 0.0)
+# Of an `ok` trial or a failed one.
+_COLUMNS = tuple(
+    raw(column)
+    for column in (
+        TrialRow.id,
+        TrialRow.problem_id,
+        TrialRow.variant_id,
+        TrialRow.config,
+        TrialRow.config_digest,
+        TrialRow.status,
+        TrialRow.latency_p10_us,
+        TrialRow.latency_p50_us,
+        TrialRow.latency_p90_us,
+        TrialRow.samples,
+        TrialRow.baseline_p50_us,
+        TrialRow.final,
+        TrialRow.created_at,
+    )
+)
+
+
+def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Status and fields of a `Row` of each trial that makes sense."""
+    rows: Sequence[Any] = connection.execute(select(*_COLUMNS).where(*where)).all()
+    problems = load_problems_by_id(connection, {row.problem_id for row in rows}, reader)
+    variants = load_variants(connection, reader) if rows else {}
+    for row in rows:
+        problem, variant = problems.get(row.problem_id), variants.get(row.variant_id)
+        if problem is None or variant is None:
+            continue  # It was skipped and counted already, or is not there.
+        try:
+            parse.check_op(variant, problem)
+            p10, p50, p90, created_at = reader.check_trial(row._mapping)
+            parsed = {
+                "problem": problem,
+                "candidate": reader.candidate(problem.op, variant.name, row.config),
+                "source_hash": variant.source_hash,
+                "latency_p50_us": p50,
+                "latency_p10_us": p10,
+                "latency_p90_us": p90,
+                "samples": parse.int_of(row.samples, "samples"),
+                "baseline_p50_us": parse.latency_of(row.baseline_p50_us, "baseline_p50_us"),
+                "final": parse.bool_of(row.final, "final"),
+                "created_at": created_at,
+                "trial_id": parse.id_of(row.id),
+            }
+        except ValueError as error:
+            reader.skipped.add(f"trial {row.id}: {error}")
+        else:
+            yield row.status, parsed
 
 
 def ok_rows(
@@ -136,51 +149,17 @@ def ok_rows(
     With `like` only of problems that may answer for that one. Rows of other software than `here` are marked as drift.
     """
     of_world = _of_world(world_size, like)
-    variants = load_variants(connection, reader)
     found: list[Row] = []
-    problems: dict[int, Problem] = {}
-    asked: set[int] = set()
     for environment_id, environment in sorted(environments.items()):
         drift = here is not None and is_drift(here, environment)
-        newest: dict[Any, Any] = {}
-        for statement in (_finals(environment_id, of_world), _best_without_finals(environment_id, of_world)):
-            for row in connection.execute(statement).all():
-                known = newest.setdefault(row[:4], row)
-                if known is not row and _newest_first(row) > _newest_first(known):
-                    newest[row[:4]] = row
-        wanted = {row[0] for row in newest.values()}
-        problems |= load_problems_by_id(connection, wanted - asked, reader)
-        asked |= wanted
-        for row in newest.values():
-            problem, variant = problems.get(row.problem_id), variants.get(row.variant_id)
-            if problem is None or variant is None:
-                continue  # It was skipped and counted already, or is not there.
-            try:
-                p10, p50, p90, created_at = reader.check_trial(row._mapping)
-                assert p50 is not None
-                parse.check_op(variant, problem)
-                found.append(
-                    Row(
-                        problem=problem,
-                        candidate=reader.candidate(problem.op, variant.name, row.config),
-                        source_hash=variant.source_hash,
-                        environment=environment,
-                        latency_p50_us=p50,
-                        latency_p10_us=p10,
-                        latency_p90_us=p90,
-                        samples=parse.int_of(row.samples, "samples"),
-                        baseline_p50_us=parse.latency_of(row.baseline_p50_us, "baseline_p50_us"),
-                        final=parse.bool_of(row.final, "final"),
-                        drift=drift,
-                        borrowed=borrowed,
-                        layer=layer,
-                        layer_rank=layer_rank,
-                        created_at=created_at,
-                        trial_id=parse.id_of(row.id),
-                    )
-                )
-            except ValueError as error:
-                reader.skipped.add(f"trial {row.id}: {error}")
+        there = TrialRow.environment_id == environment_id
+        unfinished = of_world.where(ProblemRow.id.not_in(_finished(TrialRow.problem_id).where(there)))
+        finals = _newest(_IS_FINAL, there, TrialRow.problem_id.in_(of_world))
+        searched = _best_searched(there, TrialRow.problem_id.in_(unfinished))
+        found += [
+            Row(environment=environment, drift=drift, borrowed=borrowed, layer=layer, layer_rank=layer_rank, **parsed)
+            for _, parsed in _parsed(connection, reader, TrialRow.id.in_(union_all(finals, searched)))
+        ]
     return found
 
 
@@ -192,7 +171,6 @@ def _failed_trials(
     like: Problem | None,
 ) -> list[_Failed]:
     """Trials that were incorrect, crashed or hung, where the same candidate was not good on the same problem since."""
-    variants = load_variants(connection, Reader())
     since = table(TrialRow).alias()
     p50 = since.c.latency_p50_us
     good_since = exists().where(
@@ -209,47 +187,17 @@ def _failed_trials(
         since.c.config_digest == TrialRow.config_digest,
         since.c.created_at > TrialRow.created_at,
     )
-    statement = select(*_COLUMNS).where(
+    failed = (
         TrialRow.environment_id.in_(list(environments)),
         TrialRow.status.in_(FAILED),
         TrialRow.problem_id.in_(_of_world(world_size, like)),
         ~good_since,
     )
-    rows: Sequence[Any] = connection.execute(statement).all()
-    problems = load_problems_by_id(connection, {row.problem_id for row in rows}, Reader())
-    found = []
-    for row in rows:
-        problem, variant = problems.get(row.problem_id), variants.get(row.variant_id)
-        if problem is None or variant is None or variant.op != problem.op:
-            continue
-        try:
-            *_, created_at = reader.check_trial(row._mapping)
-            candidate = reader.candidate(problem.op, variant.name, row.config)
-            found.append(_Failed(problem, candidate, variant.source_hash, row.status, created_at))
-        except ValueError as error:
-            reader.skipped.add(f"trial {row.id}: {error}")
-    return found
-
-
-# Building
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Rows of one kind of hardware from the layers read so far.
-
-    Attributes:
-        rows, failures: at most one a candidate and problem.
-        good: when each candidate last ran well, in a row that is kept or in one that is not.
-    """
-
-    rows: dict[_Key, Row] = field(default_factory=dict)
-    failures: dict[_Key, _Failed] = field(default_factory=dict)
-    good: dict[_Key, str] = field(default_factory=dict)
-
-    def failed(self) -> dict[_Key, _Failed]:
-        """Candidates that have not run well since they failed, whoever measured them before."""
-        return {k: f for k, f in self.failures.items() if f.created_at >= self.good.get(k, "")}
+    of_failure = ("problem", "candidate", "source_hash")
+    return [
+        (parsed["created_at"], Failure(status=status, **{name: parsed[name] for name in of_failure}))
+        for status, parsed in _parsed(connection, reader, *failed)
+    ]
 
 
 class Fetched(NamedTuple):
@@ -257,134 +205,127 @@ class Fetched(NamedTuple):
 
     layer: str
     layer_rank: int
-    rows: Sequence[Row]
-    failures: Sequence[_Failed]
-    lent_failures: Sequence[_Failed]
-    pins: Sequence[Pin]
+    rows: list[Row]
+    failures: list[_Failed]
+    lent_failures: list[_Failed]
+    pins: list[Pin]
     loans: Mapping[Environment, str | None]
 
 
-class SnapshotBuilder:
-    """Merges databases, nearest layer first, into a snapshot of one environment and world size.
+def fetch(
+    connection: Connection,
+    reader: Reader,
+    *,
+    environment: Environment,
+    world_size: int,
+    layer: str = "user",
+    layer_rank: int = 0,
+    borrow: Sequence[str] = (),
+    like: Problem | None = None,
+) -> Fetched:
+    """Read what `build_snapshot` takes of one database."""
+    own = query.environments_like(connection, environment, reader)
+    stored = query.load_environments(connection, reader) if borrow else {}
+    found = loans(environment, borrow, stored.values())
+    lent = {key: there for key, there in stored.items() if there in found and found[there] is None}
+    rows: list[Row] = []
+    failures: list[list[_Failed]] = []
+    for environments in (own, lent):
+        asked = (connection, environments, world_size, reader)
+        marks: dict[str, Any] = {"layer": layer, "layer_rank": layer_rank, "borrowed": environments is lent}
+        rows += ok_rows(*asked, here=environment, like=like, **marks) if environments else []
+        failures.append(_failed_trials(*asked, like) if environments else [])
+    pins = query.pins(connection, reader, PinRow.environment_id.in_(list(own)))
+    pins = [pin for pin in pins if pin.problem.world_size == world_size]
+    return Fetched(layer, layer_rank, rows, failures[0], failures[1], pins, found)
+
+
+# Building
+
+
+def build_snapshot(
+    environment: Environment, world_size: int, databases: Sequence[Fetched], borrow: Sequence[str] = ()
+) -> Snapshot:
+    """Merge databases into a snapshot.
 
     For each candidate and problem the most conclusive row is kept: finals before others, the same software before
     older, nearer layers before farther ones, then the newest. A borrowed row is a guess: it gives way to any row of
     this hardware, and is not kept for candidates that failed in the family, here or there.
     """
+    # Thousands of rows refer to the same few hundred problems and candidates, which are slow to compare.
+    problems: Numbers[Problem] = Numbers()
+    candidates: Numbers[Candidate] = Numbers()
 
-    def __init__(self, environment: Environment, world_size: int, borrow: Sequence[str] = ()) -> None:
-        self._environment, self._world_size, self._borrow = environment, world_size, borrow
-        self._own, self._lent = _Rows(), _Rows()
-        self._pins: dict[Problem, tuple[tuple[Any, ...], Pinned]] = {}
-        self._loans: dict[Environment, str | None] = {}
-        # Thousands of rows refer to the same few hundred problems and candidates, which are slow to compare.
-        self._problems: Numbers[Problem] = Numbers()
-        self._candidates: Numbers[Candidate] = Numbers()
+    def key(trial: Row | Failure) -> _Key:
+        return (problems.of(trial.problem), candidates.of(trial.candidate), trial.source_hash)
 
-    def fetch(
-        self, connection: Connection, reader: Reader, *, layer: str, layer_rank: int, like: Problem | None = None
-    ) -> Fetched:
-        """Read what `add` takes of one database; that is only added once it was read to the end."""
-        own = query.environments_like(connection, self._environment, reader)
-        stored = query.load_environments(connection, reader) if self._borrow else {}
-        found = loans(self._environment, self._borrow, stored.values())
-        lent = {key: there for key, there in stored.items() if there in found and found[there] is None}
-        rows: list[Row] = []
-        failures: list[list[_Failed]] = []
-        for environments in (own, lent):
-            asked = (connection, environments, self._world_size, reader)
-            marks: dict[str, Any] = {"layer": layer, "layer_rank": layer_rank, "borrowed": environments is lent}
-            rows += ok_rows(*asked, here=self._environment, like=like, **marks) if environments else []
-            failures.append(_failed_trials(*asked, like) if environments else [])
-        pins = query.pins(connection, reader, PinRow.environment_id.in_(list(own)))
-        return Fetched(layer, layer_rank, rows, failures[0], failures[1], pins, found)
+    def family(key: _Key) -> tuple[Problem, Candidate, str]:
+        return (problems.values[key[0]].family, candidates.values[key[1]], key[2])
 
-    def add(self, fetched: Fetched) -> None:
-        """Merge a database that is no nearer than those before."""
-        for row in fetched.rows:
-            into, key = self._lent if row.borrowed else self._own, self._key(row)
-            into.good[key] = max(row.created_at, into.good.get(key, ""))
-            known = into.rows.get(key)
-            if known is None or _replaces(row, known):
-                into.rows[key] = row
-        for into, failures in ((self._own, fetched.failures), (self._lent, fetched.lent_failures)):
-            for failure in failures:
-                key = self._key(failure)
-                latest = into.failures.get(key)
-                if latest is None or (failure.created_at, failure.status) > (latest.created_at, latest.status):
-                    into.failures[key] = failure
-        for pin in fetched.pins:  # the newest of each problem that has none from a nearer layer
-            if pin.problem.world_size != self._world_size or pin.environment.hard_key != self._environment.hard_key:
-                continue
-            # Equal times are told apart by content, so that every host decides alike.
-            age = (-fetched.layer_rank, pin.created_at, str(pin.candidate), pin.reason)
-            if pin.problem not in self._pins or age > self._pins[pin.problem][0]:
-                candidate, reason = pin.candidate, pin.reason
-                pinned = Pinned(problem=pin.problem, candidate=candidate, reason=reason, layer=fetched.layer)
-                self._pins[pin.problem] = (age, pinned)
-        self._loans.update(fetched.loans)
+    def merge(rows: Iterable[Row], failures: Iterable[_Failed]) -> tuple[dict[_Key, Row], dict[_Key, _Failed]]:
+        """The row to keep of each candidate, and the latest failure of those that were not good since."""
+        kept: dict[_Key, Row] = {}
+        good: dict[_Key, str] = {}
+        failed: dict[_Key, _Failed] = {}
+        for row in rows:
+            place = key(row)
+            good[place] = max(row.created_at, good.get(place, ""))
+            if place not in kept or _weight(row) > _weight(kept[place]):
+                kept[place] = row
+        for failure in failures:
+            place = key(failure[1])
+            latest = failed.get(place, failure)
+            if failure[0] >= good.get(place, "") and (failure[0], failure[1].status) >= (latest[0], latest[1].status):
+                failed[place] = failure
+        return kept, failed
 
-    def _key(self, trial: Row | _Failed) -> _Key:
-        return (self._problems.of(trial.problem), self._candidates.of(trial.candidate), trial.source_hash)
+    def of_all(name: str) -> list[Any]:
+        return [item for database in databases for item in getattr(database, name)]
 
-    def build(self) -> Snapshot:
-        """The snapshot of what was read."""
-        failures = self._own.failed()
-        rows = {key: row for key, row in self._own.rows.items() if key not in failures}
-        lent: dict[_Key, Row] = {}
-        if self._lent.rows:
-            doubtful = {self._family(key) for key in (*failures, *self._lent.failed())}
-            kept = ((k, row) for k, row in self._lent.rows.items() if k not in self._own.rows)
-            lent = {key: row for key, row in kept if self._family(key) not in doubtful}
-        return Snapshot(
-            environment=self._environment,
-            world_size=self._world_size,
-            rows=(*rows.values(), *lent.values()),
-            pins=tuple(pinned for _, pinned in self._pins.values()),
-            failures=_one_a_family(failures.values()),
-            notes=(
-                *_drift_notes(self._environment, rows.values()),
-                *_borrow_notes(lent.values()),
-                *self._loan_notes(),
-            ),
-        )
-
-    def _family(self, key: _Key) -> tuple[Problem, Candidate, str]:
-        return (self._problems.values[key[0]].family, self._candidates.values[key[1]], key[2])
-
-    def _loan_notes(self) -> list[str]:
-        """Remarks on named hardware that does not serve."""
-        refused = {f"nothing is borrowed from {there}: {why}" for there, why in self._loans.items() if why is not None}
-        unknown = [name for name in self._borrow if not any(matches(name, there) for there in self._loans)]
-        return sorted(refused) + [
-            f"nothing is borrowed from {name!r}: no database holds such hardware" for name in unknown
-        ]
-
-
-def _replaces(row: Row, known: Row) -> bool:
-    """True if `row` replaces `known`, of the same candidate: by tier, then the newest; never by row id."""
-    if row.tier != known.tier:
-        return row.tier < known.tier
-    return _age(row) > _age(known)
-
-
-def _age(row: Row) -> tuple[Any, ...]:
-    # Equal times are told apart by content, so that the order of storing never matters.
-    return (row.created_at, -row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
-
-
-def _one_a_family(trials: Iterable[_Failed]) -> tuple[Failure, ...]:
-    """The failure at the first problem of each family: one is enough to keep a candidate from being predicted."""
-    kept: dict[tuple[Problem, Candidate, str], _Failed] = {}
-    for trial in sorted(trials, key=lambda t: (t.problem, t.created_at, t.status)):
-        kept.setdefault((trial.problem.family, trial.candidate, trial.source_hash), trial)
-    return tuple(
-        Failure(problem=t.problem, candidate=t.candidate, source_hash=t.source_hash, status=t.status)
-        for t in kept.values()
+    own, failed = merge((row for row in of_all("rows") if not row.borrowed), of_all("failures"))
+    rows = [row for place, row in own.items() if place not in failed]
+    lent, lent_failed = merge((row for row in of_all("rows") if row.borrowed), of_all("lent_failures"))
+    doubtful = {family(place) for place in (*failed, *lent_failed)} if lent else set()
+    borrowed = [row for place, row in lent.items() if place not in own and family(place) not in doubtful]
+    found = {there: why for database in databases for there, why in database.loans.items()}
+    return Snapshot(
+        environment=environment,
+        world_size=world_size,
+        rows=(*rows, *borrowed),
+        pins=_nearest_pins(databases),
+        failures=_one_a_family(failed.values()),
+        notes=(*_drift_notes(environment, rows), *_borrow_notes(borrowed), *_loan_notes(borrow, found)),
     )
 
 
-def _drift_notes(here: Environment, rows: Collection[Row]) -> tuple[str, ...]:
+def _weight(row: Row) -> tuple[Any, ...]:
+    """More for what is more conclusive of one candidate: by tier, then the newest; never by row id."""
+    # Equal times are told apart by content, so that the order of storing never matters.
+    content = (-row.latency_p50_us, row.samples, row.baseline_p50_us or 0.0, row.environment.digest)
+    return (*(-part for part in row.tier), row.created_at, *content)
+
+
+def _nearest_pins(databases: Iterable[Fetched]) -> tuple[Pinned, ...]:
+    """The newest pin of each problem that has none in a nearer layer."""
+    # Equal times are told apart by content, so that every host decides alike.
+    found: dict[Problem, Pinned] = {}
+    for database in sorted(databases, key=lambda each: -each.layer_rank):
+        for pin in sorted(database.pins, key=lambda each: (each.created_at, str(each.candidate), each.reason)):
+            found[pin.problem] = Pinned(
+                problem=pin.problem, candidate=pin.candidate, reason=pin.reason, layer=database.layer
+            )
+    return tuple(found.values())
+
+
+def _one_a_family(failed: Iterable[_Failed]) -> tuple[Failure, ...]:
+    """The failure at the first problem of each family: one is enough to keep a candidate from being predicted."""
+    kept: dict[tuple[Problem, Candidate, str], Failure] = {}
+    for _, failure in sorted(failed, key=lambda each: (each[1].problem, each[0], each[1].status)):
+        kept.setdefault((failure.problem.family, failure.candidate, failure.source_hash), failure)
+    return tuple(kept.values())
+
+
+def _drift_notes(here: Environment, rows: Sequence[Row]) -> tuple[str, ...]:
     drifted = [row.environment for row in rows if row.drift]
     changes = sorted(
         {
@@ -409,23 +350,38 @@ def _borrow_notes(rows: Iterable[Row]) -> tuple[str, ...]:
     )
 
 
+def _loan_notes(borrow: Sequence[str], found: Mapping[Environment, str | None]) -> list[str]:
+    """Remarks on named hardware that does not serve."""
+    refused = {f"nothing is borrowed from {there}: {why}" for there, why in found.items() if why is not None}
+    unknown = [name for name in borrow if not any(matches(name, there) for there in found)]
+    return sorted(refused) + [f"nothing is borrowed from {name!r}: no database holds such hardware" for name in unknown]
+
+
 # What dispatch and `explain` need of a database: winners and runners-up, what must not run, and what explains both
 #
 # Kept of the trials: the newest final of each candidate; of what was only searched, the best few candidates of each
 # variant that has no final there, and of every variant where a snapshot would look at them, at problems that none of
 # the current kernels has finals for; candidates that were incorrect, crashed or hung, with the newest good trial of
-# each; and how a variant's last trial of a problem ended, where it never ran there. Kept of the rest: pins, what trials
-# and pins refer to, and each variant's newest source. So a snapshot has the digest that it had before.
-
-_CANDIDATE = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.config_digest)
-# As dispatch orders the trials of one candidate.
-_NEWEST_FIRST = (TrialRow.created_at.desc(), TrialRow.latency_p50_us, TrialRow.id)
+# each; and how a variant's last trial of a problem ended, where it never ran there, which `explain` gives as the
+# reason. Kept of the rest: pins, what trials and pins refer to, and each variant's newest source. So a snapshot has the
+# digest that it had before.
 
 
 def needed_trials() -> Select[Any]:
     """Ids of the trials that are kept."""
-    kept = union_all(_final_trials(), _best_searched(), _failures(), _good_again(), _last_words()).subquery()
-    return select(kept.c.id)
+    problem, variant = tuple_(*_VARIANT[:2]), tuple_(*_VARIANT)
+    candidate = (TrialRow.problem_id, TrialRow.variant_id, TrialRow.config_digest)
+    ran = select(*_VARIANT).where(_OK)
+    searched = or_(variant.not_in(ran.where(_IS_FINAL)), problem.not_in(_finished(*_VARIANT[:2])))
+    failed = TrialRow.status.in_(FAILED)
+    last_first = (TrialRow.created_at.desc(), TrialRow.id.desc())
+    kept = (
+        _newest(_IS_FINAL),
+        _best_searched(searched),
+        _newest(tuple_(*candidate).in_(select(*candidate).where(failed))),
+        _first(1, _VARIANT, last_first, TrialRow.status != "infeasible", variant.not_in(ran)),
+    )
+    return select(TrialRow.id).where(or_(failed, *map(TrialRow.id.in_, kept)))
 
 
 def keep_needed(connection: Connection) -> None:
@@ -433,49 +389,3 @@ def keep_needed(connection: Connection) -> None:
     connection.execute(delete(TrialRow).where(TrialRow.id.not_in(needed_trials())))
     for model, rows in query.unused_rows(true()).items():
         connection.execute(delete(model).where(table(model).c.id.in_(rows)))
-
-
-def _newest_of_candidates(*where: Any) -> Select[Any]:
-    """The newest of the trials of each candidate that fulfil `where`."""
-    age = func.row_number().over(partition_by=_CANDIDATE, order_by=_NEWEST_FIRST)
-    ages = select(TrialRow.id, age.label("age")).where(*where).subquery()
-    return select(ages.c.id).where(ages.c.age == 1)
-
-
-def _final_trials() -> Select[Any]:
-    return _newest_of_candidates(TrialRow.status == "ok", TrialRow.final == true())
-
-
-def _best_searched() -> Select[Any]:
-    newest = _newest_of_candidates(TrialRow.status == "ok", TrialRow.final == false(), TrialRow.latency_p50_us > 0)
-    variant = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id)
-    place = func.row_number().over(partition_by=variant, order_by=(TrialRow.latency_p50_us, TrialRow.id))
-    places = select(TrialRow.id, *variant, place.label("place")).where(TrialRow.id.in_(newest)).subquery()
-    final = select(*variant).where(TrialRow.status == "ok", TrialRow.final == true()).distinct().subquery()
-    here = and_(final.c.environment_id == places.c.environment_id, final.c.problem_id == places.c.problem_id)
-    current = select(func.max(VariantRow.id)).where(VariantRow.name != "library")
-    current = current.group_by(VariantRow.op, VariantRow.name)
-    has_finals = exists().where(here, final.c.variant_id == places.c.variant_id)
-    is_finished = exists().where(here, final.c.variant_id.in_(current))
-    return select(places.c.id).where(places.c.place <= BEST_OF_VARIANT, or_(~has_finals, ~is_finished))
-
-
-def _failures() -> Select[Any]:
-    return select(TrialRow.id).where(TrialRow.status.in_(FAILED))
-
-
-def _good_again() -> Select[Any]:
-    """The newest good trial of each candidate that failed somewhere: it may have been good since."""
-    candidate = (TrialRow.problem_id, TrialRow.variant_id, TrialRow.config_digest)
-    failed = select(*candidate).where(TrialRow.status.in_(FAILED))
-    return _newest_of_candidates(TrialRow.status == "ok", tuple_(*candidate).in_(failed))
-
-
-def _last_words() -> Select[Any]:
-    """`explain` gives as the reason how the last trial ended, of a variant none of whose trials was ok."""
-    variant = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id)
-    age = func.row_number().over(partition_by=variant, order_by=(TrialRow.created_at.desc(), TrialRow.id.desc()))
-    ages = select(TrialRow.id, *variant, age.label("age")).where(TrialRow.status != "infeasible").subquery()
-    ran = select(*variant).where(TrialRow.status == "ok").distinct().subquery()
-    same = [ran.c[column.key] == ages.c[column.key] for column in variant]
-    return select(ages.c.id).where(ages.c.age == 1, ~exists().where(*same))

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
 from tunedcomm import kernels
-from tunedcomm.db.records import Reader, Trial, canonical_json, fastest, was_tried
-from tunedcomm.db.snapshot import SnapshotBuilder
+from tunedcomm.db.records import Trial, canonical_json, fastest, was_tried
+from tunedcomm.db.snapshot import build_snapshot, fetch
 from tunedcomm.db.store import Database
 from tunedcomm.errors import TuningError
 from tunedcomm.hardware import Environment, num_gpu_ranks, ranks_share_a_gpu
@@ -718,10 +719,9 @@ def _chosen(
     database: Database, known: Knowledge, problems: Iterable[Problem], world_size: int
 ) -> dict[Problem, Candidate]:
     """What dispatch takes from the tuned database, pins aside."""
-    builder = SnapshotBuilder(known.environment, world_size)
-    with database.reading() as connection:
-        builder.add(builder.fetch(connection, Reader(), layer="user", layer_rank=0))
-    snapshot, registered = replace(builder.build(), pins=()), Registered(known.limits, hash_if_known)
+    fetched = database.ask(partial(fetch, environment=known.environment, world_size=world_size))
+    snapshot = replace(build_snapshot(known.environment, world_size, [fetched]), pins=())
+    registered = Registered(known.limits, hash_if_known)
     return {problem: choose(snapshot, problem, registered).candidate for problem in problems}
 
 
