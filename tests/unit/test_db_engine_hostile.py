@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from db_samples import H200, problem, trial
 
-from tunedcomm.db import jsonl
+from tunedcomm.db import query
 from tunedcomm.db.layers import Layer, load_snapshot
+from tunedcomm.db.records import Reader
 from tunedcomm.db.store import Database
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError
 
@@ -192,10 +193,9 @@ def test_what_lies_beside_the_file_is_a_file(path: Path, suffix: str, what: str)
 
 def test_a_trial_of_no_problem_is_left_out_and_reported(path: Path) -> None:
     change(path, "UPDATE trial SET problem_id = 0 WHERE problem_id = 2")
-    bad: list[str] = []
+    reader = Reader()
     with Database.open(path, readonly=True) as database, database.reading() as connection:
-        sound = jsonl.SoundRows(connection, lambda name, id_, why: bad.append(f"{name} {id_}: {why}"))
-        found = list(sound.lines())
-    assert [line["problem"]["shape"] for line in found if line["kind"] == "trial"] == ["2048"]
-    assert len(bad) == 1
-    assert bad[0].startswith("trial 2: it refers to problem 0")
+        found = list(query.all_trials(connection, reader))
+    assert [trial.problem.shape for trial in found] == [(2048,)]
+    assert reader.skipped.count == 1
+    assert reader.skipped.first.startswith("trial 2: it refers to problem 0")

@@ -144,7 +144,7 @@ def test_selectors(tmp_path: Path, selected: dict[str, Any], dry_run: bool) -> N
     done = pruned(path, dry_run=dry_run, **selected)
     assert done.trials == len(gone) > 0
     assert (done.along, done.kept) == (len(good), 0)
-    assert sum(group.finals for group in done.groups) == sum(t.final for t in before if t.id in gone)
+    assert sum(group["finals"] for group in done.groups) == sum(t.final for t in before if t.id in gone)
     left = {t.id for t in before} - (set() if dry_run else gone)
     assert {t.id for t in trials_of(path)} == left
     assert (done.dry_run, done.compacted) == (dry_run, not dry_run)

@@ -513,8 +513,8 @@ def db_prune(
 
 def _print_pruned(done: Pruned) -> None:
     if done.groups:
-        cells = [(g.environment[:8], g.gpu, g.op, g.variant, g.status, g.trials, g.finals) for g in done.groups]
-        table(("environment", "gpu", "op", "variant", "status", "trials", "finals"), cells)
+        names = ("environment", "gpu", "op", "variant", "status", "trials", "finals")
+        table(names, [(str(g["environment"])[:8], *(g[name] for name in names[1:])) for g in done.groups])
     unused = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in done.unused.items())
     what = f"{done.trials} of {done.held} trials" + (f", with {unused} that nothing else refers to" if unused else "")
     if done.along:

@@ -6,18 +6,17 @@ models is copied without a change here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
-    Boolean,
     Column,
     ColumnElement,
     Connection,
-    Float,
     MetaData,
     String,
     Table,
@@ -31,14 +30,15 @@ from sqlalchemy import (
     update,
 )
 
-from tunedcomm.db import records as parse
-from tunedcomm.db.engine import connected, create_file, parse_target
-from tunedcomm.db.jsonl import RUN_IDENTITY, Line, OnBad, SoundRows, is_jsonl, key_of, read_lines
+from tunedcomm.db import query
+from tunedcomm.db.engine import Target, connected, create_file, parse_target
+from tunedcomm.db.jsonl import Record, is_jsonl, read_lines
 from tunedcomm.db.query import table
-from tunedcomm.db.records import Reader, canonical_json, config_digest
-from tunedcomm.db.schema import Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
-from tunedcomm.db.store import Database, get_or_create
+from tunedcomm.db.records import Pin, Reader, Run, Skipped, StoredVariant, Trial, canonical_json, own_columns
+from tunedcomm.db.schema import PinRow, RunRow, TrialRow, VariantRow
+from tunedcomm.db.store import Database, get_or_create, trial_rows
 from tunedcomm.errors import DatabaseCorruptError
+from tunedcomm.hardware import Environment
 
 _BATCH = 2000
 
@@ -58,7 +58,7 @@ class Absorbed:
     known: int
 
 
-def absorb(connection: Connection, source: str | Path, on_bad: OnBad | None = None) -> Absorbed:
+def absorb(connection: Connection, source: str | Path, skipped: Skipped | None = None) -> Absorbed:
     """Copy all rows of a database into the open one, all or none; a row that both hold is there once.
 
     Environments, problems, variants and runs that are there already are used; a pin replaces an older one of the same
@@ -68,7 +68,7 @@ def absorb(connection: Connection, source: str | Path, on_bad: OnBad | None = No
     Args:
         connection: of the database that takes the rows, in no transaction.
         source: a SQLite file, a file of JSON lines, or the URL of a server; it is not changed.
-        on_bad: told of rows of a database that make no sense, which are left out; None refuses them.
+        skipped: takes rows of a database that make no sense, which are left out; None refuses them.
 
     Raises:
         DatabaseAccessError: the source cannot be read.
@@ -76,16 +76,13 @@ def absorb(connection: Connection, source: str | Path, on_bad: OnBad | None = No
         DatabaseVersionError: it is of a later schema than this tunedcomm.
         DatabaseAwayError: the server does not answer.
     """
-    name = str(parse_target(source))
-    with _opened(source, on_bad) as found, connection.begin():
+    target = parse_target(source)
+    with _records(target, skipped) as records, connection.begin():
         writer = _Writer(connection)
-        for place, line in found:
-            try:
-                writer.add(line)
-            except (ValueError, OverflowError, RecursionError) as error:
-                raise _refusal(name, place, error) from None
-        held, known = writer.finish()
-    return Absorbed(source=name, trials=held, known=known)
+        for record in records:
+            writer.add(record)
+        trials, known = writer.finish()
+    return Absorbed(source=str(target), trials=trials, known=known)
 
 
 def as_database(source: str | Path, scratch: Path) -> str:
@@ -99,29 +96,39 @@ def as_database(source: str | Path, scratch: Path) -> str:
 
 
 @contextmanager
-def _opened(source: str | Path, on_bad: OnBad | None) -> Iterator[Iterator[tuple[str, Line]]]:
-    """The lines of a database of any form, each with its place in words."""
-    target = parse_target(source)
-
-    def refuse(table_name: str, id_: Any, what: str) -> None:
-        raise _refusal(str(target), f"{table_name} {id_}", what)
-
+def _records(target: Target, skipped: Skipped | None) -> Iterator[Iterator[Record]]:
+    """What a database of any form holds, each record after those that it refers to."""
     if target.path is not None and is_jsonl(target.path):
         yield read_lines(target.path)
-    else:
-        with Database.open(target.name, readonly=True) as database, database.reading() as connection:
-            yield ((line["kind"], line) for line in SoundRows(connection, on_bad or refuse).lines())
+        return
+    reader = Reader()
+    reader.skipped = _Refusal(target) if skipped is None else skipped
+    with Database.open(target.name, readonly=True) as database, database.reading() as connection:
+        yield itertools.chain(
+            query.load_environments(connection, reader).values(),
+            query.runs(connection, reader),
+            query.load_variants(connection, reader).values(),
+            query.all_trials(connection, reader),
+            query.pins(connection, reader),
+        )
 
 
-def _refusal(name: str, place: str, what: object) -> DatabaseCorruptError:
-    return DatabaseCorruptError(
-        f"{name}, {place}: {what}; nothing was imported: correct it, or restore a copy (`tunedcomm db check` lists the "
-        "rows of a database that make no sense)"
-    )
+class _Refusal(Skipped):
+    """Raises the first row that makes no sense."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._target = target
+
+    def add(self, table: str, id_: object, why: object) -> None:
+        raise DatabaseCorruptError(
+            f"{self._target}, {table} {id_}: {why}; nothing was imported: correct it, or restore a copy (`tunedcomm db "
+            "check` lists the rows of a database that make no sense)"
+        )
 
 
 class _Writer:
-    """Adds lines to a database, each after those that it refers to.
+    """Adds records to a database, each after those that it refers to.
 
     Args:
         connection: in a transaction that writes.
@@ -133,36 +140,26 @@ class _Writer:
         columns = [Column(column.name, column.type) for column in table(TrialRow).columns]
         self._trials = Table("incoming", MetaData(), *columns, prefixes=["TEMPORARY"])
         self._trials.create(connection, checkfirst=False)
-        self._batch: list[dict[str, Any]] = []
+        self._batch: list[Trial] = []
         self._num_trials = 0
-        # What lines before have given: key to id.
-        self._ids: dict[str, dict[Any, int]] = {"environment": {}, "run": {}, "variant": {}, "problem": {}, "pin": {}}
-        self._configs: dict[str, str] = {}
-        self._reader = Reader()
+        # Ids of the source's runs to those of ours.
+        self._runs: dict[int | None, int] = {}
 
-    def add(self, line: Line) -> None:
-        """Take one line; ValueError if it makes no sense, or not after the lines before it."""
-        match line.get("kind"):
-            case "environment":
-                environment = parse.parse_environment(self._values(EnvironmentRow, line, "kind", "environment"))
-                parse.check_digest(line.get("environment"), environment.digest)
-                self._ids["environment"][environment.digest] = get_or_create(self._connection, [environment])[
-                    environment
-                ]
-            case "run":
-                values = self._values(RunRow, line, "kind", "run")
-                parse.check_digest(line.get("run"), key := key_of(RunRow, values))
-                self._ids["run"][key] = self._run_id(values)
-            case "variant":
-                values = self._values(VariantRow, {**line, "name": line.get("variant")}, "kind", "variant")
-                variant = parse.parse_variant(values)
-                self._ids["variant"][variant] = get_or_create(self._connection, [variant])[variant]
-            case "trial":
-                self._add_trial(line)
-            case "pin":
-                self._add_pin(line)
-            case kind:
-                raise ValueError(f"kind is {kind!r:.80}, not one of environment, run, variant, trial, pin")
+    def add(self, record: Record) -> None:
+        """Take one record."""
+        match record:
+            case Trial():
+                self._batch.append(record)
+                if len(self._batch) >= _BATCH:
+                    self._flush()
+            case Run():
+                self._runs[record.id] = self._run_id(record)
+            case Pin():
+                self._add_pin(record)
+            case Environment():
+                get_or_create(self._connection, [record])
+            case StoredVariant():
+                get_or_create(self._connection, [record])
 
     def finish(self) -> tuple[int, int]:
         """Append the trials that are new; returns how many were given, and how many of them were there."""
@@ -181,88 +178,39 @@ class _Writer:
         return self._num_trials, int(known)
 
     def _flush(self) -> None:
-        if self._batch:
-            self._connection.execute(insert(self._trials), self._batch)
-            self._batch.clear()
+        rows = trial_rows(self._connection, self._batch)
+        for row in rows:
+            self._num_trials += 1
+            row |= {"id": self._num_trials, "run_id": self._runs.get(row["run_id"])}
+        if rows:
+            self._connection.execute(insert(self._trials), rows)
+        self._batch.clear()
 
-    def _values(self, model: type[Base], line: Mapping[str, Any], *others: str) -> dict[str, Any]:
-        """The typed values of the model's columns; the line has fields of these names, and `others`."""
-        values = {}
-        for column in parse.own_columns(model):
-            value = line.get(column.name)
-            if isinstance(value, str):
-                value.encode()  # half of a character raises ValueError
-                if "\x00" in value:
-                    raise ValueError(f"{column.name} holds a NUL character: {value!r:.80}")
-            if isinstance(column.type, Boolean) and type(value) is not bool:
-                raise ValueError(f"{column.name} is not true or false: {value!r:.80}")
-            if isinstance(column.type, Float) and value in ("inf", "-inf"):
-                value = float(value)
-            values[column.name] = parse.typed(column, value)
-        if unknown := [name for name in line if name not in values and name not in others]:
-            raise ValueError(f"unknown field {unknown[0]!r:.80}")
-        return values
-
-    def _known(self, kind: str, key: Any) -> int:
-        try:
-            return self._ids[kind][key]
-        except (KeyError, TypeError):
-            raise ValueError(f"no line before this one gives {kind} {key!r:.200}") from None
-
-    def _run_id(self, values: dict[str, Any]) -> int:
+    def _run_id(self, run: Run) -> int:
         """The id of a run; a copy that was made while its command ran does not know its end."""
-        run = table(RunRow)
-        same = [run.c[name].is_not_distinct_from(values[name]) for name in RUN_IDENTITY]
-        id_ = self._connection.execute(select(func.min(run.c.id)).where(*same)).scalar()
+        ours = table(RunRow)
+        values = {column.name: getattr(run, column.name) for column in own_columns(RunRow)}
+        same = [ours.c[name].is_not_distinct_from(values[name]) for name in values if name != "finished_at"]
+        id_ = self._connection.execute(select(func.min(ours.c.id)).where(*same)).scalar()
         if id_ is None:
-            id_ = self._connection.execute(insert(run).values(values).returning(run.c.id)).scalar_one()
-        elif values["finished_at"] is not None:
-            unfinished = update(run).where(run.c.id == id_, run.c.finished_at.is_(None))
-            self._connection.execute(unfinished.values(finished_at=values["finished_at"]))
+            id_ = self._connection.execute(insert(ours).values(values).returning(ours.c.id)).scalar_one()
+        elif run.finished_at is not None:
+            unfinished = update(ours).where(ours.c.id == id_, ours.c.finished_at.is_(None))
+            self._connection.execute(unfinished.values(finished_at=run.finished_at))
         return int(id_)
 
-    def _add_trial(self, line: Line) -> None:
-        values = self._of_problem(TrialRow, line, "variant", "numerics", "source_hash", "run")
-        values["config_digest"] = self._configs[values["config"]]
-        self._reader.check_trial(values)
-        variant = parse.parse_variant({**line, "op": line["problem"]["op"], "name": line.get("variant")})
-        values["variant_id"] = self._known("variant", variant)
-        values["run_id"] = None if line.get("run") is None else self._known("run", line["run"])
-        self._num_trials += 1
-        self._batch.append({"id": self._num_trials, **values})
-        if len(self._batch) >= _BATCH:
-            self._flush()
-
-    def _add_pin(self, line: Line) -> None:
-        values = self._of_problem(PinRow, line)
-        key = (values["problem_id"], values["environment_id"])
-        if key in self._ids["pin"]:
-            raise ValueError("a second pin of the same problem in the same environment")
-        pin = table(PinRow)
-        same = and_(pin.c.problem_id == key[0], pin.c.environment_id == key[1])
-        self._connection.execute(delete(pin).where(same, pin.c.created_at < values["created_at"]))
-        if (id_ := self._connection.execute(select(pin.c.id).where(same)).scalar()) is None:
-            id_ = self._connection.execute(insert(pin).values(values).returning(pin.c.id)).scalar_one()
-        self._ids["pin"][key] = int(id_)
-
-    def _of_problem(self, model: type[Base], line: Line, *others: str) -> dict[str, Any]:
-        """The values of a trial or a pin, with the ids of its problem and environment."""
-        config = canonical_json(line.get("config"))
-        if config not in self._configs:
-            self._configs[config] = config_digest(parse.parse_config(config))
-        values = self._values(model, {**line, "config": config}, "kind", "problem", "environment", *others)
-        values["problem_id"] = self._problem_id(line.get("problem"))
-        values["environment_id"] = self._known("environment", line.get("environment"))
-        return values
-
-    def _problem_id(self, plain: Any) -> int:
-        if not isinstance(plain, dict):
-            raise ValueError(f"problem is not an object: {plain!r:.80}")
-        text, ids = canonical_json(plain), self._ids["problem"]
-        if text not in ids:
-            problem = parse.parse_problem(self._values(ProblemRow, plain))
-            ids[text] = get_or_create(self._connection, [problem])[problem]
-        return ids[text]
+    def _add_pin(self, pin: Pin) -> None:
+        ours, candidate = table(PinRow), pin.candidate
+        of = {
+            "problem_id": get_or_create(self._connection, [pin.problem])[pin.problem],
+            "environment_id": get_or_create(self._connection, [pin.environment])[pin.environment],
+        }
+        same = and_(*(ours.c[name] == id_ for name, id_ in of.items()))
+        self._connection.execute(delete(ours).where(same, ours.c.created_at < pin.created_at))
+        if self._connection.execute(select(ours.c.id).where(same)).first() is None:
+            values = {"reason": pin.reason, "user": pin.user, "created_at": pin.created_at}
+            chosen = {"variant": candidate.variant, "config": canonical_json(candidate.config_dict)}
+            self._connection.execute(insert(ours).values(of | chosen | values))
 
 
 def _same(ours: Table, theirs: Table, names: list[str]) -> ColumnElement[bool]:

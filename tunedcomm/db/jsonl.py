@@ -1,4 +1,4 @@
-"""Databases as JSON lines: one row a line, keys and lines sorted, nothing that depends on ids or on the driver.
+"""Databases as JSON lines: one record a line, keys and lines sorted, nothing that depends on ids or on the driver.
 
 The first line names format and schema, the last one counts the lines before it. Between them are environments, runs,
 the variants of each name from the oldest source to the newest, trials and pins. A trial holds its problem and its
@@ -11,85 +11,69 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Boolean, Connection, Float
 
+from tunedcomm.db import query
 from tunedcomm.db import records as parse
-from tunedcomm.db.query import raw, table
-from tunedcomm.db.records import Reader, canonical_json
-from tunedcomm.db.schema import (
-    HEAD,
-    REVISIONS,
-    Base,
-    EnvironmentRow,
-    PinRow,
-    ProblemRow,
-    RunRow,
-    TrialRow,
-    VariantRow,
-)
+from tunedcomm.db.records import Pin, Reader, Run, StoredVariant, Trial, canonical_json, config_digest
+from tunedcomm.db.schema import HEAD, REVISIONS, Base, EnvironmentRow, PinRow, ProblemRow, RunRow, TrialRow, VariantRow
 from tunedcomm.errors import DatabaseAccessError, DatabaseCorruptError, DatabaseVersionError
-from tunedcomm.spec import Problem, format_shape
+from tunedcomm.hardware import Environment
+from tunedcomm.spec import Candidate, Problem, format_shape
 
 FORMAT = "tunedcomm-jsonl"
 _VERSION = 1
 # Longer than any line that is written: the longest texts are bounded.
 _MAX_LINE = 1 << 20
-# Columns by which a run of one database is the same as a run of another; its end may be known to one alone.
-RUN_IDENTITY = ("command", "seed", "budget", "host", "user", "version", "started_at")
 
-T = TypeVar("T")
 Line: TypeAlias = dict[str, Any]
-# Told of a row that makes no sense, by table and id, and of what is wrong with it.
-OnBad: TypeAlias = Callable[[str, Any, str], None]
+# What databases exchange; a trial belongs to the run whose `id` is its `run_id`.
+Record: TypeAlias = Environment | Run | StoredVariant | Trial | Pin
 
 
-# Rows to lines
+# Writing
 
 
 def lines(connection: Connection) -> Iterator[Line]:
-    """Every row of a database without senseless ones, between the first line and the last one, sorted.
-
-    Raises:
-        DatabaseCorruptError: a row makes no sense.
-    """
-
-    def refuse(name: str, id_: Any, what: str) -> NoReturn:
-        raise DatabaseCorruptError(f"{name} {id_} makes no sense: {what}")
-
+    """Every row of a sound database, between the first line and the last one, sorted."""
     yield {"format": FORMAT, "version": _VERSION, "schema": HEAD}
     count = 1
-    for line in _ordered(SoundRows(connection, refuse)):
+    for line in _ordered(connection):
         yield line
         count += 1
-    yield _end(count)
+    yield {"kind": "end", "lines": count}
 
 
-def _end(count: int) -> Line:
-    """The last line, after `count` others."""
-    return {"kind": "end", "lines": count}
-
-
-def _ordered(sound: SoundRows) -> Iterator[Line]:
-    yield from sorted(sound.environments.values(), key=canonical_json)
-    # Each run once, with its end if that is known.
-    runs = sorted(sound.runs.values(), key=lambda run: run["finished_at"] or "")
-    yield from sorted({run["run"]: run for run in runs}.values(), key=canonical_json)
+def _ordered(connection: Connection) -> Iterator[Line]:
+    reader = Reader()
+    environments = query.load_environments(connection, reader).values()
+    yield from sorted(
+        ({**e.to_dict(), "kind": "environment", "environment": e.digest} for e in environments), key=canonical_json
+    )
+    runs = {run.id: {**_plain(RunRow, run), "kind": "run", "run": _key(run)} for run in query.runs(connection, reader)}
+    yield from sorted(runs.values(), key=canonical_json)
     # Ids are in the order in which sources were first measured; the last of a name is its newest.
-    yield from sorted(sound.variants.values(), key=lambda line: (line["op"], line["variant"]))
+    variants = query.load_variants(connection, reader).values()
+    for variant in sorted(variants, key=lambda each: (each.op, each.name)):
+        yield {"kind": "variant", "op": variant.op, **_named(variant)}
 
-    def place(id_: int) -> tuple[Any, ...]:  # families together, each from the smallest shape to the largest
-        problem, _ = sound.problems[id_]
-        return (problem.op, problem.world_size, problem.family, problem.shape, id_)
+    def place(item: tuple[int, Problem]) -> tuple[Any, ...]:  # families together, each from its smallest shape
+        return (item[1].op, item[1].world_size, item[1].family, item[1].shape)
 
-    problems = sorted(sound.problems, key=place)
-    for id_ in problems:
-        yield from sorted((line for _, line in sound.trials(id_)), key=_trial_order)
-    yield from sorted((line for _, line in sound.pins()), key=canonical_json)
+    for id_, _ in sorted(query.load_problems(connection, reader).items(), key=place):
+        found = []
+        for trial in query.trials(connection, reader, TrialRow.problem_id == id_):
+            run = None if trial.run_id is None else runs[trial.run_id]["run"]
+            found.append({**_of_problem(TrialRow, trial), **_named(trial.stored_variant), "run": run})
+        yield from sorted(found, key=_trial_order)
+    chosen = [(pin, pin.candidate) for pin in query.pins(connection, reader)]
+    pins = ({**_of_problem(PinRow, pin), "variant": one.variant, "config": one.config_dict} for pin, one in chosen)
+    yield from sorted(pins, key=canonical_json)
 
 
 def _trial_order(line: Line) -> tuple[Any, ...]:
@@ -98,117 +82,39 @@ def _trial_order(line: Line) -> tuple[Any, ...]:
     return (*(line[name] for name in names), plain, line["final"], line["created_at"], canonical_json(line))
 
 
-def _plain(values: Mapping[str, Any]) -> Line:
-    """Typed values as JSON values. JSON has neither times nor infinity; NaN, which SQLite cannot store, is None."""
-    found = dict(values)
-    for name, value in values.items():
+def _named(variant: StoredVariant) -> Line:
+    return {"variant": variant.name, "numerics": variant.numerics, "source_hash": variant.source_hash}
+
+
+def _of_problem(model: type[Base], record: Trial | Pin) -> Line:
+    problem = {**record.problem.to_dict(), "shape": format_shape(record.problem.shape)}
+    referred = {"problem": problem, "environment": record.environment.digest}
+    return {**_plain(model, record), "kind": model.__tablename__, **referred}
+
+
+def _plain(model: type[Base], record: Record) -> Line:
+    """The columns that are attributes of the record, as JSON values.
+
+    JSON has neither times nor infinity; NaN, which SQLite cannot store, is None.
+    """
+    found = {}
+    for name in (column.name for column in parse.own_columns(model) if hasattr(record, column.name)):
+        value = getattr(record, name)
         if isinstance(value, datetime):
-            found[name] = value.isoformat(timespec="microseconds")
+            value = value.isoformat(timespec="microseconds")
         elif isinstance(value, float) and not math.isfinite(value):
-            found[name] = None if math.isnan(value) else str(value)
+            value = None if math.isnan(value) else str(value)
+        found[name] = value
     return found
 
 
-def key_of(model: type[Base], values: Mapping[str, Any]) -> str:
-    """The digest by which lines refer to an environment or a run; of a run without its end."""
-    if model is EnvironmentRow:
-        return parse.parse_environment(values).digest
-    identity = _plain({name: values[name] for name in RUN_IDENTITY})
+def _key(run: Run) -> str:
+    """The digest by which trials refer to a run; its end may be known to one database alone."""
+    identity = {name: value for name, value in _plain(RunRow, run).items() if name != "finished_at"}
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
 
 
-class SoundRows:
-    """The rows of a database that make sense, as lines; every other row is reported, and so is what refers to one.
-
-    Attributes:
-        environments, runs, variants: lines by id, in the order of ids.
-        problems: by id, with their plain values.
-    """
-
-    def __init__(self, connection: Connection, on_bad: OnBad) -> None:
-        self._connection = connection
-        self._on_bad = on_bad
-        self._reader = Reader()
-        self._run_ids = set(connection.execute(select(raw(RunRow.id))).scalars())
-        self.environments: dict[int, Line] = dict(self._sound(EnvironmentRow, self._named))
-        self.runs: dict[int, Line] = dict(self._sound(RunRow, self._named))
-        self.variants: dict[int, Line] = dict(self._sound(VariantRow, self._variant))
-        self.problems: dict[int, tuple[Problem, Line]] = dict(self._sound(ProblemRow, self._problem))
-
-    def lines(self) -> Iterator[Line]:
-        """Every line in the order of ids, those first that others refer to."""
-        for named in (self.environments, self.runs, self.variants):
-            yield from named.values()
-        for found in (self.trials(), self.pins()):
-            yield from (line for _, line in found)
-
-    def trials(self, problem_id: int | None = None) -> Iterator[tuple[Any, Line]]:
-        """Id and line of each trial, or of those that an index has under a problem."""
-        return self._sound(TrialRow, self._trial, problem_id)
-
-    def pins(self) -> Iterator[tuple[Any, Line]]:
-        """Id and line of each pin."""
-        return self._sound(PinRow, self._of_problem)
-
-    def _sound(
-        self, model: type[Base], line_of: Callable[[type[Base], Any], Any], problem_id: int | None = None
-    ) -> Iterator[tuple[Any, Any]]:
-        columns = table(model).c
-        # As they lie: a result processor would raise in the middle of a fetch.
-        query = select(*map(raw, columns)).order_by(columns.id)
-        if problem_id is not None:
-            query = query.where(columns.problem_id == problem_id)
-        for row in self._connection.execute(query).mappings():
-            try:
-                line = line_of(model, row)
-            except ValueError as error:
-                self._on_bad(model.__tablename__, row["id"], str(error))
-            else:
-                yield row["id"], line
-
-    def _named(self, model: type[Base], row: Mapping[str, Any]) -> Line:
-        values, kind = parse.parse_row(model, row), model.__tablename__
-        key = key_of(model, {**row, **values})
-        return {**_plain(values), "kind": kind, kind: key}
-
-    def _variant(self, _: type[Base], row: Mapping[str, Any]) -> Line:
-        variant = parse.parse_variant(row)
-        named = {"op": variant.op, "variant": variant.name}
-        return {"kind": "variant", **named, "numerics": variant.numerics, "source_hash": variant.source_hash}
-
-    def _problem(self, _: type[Base], row: Mapping[str, Any]) -> tuple[Problem, Line]:
-        problem = parse.parse_problem(row)
-        return problem, {**problem.to_dict(), "shape": format_shape(problem.shape)}
-
-    def _trial(self, model: type[Base], row: Mapping[str, Any]) -> Line:
-        line = self._of_problem(model, row)
-        self._reader.check_trial(row)
-        variant = _referred(self.variants, row["variant_id"], "variant")
-        if variant["op"] != line["problem"]["op"]:
-            raise ValueError(f"a variant of {variant['op']!r:.80} on a problem of {line['problem']['op']!r:.80}")
-        run_id = row["run_id"]
-        if run_id is not None and run_id not in self._run_ids:
-            raise ValueError(f"it refers to run {run_id!r:.20}, which is not there")
-        named = {name: variant[name] for name in ("variant", "numerics", "source_hash")}
-        return {**line, **named, "run": self.runs[run_id]["run"] if run_id in self.runs else None}
-
-    def _of_problem(self, model: type[Base], row: Mapping[str, Any]) -> Line:
-        return {
-            **_plain(parse.parse_row(model, row)),
-            "kind": model.__tablename__,
-            "problem": _referred(self.problems, row["problem_id"], "problem")[1],
-            "environment": _referred(self.environments, row["environment_id"], "environment")["environment"],
-            "config": self._reader.config(row["config"]),
-        }
-
-
-def _referred(found: Mapping[int, T], id_: Any, name: str) -> T:
-    if id_ not in found:
-        raise ValueError(f"it refers to {name} {id_!r:.20}, which is not there or makes no sense")
-    return found[id_]
-
-
-# Files
+# Reading
 
 
 def is_jsonl(path: Path) -> bool:
@@ -220,15 +126,15 @@ def is_jsonl(path: Path) -> bool:
         return False
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, Line]]:
-    """The lines of a file between the first and the last one, each with its place in words.
+def read_lines(path: Path) -> Iterator[Record]:
+    """The records of a file, every value checked.
 
     Raises:
         DatabaseAccessError: the file cannot be read.
-        DatabaseCorruptError: a line is no JSON object, or the file is not whole.
+        DatabaseCorruptError: a line makes no sense, which is named, or the file is not whole.
         DatabaseVersionError: a later tunedcomm wrote it.
     """
-    number, is_whole = 0, False
+    number, is_whole, parser = 0, False, _Parser()
     try:
         with path.open("rb") as file:
             for number, text in enumerate(iter(lambda: file.readline(_MAX_LINE + 1), b""), start=1):
@@ -238,12 +144,12 @@ def read_lines(path: Path) -> Iterator[tuple[str, Line]]:
                 if number == 1:
                     _check_header(path, line)
                 elif line.get("kind") == "end":
-                    is_whole = line == _end(number - 1)
+                    is_whole = line == {"kind": "end", "lines": number - 1}
                 else:
-                    yield f"line {number}", line
+                    yield parser.record(line)
         if not is_whole:
             raise ValueError("the last line does not count the lines before it: some are missing, or were added")
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise DatabaseCorruptError(
             f"{path}, line {number}: {error}; nothing was imported: correct the line, or export the file again"
         ) from None
@@ -271,3 +177,91 @@ def _check_header(path: Path, line: Line) -> None:
             f"{path} was written by another tunedcomm (format version {version!r:.20}, schema {schema!r:.20}; this one "
             f"reads {_VERSION} and up to {HEAD}): upgrade tunedcomm, or import the database that it was made of"
         )
+
+
+class _Parser:
+    """Makes records of lines, each after those that it refers to."""
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._problems: dict[str, Problem] = {}
+        # What lines before have given.
+        self._known: dict[str, dict[Any, Any]] = {"environment": {}, "run": {}, "variant": {}, "pin": {}}
+
+    def record(self, line: Line) -> Record:
+        """The record of one line; ValueError if it makes no sense, or not after the lines before it."""
+        match line.get("kind"):
+            case "environment":
+                environment = parse.parse_environment(_values(EnvironmentRow, line, "kind", "environment"))
+                parse.check_digest(line.get("environment"), environment.digest)
+                self._known["environment"][environment.digest] = environment
+                return environment
+            case "run":
+                run = Run(id=len(self._known["run"]) + 1, **_values(RunRow, line, "kind", "run"))
+                parse.check_digest(line.get("run"), _key(run))
+                self._known["run"][_key(run)] = run
+                return run
+            case "variant":
+                named = {**line, "name": line.get("variant")}
+                variant = parse.parse_variant(_values(VariantRow, named, "kind", "variant"))
+                self._known["variant"][variant] = variant
+                return variant
+            case "trial":
+                return self._trial(line)
+            case "pin":
+                values = self._of_problem(PinRow, line)
+                candidate = Candidate.of(values["problem"].op, values.pop("variant"), values.pop("config"))
+                key = (values["problem"], values["environment"])
+                if key in self._known["pin"]:
+                    raise ValueError("a second pin of the same problem in the same environment")
+                self._known["pin"][key] = pin = Pin(candidate=candidate, **values)
+                return pin
+            case kind:
+                raise ValueError(f"kind is {kind!r:.80}, not one of environment, run, variant, trial, pin")
+
+    def _trial(self, line: Line) -> Trial:
+        values = self._of_problem(TrialRow, line, "variant", "numerics", "source_hash", "run")
+        digest = config_digest(values["config"])
+        self._reader.check_trial({**values, "config": canonical_json(values["config"]), "config_digest": digest})
+        variant = parse.parse_variant({**line, "op": values["problem"].op, "name": line.get("variant")})
+        self._find("variant", variant)
+        run_id = None if line.get("run") is None else self._find("run", line["run"]).id
+        return Trial(**values, **_named(variant), run_id=run_id)
+
+    def _of_problem(self, model: type[Base], line: Line, *others: str) -> dict[str, Any]:
+        """The values of a trial or a pin, with its problem and environment."""
+        config, plain = canonical_json(line.get("config")), line.get("problem")
+        values = _values(model, {**line, "config": config}, "kind", "problem", "environment", *others)
+        values["config"] = dict(self._reader.config(config))
+        if not isinstance(plain, dict):
+            raise ValueError(f"problem is not an object: {plain!r:.80}")
+        if (text := canonical_json(plain)) not in self._problems:
+            self._problems[text] = parse.parse_problem(_values(ProblemRow, plain))
+        values["problem"] = self._problems[text]
+        values["environment"] = self._find("environment", line.get("environment"))
+        return values
+
+    def _find(self, kind: str, key: Any) -> Any:
+        try:
+            return self._known[kind][key]
+        except (KeyError, TypeError):
+            raise ValueError(f"no line before this one gives {kind} {key!r:.200}") from None
+
+
+def _values(model: type[Base], line: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """The typed values of the model's columns; the line has fields of these names, and `others`."""
+    values = {}
+    for column in parse.own_columns(model):
+        value = line.get(column.name)
+        if isinstance(value, str):
+            value.encode()  # half of a character raises ValueError
+            if "\x00" in value:
+                raise ValueError(f"{column.name} holds a NUL character: {value!r:.80}")
+        if isinstance(column.type, Boolean) and type(value) is not bool:
+            raise ValueError(f"{column.name} is not true or false: {value!r:.80}")
+        if isinstance(column.type, Float) and value in ("inf", "-inf"):
+            value = float(value)
+        values[column.name] = parse.typed(column, value)
+    if unknown := [name for name in line if name not in values and name not in others]:
+        raise ValueError(f"unknown field {unknown[0]!r:.80}")
+    return values

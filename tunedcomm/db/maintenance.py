@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,13 +10,12 @@ import sqlite3
 import stat
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, func, select
@@ -23,9 +23,8 @@ from sqlalchemy import Connection, func, select
 from tunedcomm.db import engine, query
 from tunedcomm.db import records as parse
 from tunedcomm.db.engine import BUSY_TIMEOUT_S, Target, num_bytes, parse_target, translated, warn_once
-from tunedcomm.db.jsonl import SoundRows
 from tunedcomm.db.layers import Layer
-from tunedcomm.db.records import FAILED, STATUSES, Reader, StoredVariant, Trial, canonical_json, was_tried
+from tunedcomm.db.records import FAILED, STATUSES, Reader, Skipped, StoredVariant, Trial, canonical_json, was_tried
 from tunedcomm.db.schema import HEAD, SOUND, Base, EnvironmentRow, ProblemRow, TrialRow, VariantRow
 from tunedcomm.db.snapshot import needed_trials, ok_rows
 from tunedcomm.db.store import Database
@@ -33,6 +32,7 @@ from tunedcomm.errors import (
     ConfigError,
     DatabaseAccessError,
     DatabaseBusyError,
+    DatabaseCorruptError,
     DatabaseError,
     DatabaseFullError,
     DatabaseVersionError,
@@ -94,31 +94,27 @@ def check_database(target: str | Path, source_hash: SourceHash) -> list[Finding]
     Raises:
         DatabaseBusyError: another process has held it locked for half a minute.
     """
-    where = parse_target(target)
-    found: list[Finding] = []
-    if where.path is not None:
-        try:
-            engine.prepare_file(where.path, create=False)
-        except DatabaseError as error:
-            return [Finding("file", "fail", str(error), _RESTORE if where.path.is_file() else "give another path")]
-        damage = _damage(where, where.path)
-        found = [*_surroundings(where.path), *damage]
-        if damage[0].level == "fail":
-            return found  # what its rows hold means nothing then
+    where, found, part = parse_target(target), list[Finding](), "file"
     try:
+        if where.path is not None:
+            engine.prepare_file(where.path, create=False)
+            found += _surroundings(where.path)
+            part = "integrity"
+            found += _integrity(where, where.path)
+        part = "content"
         with Database.open(target, readonly=True) as database:
             revision = database.schema_version
             if revision not in SOUND:
                 text = f"revision {revision}, and this tunedcomm reads {HEAD}"
                 return [*found, Finding("schema", "fail", text, f"`tunedcomm db upgrade --db {where}`")]
-            found.append(Finding("schema", "ok", f"revision {revision}"))
-            return [*found, *check_rows(database, source_hash).findings]
-    except DatabaseVersionError as error:
-        return [*found, Finding("schema", "fail", str(error), "upgrade tunedcomm")]
+            return [*found, Finding("schema", "ok", f"revision {revision}"), *check_rows(database, source_hash)[0]]
     except DatabaseBusyError:
         raise
+    except DatabaseVersionError as error:
+        return [*found, Finding("schema", "fail", str(error), "upgrade tunedcomm")]
     except DatabaseError as error:
-        return [*found, Finding("content", "fail", str(error), _RESTORE)]
+        mend = "give another path" if where.path is not None and not where.path.is_file() else _RESTORE
+        return [*found, Finding(part, "fail", str(error), mend)]
 
 
 def _surroundings(path: Path) -> list[Finding]:
@@ -149,102 +145,73 @@ def _or_ok(name: str, found: list[Finding], well: str) -> list[Finding]:
     return found or [Finding(name, "ok", well)]
 
 
-def _damage(where: Target, path: Path) -> list[Finding]:
-    """Faults that SQLite itself finds, and objects that only an intruder would have put into the file."""
-    uri = engine.file_uri(path, readonly=True, immutable=engine.is_immutable(path))
-    try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
-            connection.text_factory = lambda text: text.decode("utf-8", "replace")
-            connection.execute("PRAGMA trusted_schema=OFF")
-            faults = [str(row[0]) for row in connection.execute(f"PRAGMA integrity_check({_MAX_FAULTS})")]
-            dangling = connection.execute("PRAGMA foreign_key_check").fetchall() if faults == ["ok"] else []
-            strange = connection.execute("SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view')")
-            made = [f"{kind} {name}" for kind, name in strange]
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the last of what SQLite says of names
-        if "locked" in str(error):
-            raise DatabaseBusyError(f"{where} is locked by another process ({error}); run the command again") from error
-        return [Finding("integrity", "fail", f"SQLite cannot read it: {error}", _RESTORE)]
-    if faults != ["ok"]:
-        return [Finding("integrity", "fail", f"SQLite finds it damaged: {'; '.join(faults)[:600]}", _RESTORE)]
-    found = [
-        Finding("integrity", "ok", "SQLite finds nothing wrong"),
-        Finding("references", "ok", "every row that another one refers to is there"),
-    ]
-    if dangling:
-        first = ", ".join(f"{row[0]} {row[1]}" for row in dangling[:3])
-        text = f"{len(dangling)} rows refer to rows that are not there: {first}"
-        found[1] = Finding("references", "fail", text, _PRUNE_INVALID)
+def _integrity(where: Target, path: Path) -> list[Finding]:
+    """What SQLite itself finds, and objects that only an intruder would have put into the file.
+
+    Raises:
+        DatabaseCorruptError: the file is damaged: what its rows hold means nothing.
+    """
+    with engine.connected(where, readonly=True, immutable=engine.is_immutable(path)) as connection:
+        faults = connection.exec_driver_sql(f"PRAGMA integrity_check({_MAX_FAULTS})").scalars().all()
+        if faults != ["ok"]:
+            raise DatabaseCorruptError(f"SQLite finds it damaged: {'; '.join(map(str, faults))[:600]}")
+        dangling = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+        made = connection.exec_driver_sql(
+            "SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view')"
+        ).all()
+    found = [Finding("integrity", "ok", "SQLite finds nothing wrong")]
+    refer = [f"{table} {id_}" for table, id_, *_ in dangling]
+    wrong = [Finding("references", "fail", _told(refer, "rows refer to rows that are not there"), _PRUNE_INVALID)]
+    found += _or_ok("references", wrong if refer else [], "every row that another one refers to is there")
     if made:
-        text = f"it holds what tunedcomm does not make: {', '.join(made)[:300]}"
+        text = f"it holds what tunedcomm does not make: {', '.join(f'{kind} {name}' for kind, name in made)[:300]}"
         found.append(Finding("objects", "fail", text, "do not write to it; export what it holds to a new file"))
     return found
 
 
-class RowReport(NamedTuple):
-    """Findings about every row; and by table the ids of rows that are invalid, or refer to an invalid one."""
+def check_rows(database: Database, source_hash: SourceHash) -> tuple[list[Finding], Skipped]:
+    """Read every row as readers do, and check that configs lie in their variants' spaces.
 
-    findings: Sequence[Finding]
-    invalid: Mapping[str, Set[int]]
-
-
-@dataclass(slots=True)
-class _Faults:
-    """Rows with one fault: how many, and the first few in words."""
-
-    count: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def add(self, text: str) -> None:
-        self.count += 1
-        if len(self.examples) < _MAX_EXAMPLES:
-            self.examples.append(text[:300])
-
-    def finding(self, name: str, what: str, mend: str, *, level: Level = "fail") -> list[Finding]:
-        """The finding that says so; none where nothing is wrong."""
-        more = self.count - len(self.examples)
-        told = "; ".join([*self.examples, *([f"and {more} more"] if more else [])])
-        return [Finding(name, level, f"{self.count} {what}: {told}", mend)] if self.count else []
-
-
-def check_rows(database: Database, source_hash: SourceHash) -> RowReport:
-    """Check values, digests and references of every row, and that configs lie in their variants' spaces.
-
-    Readers skip an invalid row and go on; here each is found and counted. The variants must be registered.
+    Readers skip an invalid row and go on; here each is found, and so is every row that refers to one. The variants must
+    be registered.
     """
-    faults = {name: _Faults() for name in Base.metadata.tables}
-    invalid: dict[str, set[int]] = {name: set() for name in Base.metadata.tables}
-    unknown, by_variant = _Faults(), Counter[StoredVariant]()
-    num_pins = 0
-    objection = functools.cache(_objection)
-
-    def add(name: str, id_: Any, what: str) -> None:
-        faults[name].add(f"{name} {id_}: {what}")
-        invalid[name].add(id_)
-
+    reader, objection = Reader(), functools.cache(_objection)
+    invalid, by_variant, unknown = reader.skipped, Counter[StoredVariant](), list[str]()
     with database.reading() as connection:
-        sound = SoundRows(connection, add)
-        for id_, line in sound.trials():
-            variant = StoredVariant(line["problem"]["op"], line["variant"], line["numerics"], line["source_hash"])
-            by_variant[variant] += 1
-            config = canonical_json(line["config"])
-            if is_current(variant, source_hash) and (reason := objection(variant.op, variant.name, config)):
-                add("trial", id_, reason)
-        for id_, line in sound.pins():
-            num_pins, op = num_pins + 1, line["problem"]["op"]
-            if line["variant"] not in variants(op):
-                unknown.add(f"pin {id_}: {op} has no variant {line['variant']!r} here")
-            elif reason := objection(op, line["variant"], canonical_json(line["config"])):
-                add("pin", id_, reason)
-    sizes = {"environment": len(sound.environments), "problem": len(sound.problems), "variant": len(sound.variants)}
-    sizes |= {"run": len(sound.runs), "trial": by_variant.total(), "pin": num_pins}
+        sizes = {
+            "environment": len(query.load_environments(connection, reader)),
+            "problem": len(query.load_problems(connection, reader)),
+            "variant": len(query.load_variants(connection, reader)),
+            "run": len(query.runs(connection, reader)),
+        }
+        for trial in query.all_trials(connection, reader):
+            by_variant[trial.stored_variant] += 1
+            asked = (trial.problem.op, trial.variant, canonical_json(trial.config))
+            if is_current(trial.stored_variant, source_hash) and (reason := objection(*asked)):
+                invalid.add("trial", trial.id, reason)
+        pins = query.pins(connection, reader)
+    for pin in pins:
+        op, variant = pin.problem.op, pin.candidate.variant
+        if variant not in variants(op):
+            unknown.append(f"pin {pin.id}: {op} has no variant {variant!r} here")
+        elif reason := objection(op, variant, canonical_json(pin.candidate.config_dict)):
+            invalid.add("pin", pin.id, reason)
     found: list[Finding] = []
-    for name, size in sizes.items():
+    for name, size in (sizes | {"trial": by_variant.total(), "pin": len(pins)}).items():
+        rows = [f"{table} {id_}: {why}" for (table, id_), why in invalid.rows.items() if table == name]
         mend = _MEND_PIN if name == "pin" else f"{_PRUNE_INVALID}; or restore a copy"
-        wrong = faults[name].finding(f"{name}s", "make no sense", mend)
-        if name == "pin":
-            wrong += unknown.finding("pins", "name variants that this tunedcomm does not have", _MEND_PIN, level="warn")
+        wrong = [Finding(f"{name}s", "fail", _told(rows, "make no sense"), mend)] if rows else []
+        if name == "pin" and unknown:
+            text = _told(unknown, "name variants that this tunedcomm does not have")
+            wrong.append(Finding("pins", "warn", text, _MEND_PIN))
         found += _or_ok(f"{name}s", wrong, f"{size}, all sound")
-    return RowReport([*found, *_sources(by_variant, source_hash)], invalid)
+    return [*found, *_sources(by_variant, source_hash)], invalid
+
+
+def _told(rows: Sequence[str], what: str) -> str:
+    """Number of rows, and the first few."""
+    more = [f"and {len(rows) - _MAX_EXAMPLES} more"] if len(rows) > _MAX_EXAMPLES else []
+    return f"{len(rows)} {what}: {'; '.join([*rows[:_MAX_EXAMPLES], *more])}"
 
 
 def _objection(op: str, name: str, config: str) -> str | None:
@@ -311,26 +278,14 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrunedGroup:
-    """Trials that are removed: of one environment, op, variant and status; texts are as they are stored."""
-
-    environment: str
-    gpu: str
-    op: str
-    variant: str
-    status: str
-    trials: int
-    finals: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
     """Rows that were removed or, in a dry run, would be.
 
     Attributes:
         target: the file, or the server's URL without its password.
         held: trials that were there before.
-        groups: what is removed, by environment, op, variant and status.
+        groups: what is removed, each of one `environment`, `gpu`, `op`, `variant` and `status` as they are stored, with
+            the number of `trials` and `finals`.
         unused: table to the number of rows that nothing refers to any more and that are removed as well; none on a
             server, where other hosts may be about to refer to them.
         bytes_before, bytes_after: size of the file; None for a server, and where nothing was removed.
@@ -343,7 +298,7 @@ class Pruned:
     target: str
     dry_run: bool
     held: int
-    groups: tuple[PrunedGroup, ...]
+    groups: tuple[Mapping[str, Any], ...]
     unused: Mapping[str, int]
     bytes_before: int | None
     along: int = 0
@@ -354,7 +309,7 @@ class Pruned:
     @property
     def trials(self) -> int:
         """Number of trials that are removed."""
-        return sum(group.trials for group in self.groups)
+        return sum(group["trials"] for group in self.groups)
 
 
 def prune(
@@ -379,13 +334,13 @@ def prune(
         DatabaseError: it cannot be written, and nothing was removed then; or it is too damaged to be made smaller.
     """
     before = None if database.path is None else num_bytes(database.path)
-    invalid = check_rows(database, source_hash).invalid if selection.invalid else {}
+    invalid = check_rows(database, source_hash)[1].rows if selection.invalid else {}
 
     def carry_out(connection: Connection) -> Pruned:
         conditions = _conditions(connection, selection, source_hash)
         ids = set(connection.execute(select(TrialRow.id).where(*conditions)).scalars())
         if selection.invalid:
-            ids &= invalid["trial"]
+            ids = {id_ for id_ in ids if ("trial", id_) in invalid}
         along, kept = _hidden_by_failures(connection, ids, elsewhere) if selection.failed else (set(), set())
         along -= ids
         _SELECTED.create(connection)  # an error rolls it back with all the rest
@@ -395,7 +350,8 @@ def prune(
         held, groups = query.count(connection, select(TrialRow.id)), _groups(connection)
         unused: dict[type[Base], sa.Select[Any]] = {}
         if database.path is not None:
-            unused = query.unused_rows(TrialRow.id.not_in(selected), invalid.get("variant", ()))
+            variants = [id_ for table, id_ in invalid if table == "variant"]
+            unused = query.unused_rows(TrialRow.id.not_in(selected), variants)
         counts = {model.__tablename__: query.count(connection, rows) for model, rows in unused.items()}
         if not dry_run:
             connection.execute(sa.delete(TrialRow).where(TrialRow.id.in_(selected)))
@@ -455,46 +411,44 @@ def _hidden_by_failures(
     def reach(trial: Trial) -> tuple[Any, ...]:
         return (trial.environment.hard_key, trial.problem.family, trial.candidate, trial.source_hash)
 
-    def load(connection: Connection, statuses: Sequence[str]) -> list[Trial]:
-        reader = Reader()
-        stored = query.load_variants(connection, reader).items()
-        known = [key for key, variant in stored if (variant.op, variant.name, variant.source_hash) in names]
-        where = [TrialRow.status.in_(statuses), TrialRow.variant_id.in_(known)]
-        return [trial for trial in query.trials(connection, reader, *where) if reach(trial) in reaches]
+    def load(connection: Connection) -> list[Trial]:
+        same = select(VariantRow.id).where(VariantRow.name.in_({trial.variant for trial in failed}))
+        ran = (TrialRow.status.in_(_RAN), TrialRow.variant_id.in_(same))
+        return [trial for trial in query.trials(connection, Reader(), *ran) if reach(trial) in reaches]
 
     failed = [trial for trial in query.trials(connection, Reader(), TrialRow.status.in_(FAILED)) if trial.id in ids]
     reaches = {reach(trial) for trial in failed}
-    names = {(trial.problem.op, trial.variant, trial.source_hash) for trial in failed}
-    here, there = load(connection, _RAN) if failed else [], []
+    here, there = load(connection) if failed else [], list[Trial]()
     for layer in elsewhere if failed else ():
         try:
             with layer.open() as other, other.reading() as reading:
-                there += load(reading, ("ok",))
+                there += [trial for trial in load(reading) if trial.status == "ok"]
         except DatabaseError as error:
             warn_once(f"what failures hide in a database of the {layer.name} layer is not known: {error}")
-    good = {
-        (reach(t), t.problem): t.created_at
-        for t in sorted((*here, *there), key=attrgetter("created_at"))
-        if t.status == "ok"
-    }
+    good: dict[Any, datetime] = {}
+    for trial in (*here, *there):
+        if trial.status == "ok":
+            key = (reach(trial), trial.problem)
+            good[key] = max(trial.created_at, good.get(key, trial.created_at))
     counting = [t for t in failed if t.created_at >= good.get((reach(t), t.problem), t.created_at)]
     outside = {reach(trial) for trial in there}
     gone = {reach(trial) for trial in counting} - outside
-    along, kept = [t for t in here if reach(t) in gone], [t for t in counting if reach(t) in outside]
-    return {t.id for t in along if t.id is not None}, {t.id for t in kept if t.id is not None}
+    along = {t.id for t in here if t.id is not None and reach(t) in gone}
+    return along, {t.id for t in counting if t.id is not None and reach(t) in outside}
 
 
-def _groups(connection: Connection) -> tuple[PrunedGroup, ...]:
+def _groups(connection: Connection) -> tuple[Mapping[str, Any], ...]:
     """The selected trials, counted."""
-    what = {
+    what: dict[str, Any] = {
         "gpu": EnvironmentRow.gpu,
         "environment": EnvironmentRow.digest,
         "op": ProblemRow.op,
         "variant": VariantRow.name,
         "status": TrialRow.status,
     }
+    counts = (func.count().label("trials"), func.count().filter(TrialRow.final).label("finals"))
     counted = (
-        select(*what.values(), func.count(), func.count().filter(TrialRow.final))
+        select(*(func.coalesce(column, "").label(name) for name, column in what.items()), *counts)
         .select_from(TrialRow)
         .join(_SELECTED, _SELECTED.c.id == TrialRow.id)
         # Rows that are not sound may refer to nothing.
@@ -503,8 +457,8 @@ def _groups(connection: Connection) -> tuple[PrunedGroup, ...]:
         .outerjoin(VariantRow, VariantRow.id == TrialRow.variant_id)
         .group_by(*what.values())
     )
-    rows = sorted(([str(text or "") for text in texts], n, f) for *texts, n, f in connection.execute(counted))
-    return tuple(PrunedGroup(**dict(zip(what, texts, strict=True)), trials=n, finals=f) for texts, n, f in rows)
+    groups = [dict(row) for row in connection.execute(counted).mappings()]
+    return tuple(sorted(groups, key=lambda group: [str(group[name]) for name in what]))
 
 
 def _compact(path: Path) -> bool:
@@ -603,19 +557,20 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
         environments, problems = query.load_environments(connection, reader), query.load_problems(connection, reader)
         stored = query.load_variants(connection, reader)
         seen: set[tuple[int, int]] = set()
-        for environment_id, problem_id, variant_id, status, count, finals, *times in _count(connection):
-            if environment_id not in environments or problem_id not in problems:
+        for row in query.tally(connection):
+            if row.environment_id not in environments or row.problem_id not in problems:
                 continue
-            group = group_of(environments[environment_id], problems[problem_id])
-            group.problems += (environment_id, problem_id) not in seen
-            seen.add((environment_id, problem_id))
-            group.trials[str(status)] += count
-            group.finals += finals
-            current = is_current(stored.get(variant_id), source_hash)
-            group.unknown += count if current is None else 0
-            group.stale += count if current is False else 0
-            for time in filter(None, map(_time, times)):
-                group.oldest, group.newest = min(group.oldest or time, time), max(group.newest or time, time)
+            group = group_of(environments[row.environment_id], problems[row.problem_id])
+            group.problems += (row.environment_id, row.problem_id) not in seen
+            seen.add((row.environment_id, row.problem_id))
+            group.trials[str(row.status)] += row.trials
+            group.finals += row.finals
+            current = is_current(stored.get(row.variant_id), source_hash)
+            group.unknown += row.trials if current is None else 0
+            group.stale += row.trials if current is False else 0
+            with contextlib.suppress(ValueError):  # no time can be read
+                first, last = parse.time_of(row.first), parse.time_of(row.last)
+                group.oldest, group.newest = min(group.oldest or first, first), max(group.newest or last, last)
         for key, world_size in sorted({(key, problems[problem].world_size) for key, problem in seen}):
             by_problem: dict[Problem, list[Row]] = {}
             for row in ok_rows(connection, {key: environments[key]}, world_size, reader):
@@ -633,21 +588,6 @@ def collect_stats(database: Database, source_hash: SourceHash) -> DatabaseStats:
         rows=database.stats(),
         groups=tuple(found[key] for key in sorted(found)),
     )
-
-
-def _count(connection: Connection) -> Iterable[Any]:
-    """Trials and finals, and the first and the last time, of each environment, problem, variant and status."""
-    same = (TrialRow.environment_id, TrialRow.problem_id, TrialRow.variant_id, TrialRow.status)
-    times = [sa.type_coerce(end(TrialRow.created_at), sa.String()) for end in (func.min, func.max)]
-    finals = func.count().filter(TrialRow.final)
-    return connection.execute(select(*same, func.count(), finals, *times).group_by(*same)).all()
-
-
-def _time(value: object) -> datetime | None:
-    try:
-        return parse.time_of(value)
-    except ValueError:
-        return None
 
 
 def _winner(problem: Problem, rows: Iterable[Row], source_hash: SourceHash) -> tuple[str, float | None]:

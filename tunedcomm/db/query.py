@@ -6,7 +6,7 @@ Typed columns are read as they lie (no result processors that would raise in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Select, String, Table, func, select, type_coerce
@@ -19,6 +19,7 @@ from tunedcomm.spec import Problem
 
 # Rows kept of each variant at a problem that has no finals: a second one where limits rule the best config out.
 BEST_OF_VARIANT = 2
+_BATCH = 10_000
 _CHUNK = 500  # below every driver's limit of parameters in one statement
 
 T = TypeVar("T")
@@ -43,10 +44,8 @@ def _load(
     for row in connection.execute(select(*map(raw, columns)).where(*where).order_by(columns.id)).mappings():
         try:
             found[parse.id_of(row["id"])] = parser(row)
-        except KeyError:  # what it refers to was skipped and counted, or is not there
-            continue
         except ValueError as error:
-            reader.skipped.add(f"{model.__tablename__} {row['id']}: {error}")
+            reader.skipped.add(model.__tablename__, row["id"], error)
     return found
 
 
@@ -86,7 +85,9 @@ def trials(connection: Connection, reader: Reader, *where: Any) -> list[Trial]:
     variants = load_variants(connection, reader, VariantRow.id.in_(select(TrialRow.variant_id).where(*where)))
 
     def parser(row: Any) -> Trial:
-        variant = variants[row["variant_id"]]
+        problem, environment = _find(problems, row, "problem"), _find(environments, row, "environment")
+        variant = _find(variants, row, "variant")
+        parse.check_op(variant, problem)
         own: dict[str, Any] = {
             **parse.parse_row(TrialRow, row),
             "config": dict(reader.config(row["config"])),
@@ -96,7 +97,6 @@ def trials(connection: Connection, reader: Reader, *where: Any) -> list[Trial]:
             "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"]),
         }
         reader.check_trial(row)
-        problem, environment = problems[row["problem_id"]], environments[row["environment_id"]]
         return Trial(problem=problem, environment=environment, id=row["id"], **own)
 
     return list(_load(connection, TrialRow, where, parser, reader).values())
@@ -107,7 +107,7 @@ def pins(connection: Connection, reader: Reader, *where: Any) -> list[Pin]:
     problems, environments = _referred(connection, PinRow, where, reader)
 
     def parser(row: Any) -> Pin:
-        problem, environment = problems[row["problem_id"]], environments[row["environment_id"]]
+        problem, environment = _find(problems, row, "problem"), _find(environments, row, "environment")
         own = parse.parse_row(PinRow, row)
         chosen = reader.candidate(problem.op, own.pop("variant"), own.pop("config"))
         return Pin(problem=problem, environment=environment, candidate=chosen, id=row["id"], **own)
@@ -133,6 +133,24 @@ def _referred(
         load_problems(connection, reader, ProblemRow.id.in_(problems)),
         load_environments(connection, reader, EnvironmentRow.id.in_(environments)),
     )
+
+
+def _find(found: Mapping[int, T], row: Any, name: str) -> T:
+    if (id_ := row[f"{name}_id"]) not in found:
+        raise ValueError(f"it refers to {name} {id_!r:.20}, which is not there or makes no sense")
+    return found[id_]
+
+
+def all_trials(connection: Connection, reader: Reader) -> Iterator[Trial]:
+    """Every trial, oldest first, some thousand at a time; without those of a run that is not there."""
+    ids = list(connection.execute(select(TrialRow.id).order_by(TrialRow.id)).scalars())
+    runs = {None, *connection.execute(select(RunRow.id)).scalars()}
+    for start in range(0, len(ids), _BATCH):
+        for trial in trials(connection, reader, TrialRow.id.between(ids[start], ids[start : start + _BATCH][-1])):
+            if trial.run_id in runs:
+                yield trial
+            else:
+                reader.skipped.add("trial", trial.id, f"it refers to run {trial.run_id}, which is not there")
 
 
 def count(connection: Connection, rows: Select[Any]) -> int:

@@ -181,14 +181,23 @@ _SHAPE = re.compile("([0-9]{1,18}(x[0-9]{1,18}){0,15})?")  # extents of less tha
 
 @dataclass(slots=True)
 class Skipped:
-    """Number of rows that made no sense, and the first reason."""
+    """Rows that made no sense: table and id to the reason."""
 
-    count: int = 0
-    first: str = ""
+    rows: dict[tuple[str, Any], str] = field(default_factory=dict)
 
-    def add(self, what: str) -> None:
-        self.count += 1
-        self.first = self.first or what[:300]
+    def add(self, table: str, id_: object, why: object) -> None:
+        """Note a row, once."""
+        self.rows.setdefault((table, id_), str(why)[:300])
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    @property
+    def first(self) -> str:
+        """The first row, with its reason; empty if there is none."""
+        return next((f"{table} {id_}: {why}" for (table, id_), why in self.rows.items()), "")
 
 
 def refuse_constant(text: str) -> NoReturn:

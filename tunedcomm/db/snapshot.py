@@ -127,7 +127,7 @@ def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tup
                 "trial_id": parse.id_of(row.id),
             }
         except ValueError as error:
-            reader.skipped.add(f"trial {row.id}: {error}")
+            reader.skipped.add("trial", row.id, error)
         else:
             yield row.status, parsed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -213,22 +213,7 @@ class Database:
         batch = list(records)
 
         def append(connection: Connection) -> list[int]:
-            problems = get_or_create(connection, (trial.problem for trial in batch))
-            environments = get_or_create(connection, (trial.environment for trial in batch))
-            variants = get_or_create(connection, (trial.stored_variant for trial in batch))
-            rows = [
-                {
-                    **{column.name: getattr(trial, column.name) for column in parse.own_columns(TrialRow)},
-                    "problem_id": problems[trial.problem],
-                    "environment_id": environments[trial.environment],
-                    "variant_id": variants[trial.stored_variant],
-                    "run_id": trial.run_id,
-                    "config": canonical_json(trial.config),
-                    "config_digest": parse.config_digest(trial.config),
-                }
-                for trial in batch
-            ]
-            ids = _insert(connection, TrialRow, rows)
+            ids = _insert(connection, TrialRow, trial_rows(connection, batch))
             then(connection)
             return ids
 
@@ -357,6 +342,25 @@ _REFERRED: Mapping[type, tuple[Any, Callable[..., dict[int, Any]], str]] = {
     Environment: (EnvironmentRow, query.load_environments, "digest"),
     StoredVariant: (VariantRow, query.load_variants, "source_hash"),
 }
+
+
+def trial_rows(connection: Connection, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """The stored values of trials without their ids; what they refer to is added if it is new."""
+    problems = get_or_create(connection, (trial.problem for trial in trials))
+    environments = get_or_create(connection, (trial.environment for trial in trials))
+    variants = get_or_create(connection, (trial.stored_variant for trial in trials))
+    return [
+        {
+            **{column.name: getattr(trial, column.name) for column in parse.own_columns(TrialRow)},
+            "problem_id": problems[trial.problem],
+            "environment_id": environments[trial.environment],
+            "variant_id": variants[trial.stored_variant],
+            "run_id": trial.run_id,
+            "config": canonical_json(trial.config),
+            "config_digest": parse.config_digest(trial.config),
+        }
+        for trial in trials
+    ]
 
 
 def get_or_create(connection: Connection, things: Iterable[_Thing]) -> dict[_Thing, int]:

@@ -39,7 +39,7 @@ from tunedcomm.db.engine import (
     prepare_file,
     translated,
 )
-from tunedcomm.db.jsonl import FORMAT, OnBad, lines
+from tunedcomm.db.jsonl import FORMAT, lines
 from tunedcomm.db.manifest import make_manifest, manifest_path, verify_manifest
 from tunedcomm.db.nccl_csv import FIRST_LINE, nccl_csv
 from tunedcomm.db.query import table
@@ -239,8 +239,8 @@ def export_database(
             folder = Path(scratch)
             if path is not None and form == "sqlite" and path.exists():
                 _check_replaced(path, sources, folder)
-            on_bad = None if form == "sqlite" else lambda name, id_, what: skipped.add(f"{name} {id_}: {what}")
-            file, absorbed, held = _gather(sources, folder, on_bad, everything=everything)
+            taken = None if form == "sqlite" else skipped
+            file, absorbed, held = _gather(sources, folder, taken, everything=everything)
             built = file if form == "sqlite" else _write_text(file, form, folder, hardware)
             with Database.open(file, readonly=True, immutable=form == "sqlite" or None) as database:
                 facts = make_manifest(
@@ -357,12 +357,12 @@ def _pins(connection: Connection) -> set[tuple[Any, ...]]:
 
 
 def _gather(
-    sources: Sequence[str | Path], folder: Path, on_bad: OnBad | None, *, everything: bool
+    sources: Sequence[str | Path], folder: Path, skipped: Skipped | None, *, everything: bool
 ) -> tuple[Path, tuple[Absorbed, ...], int]:
     """Merge what the sources hold and leave out what is not wanted; returns a file, and how many trials there were."""
     built = folder / "built.db"
     with connected(create_file(folder / "scratch.db")) as connection:
-        absorbed = tuple(absorb(connection, source, on_bad) for source in sources)
+        absorbed = tuple(absorb(connection, source, skipped) for source in sources)
         with connection.begin():
             held = int(connection.execute(select(func.count(TrialRow.id))).scalar_one())
             if len(sources) > 1:
