@@ -132,7 +132,7 @@ def test_bad_usage(
     assert not list(tmp_path.iterdir())
 
 
-def test_only_files_of_the_same_format_are_replaced(
+def test_only_exports_and_what_the_sources_hold_are_replaced(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, text, other = tmp_path / "out.txt", tmp_path / "notes.txt", store(tmp_path / "other.db", [trial()])
@@ -142,9 +142,10 @@ def test_only_files_of_the_same_format_are_replaced(
         assert db("export", str(out), *options)[0] == 0
         assert "--force" in refused("export", str(out), *options, capsys=capsys)
         assert db("export", str(out), *options, "--force")[0] == 0
-        assert "is not replaced" in refused("export", str(text), *options, "--force", capsys=capsys)
-        assert "is not replaced" in refused("export", str(other), *options, "--force", capsys=capsys)
-        assert "is not a SQLite database" in refused("export", str(out), "--db", source, "--force", capsys=capsys)
+        assert "is not a SQLite database" in refused("export", str(text), *options, "--force", capsys=capsys)
+        assert "would be lost" in refused("export", str(other), *options, "--force", capsys=capsys)
+        out.write_text("changed")
+        assert "is not a SQLite database" in refused("export", str(out), *options, "--force", capsys=capsys)
         out.unlink()
         (tmp_path / "out.txt.manifest.json").unlink()
     assert text.read_text() == "keep me"

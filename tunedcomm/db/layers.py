@@ -128,18 +128,18 @@ def layers(*, is_quiet: bool = False) -> list[Layer]:
 
 def layers_beside(target: str | None = None) -> list[Layer]:
     """Every layer that is there, but for `target`, by default the user database."""
-    found = {_place(layer.target): layer for layer in layers() if not is_absent(layer)}
-    found.pop(_place(named_layers(target)[0].target), None)
+    found = {place(layer.target): layer for layer in layers() if not is_absent(layer)}
+    found.pop(place(named_layers(target)[0].target), None)
     return list(found.values())
 
 
-def _place(target: str) -> str:
+def place(target: str | Path) -> str:
     """A name that all spellings of one database share."""
     try:
         path = parse_target(target).path
-        return target if path is None else str(path.resolve())
+        return str(target if path is None else path.resolve())
     except (DatabaseError, OSError, RuntimeError):  # whoever opens it says so
-        return target
+        return str(target)
 
 
 def is_absent(layer: Layer) -> bool:

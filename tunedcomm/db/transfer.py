@@ -17,10 +17,8 @@ import os
 import re
 import shlex
 import shutil
-import sqlite3
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias, get_args
@@ -29,19 +27,11 @@ from sqlalchemy import Connection, delete, func, insert, select
 
 from tunedcomm.db.copying import Absorbed, absorb
 from tunedcomm.db.diff import Comparison, StoredCatalog, compare
-from tunedcomm.db.engine import (
-    Target,
-    connected,
-    create_file,
-    ensure_schema,
-    leftovers,
-    parse_target,
-    prepare_file,
-    translated,
-)
-from tunedcomm.db.jsonl import FORMAT, lines
+from tunedcomm.db.engine import connected, create_file, ensure_schema, leftovers, parse_target, prepare_file
+from tunedcomm.db.jsonl import lines
+from tunedcomm.db.layers import place
 from tunedcomm.db.manifest import make_manifest, manifest_path, verify_manifest
-from tunedcomm.db.nccl_csv import FIRST_LINE, nccl_csv
+from tunedcomm.db.nccl_csv import nccl_csv
 from tunedcomm.db.query import table
 from tunedcomm.db.records import Skipped, canonical_json
 from tunedcomm.db.schema import PinRow, TrialRow
@@ -52,8 +42,6 @@ from tunedcomm.errors import DatabaseAccessError, DatabaseBusyError, DatabaseCor
 Form: TypeAlias = Literal["sqlite", "jsonl", "nccl-csv"]
 FORMS: tuple[str, ...] = get_args(Form)
 _CLUSTER = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?")
-# The beginnings of text files that an export may replace.
-_BEGINNINGS: Mapping[str, bytes] = {"jsonl": f'{{"format":"{FORMAT}"'.encode(), "nccl-csv": FIRST_LINE.encode()}
 
 
 # Import and merge
@@ -104,16 +92,15 @@ def merge_databases(sources: Sequence[str | Path], into: str | Path) -> Transfer
     Raises:
         DatabaseError: as of `import_databases`.
     """
-    return _bring(_without_directories(sources, parse_target(into)), into, is_compared=True)
+    return _bring(_without_directories(sources, into), into, is_compared=True)
 
 
 def _bring(sources: Sequence[str | Path], into: str | Path, *, is_compared: bool) -> Transfer:
     if not sources:
         raise ValueError("nothing to bring: give at least one source")
     target = parse_target(into)
-    for source in sources:
-        if _is_same(parse_target(source), target):
-            raise DatabaseAccessError(f"{target} is both source and target; name another database as one of them")
+    if place(into) in map(place, sources):
+        raise DatabaseAccessError(f"{target} is both source and target; name another database as one of them")
     paths = {str(source): parse_target(source).path for source in sources}
     verified = tuple(name for name, path in paths.items() if path is not None and verify_manifest(path))
     with tempfile.TemporaryDirectory(prefix="tunedcomm-transfer.") as folder:
@@ -143,24 +130,18 @@ def _bring(sources: Sequence[str | Path], into: str | Path, *, is_compared: bool
     )
 
 
-def _without_directories(sources: Iterable[str | Path], target: Target) -> list[str | Path]:
+def _without_directories(sources: Iterable[str | Path], into: str | Path) -> list[str | Path]:
     found: list[str | Path] = []
     for source in sources:
         path = parse_target(source).path
         if path is None or not path.is_dir():
             found.append(source)
             continue
-        inside = [p for p in sorted(path.glob("*.db")) if not _is_same(parse_target(p), target)]
+        inside = [file for file in sorted(path.glob("*.db")) if place(file) != place(into)]
         if not inside:
             raise DatabaseAccessError(f"directory {path} holds no *.db file to merge; name another directory, or files")
         found += inside
     return found
-
-
-def _is_same(source: Target, target: Target) -> bool:
-    if source.path is None or target.path is None:
-        return source.path is target.path and source.url == target.url
-    return source.path.exists() and target.path.exists() and source.path.samefile(target.path)
 
 
 # Export
@@ -212,8 +193,8 @@ def export_database(
         form: what to write; see `nccl_csv` for what that format can say.
         everything: leave no row out.
         hardware: for `nccl-csv`, part of the GPU's name or the first digits of the environment's digest.
-        force: replace `out` if it is a file that this function wrote, as the manifest beside it says, or a database all
-            of whose trials and pins the sources hold.
+        force: replace `out` if this function wrote it, as the manifest beside it says, or if it is a database or a file
+            of JSON lines all of whose trials and pins the sources hold.
 
     Raises:
         DatabaseAccessError: a source cannot be read; `out` is there, cannot be written, or would lose rows.
@@ -229,15 +210,15 @@ def export_database(
         raise ValueError(f"unknown format {form!r}; the formats are {', '.join(FORMS)}")
     path = Path(out).expanduser() if isinstance(out, (str, Path)) else None
     if path is not None:
-        _check_out(path, [parse_target(source) for source in sources], form, force=force)
+        _check_out(path, sources, force=force)
     elif form == "sqlite":
         raise ValueError("a SQLite file cannot be written to a stream; give a path, or another format")
     skipped = Skipped()
-    place = {"prefix": "tunedcomm-export."} if path is None else {"prefix": f".{path.name}.", "dir": path.parent}
+    temporary = {"prefix": "tunedcomm-export."} if path is None else {"prefix": f".{path.name}.", "dir": path.parent}
     try:
-        with tempfile.TemporaryDirectory(**place) as scratch:
+        with tempfile.TemporaryDirectory(**temporary) as scratch:
             folder = Path(scratch)
-            if path is not None and form == "sqlite" and path.exists():
+            if path is not None and path.exists():
                 _check_replaced(path, sources, folder)
             taken = None if form == "sqlite" else skipped
             file, absorbed, held = _gather(sources, folder, taken, everything=everything)
@@ -300,21 +281,17 @@ def path_setting(path: Path) -> str:
     return f"TUNEDCOMM_DB_PATH={shlex.quote(text + ';' if ':' in text else text)}"
 
 
-def _check_out(path: Path, sources: Sequence[Target], form: Form, *, force: bool) -> None:
-    """Refuse to replace what an export must not replace."""
-    if form == "sqlite" or not path.exists():
-        prepare_file(path, create=True)
-    if any(source.path is not None and _is_same(source, parse_target(path)) for source in sources):
+def _check_out(path: Path, sources: Sequence[str | Path], *, force: bool) -> None:
+    """Refuse to replace what an export must not replace, and make the directory of a new file."""
+    if place(path) in map(place, sources):
         raise DatabaseAccessError(f"{path} is one of the sources and would lose trials; give another path to write to")
     for there in (path, manifest_path(path)):
         if os.path.lexists(there) and not force:
             raise DatabaseAccessError(
                 f"{there} exists already; give another path, or --force (force=True) to replace it"
             )
-    if form != "sqlite" and path.exists():
-        beginning = _BEGINNINGS[form]
-        if not path.is_file() or _first_bytes(path, len(beginning)) != beginning:
-            raise DatabaseAccessError(f"{path} is no file of the format {form} and is not replaced; give another path")
+    if not path.is_file():
+        prepare_file(path, create=True)
     if left := leftovers(path):
         # SQLite would take it for the log of the new file and damage it.
         raise DatabaseBusyError(
@@ -323,13 +300,8 @@ def _check_out(path: Path, sources: Sequence[Target], form: Form, *, force: bool
         )
 
 
-def _first_bytes(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(count)
-
-
 def _check_replaced(path: Path, sources: Sequence[str | Path], scratch: Path) -> None:
-    """Refuse to replace a database that somebody tuned into or pinned in, unless the sources hold all of it."""
+    """Refuse to replace a file that is no export as it was written, unless the sources hold all that it holds."""
     with contextlib.suppress(DatabaseCorruptError):  # it was changed since it was exported
         if path.stat().st_size == 0 or verify_manifest(path):
             return
@@ -371,10 +343,9 @@ def _gather(
                 keep_needed(connection)
         driver = connection.connection.driver_connection
         assert driver is not None
+        # The copy of a database with a write-ahead log has one too, which a shipped file cannot have.
+        driver.execute("PRAGMA journal_mode=DELETE")
         driver.execute("VACUUM INTO ?", (str(built),))
-    # The copy of a database with a write-ahead log has one too, which a shipped file cannot have.
-    with translated(parse_target(built)), closing(sqlite3.connect(built)) as plain:
-        plain.execute("PRAGMA journal_mode=DELETE")
     return built, absorbed, held
 
 
