@@ -258,7 +258,7 @@ def test_damage(path: Path) -> None:
     path.write_bytes(bytes(raw[: len(raw) // 2 + 100]))
     assert "fail" in levels(path).values()
     path.write_bytes(b"no database " * 1000)
-    assert levels(path) == {"file": "fail"}
+    assert levels(path) == {"integrity": "fail"}
     assert levels(path.with_name("none.db")) == {"file": "fail"}
 
 
