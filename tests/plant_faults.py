@@ -233,6 +233,7 @@ FAULTS = [
         "tuner",
         "bits_not_compared",
         ("wanted = case.bits[index] if ordered and case.bits is not None else None", "wanted = None"),
+        ("case.bits[index] if ordered and case.bits is not None else None", "None"),
     ),
     fault("tuner", "tolerance_ignored", ("if not error_value <= tolerance:", "if error_value < 0:")),
     fault(
@@ -241,6 +242,10 @@ FAULTS = [
         (
             "return all(torch.equal(*(x.view(_BITS[x.element_size()]) for x in pair)) for pair in pairs)",
             "return bool(list(pairs)) or True",
+        ),
+        (
+            "return all(torch.equal(_bits(now), _bits(then)) for now, then in zip(inputs, case.inputs, strict=True))",
+            "return bool(inputs) or True",
         ),
     ),
     fault(
@@ -252,6 +257,7 @@ FAULTS = [
         "tuner",
         "arena_left_dirty",
         ("Trouble.INCORRECT if count else Trouble.NONE", "Trouble.NONE if count else Trouble.NONE"),
+        ("Trouble.INCORRECT if faults else Trouble.NONE", "Trouble.NONE if faults else Trouble.NONE"),
     ),
     fault(
         "tuner",
