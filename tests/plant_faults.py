@@ -120,6 +120,10 @@ FAULTS = [
             'if communicator.settings.mode == "force" and decision.source == "library":',
             'if communicator.settings.mode == "forced" and decision.source == "library":',
         ),
+        (
+            'if communicator.settings.mode == "force" and not decision.is_answered:',
+            'if communicator.settings.mode == "forced" and not decision.is_answered:',
+        ),
     ),
     fault(
         "dispatch",
@@ -174,6 +178,7 @@ FAULTS = [
             "if row.tier != known.tier:\n        return row.tier < known.tier\n    return _age(row) > _age(known)",
             "if row.tier != known.tier:\n        return row.tier < known.tier\n    return _age(row) < _age(known)",
         ),
+        ("for part in row.tier), row.created_at, *content)", "for part in row.tier), *content)"),
     ),
     fault(
         "db",
@@ -181,12 +186,14 @@ FAULTS = [
         ("if pin.problem.world_size != self._world_size or pin", "if pin.problem.world_size < 0 or pin"),
         ("if p.problem.world_size == world_size and", "if world_size and"),
         ("if pin.problem.world_size == world_size and", "if world_size and"),
+        ("for pin in pins if pin.problem.world_size == world_size]", "for pin in pins if world_size]"),
     ),
     fault(
         "db",
         "failures_forgotten",
         ('if f.created_at >= self.good.get(k, "")', 'if f.created_at > "z"'),
         ('if failure.created_at >= self.good.get(key, "")', 'if failure.created_at > "z"'),
+        ('if failure[0] >= good.get(place, "") and', 'if failure[0] > "z" and'),
     ),
     fault(
         "db",
@@ -209,12 +216,18 @@ FAULTS = [
         ("not LEAST_US <= cast(float, value) <= MOST_US", "not -1e30 <= cast(float, value) <= 1e30"),
         ("not LEAST_US <= value <= MOST_US", "not -1e30 <= value <= 1e30"),
     ),
-    fault("db", "status_filter_ignored", ("where.append(TrialRow.status == status)", "pass")),
+    fault(
+        "db",
+        "status_filter_ignored",
+        ("where.append(TrialRow.status == status)", "pass"),
+        ("_equal((TrialRow.status, status), (TrialRow.final, final))", "_equal((TrialRow.final, final))"),
+    ),
     fault(
         "db",
         "pins_pile_up",
         ('            _remove_pins(connection, keys["problem_id"], environment)\n', "\n"),
         ('self._remove_pins(connection, keys["problem_id"], environment)\n', "\n"),
+        ("            _remove_pins(connection, problem, environment)\n", "\n"),
     ),
     fault(
         "db",
@@ -233,6 +246,7 @@ FAULTS = [
         "tuner",
         "bits_not_compared",
         ("wanted = case.bits[index] if ordered and case.bits is not None else None", "wanted = None"),
+        ("case.bits[index] if ordered and case.bits is not None else None)", "None)"),
         ("case.bits[index] if ordered and case.bits is not None else None", "None"),
     ),
     fault("tuner", "tolerance_ignored", ("if not error_value <= tolerance:", "if error_value < 0:")),
@@ -243,6 +257,7 @@ FAULTS = [
             "return all(torch.equal(*(x.view(_BITS[x.element_size()]) for x in pair)) for pair in pairs)",
             "return bool(list(pairs)) or True",
         ),
+        ("return all(torch.equal(_bits(now), _bits(then)) for", "return all(now is not then for"),
         (
             "return all(torch.equal(_bits(now), _bits(then)) for now, then in zip(inputs, case.inputs, strict=True))",
             "return bool(inputs) or True",
@@ -257,6 +272,7 @@ FAULTS = [
         "tuner",
         "arena_left_dirty",
         ("Trouble.INCORRECT if count else Trouble.NONE", "Trouble.NONE if count else Trouble.NONE"),
+        ("(count := workspace.rearm(problem.mode)):", "(count := workspace.rearm(problem.mode)) < 0:"),
         ("Trouble.INCORRECT if faults else Trouble.NONE", "Trouble.NONE if faults else Trouble.NONE"),
     ),
     fault(
