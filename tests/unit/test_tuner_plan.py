@@ -68,6 +68,7 @@ def test_a_problem_that_is_named_twice_is_one() -> None:
         ({"world_size": 1}, TuningError, "world size 1"),
         ({"backend": "cuda", "world_size": 64}, TuningError, "world size 64 cannot be tuned here"),
         ({"problems": (PROBLEM,), "world_size": 3}, TuningError, "one world size"),
+        ({"problems": (replace(PROBLEM, reduction="xor"),)}, ValueError, "no reduction 'xor'"),
         ({"gangs": 0}, TuningError, "at least 1 gang, got 0"),
     ],
 )
@@ -165,11 +166,11 @@ def test_the_summary_leaves_out_kernels_that_have_changed_since(tmp_path: Path) 
 
 
 def test_fp8_is_tuned_with_scales_and_shapes_that_ranks_share() -> None:
-    from tunedcomm.tuner.search.sweep import _expand
+    kernels.discover()
 
     def expand(**changes: Any) -> list[tuple[str, str]]:
-        spec = SweepSpec(**{"op": "gemm_rs", "shapes": ((64, 32, 32),), **changes})
-        return [(problem.dtype, problem.scaling) for problem in _expand(spec, "host", 2)]
+        spec = SweepSpec(**{"op": "gemm_rs", "shapes": ((64, 32, 32),), "backend": "host", **changes})
+        return [(problem.dtype, problem.scaling) for problem in resolve(spec)[0]]
 
     assert expand(dtypes=("bfloat16", "float8_e4m3fn")) == [("bfloat16", ""), ("float8_e4m3fn", "rowwise")]
     both = expand(dtypes=("float8_e4m3fn",), scalings=("tensorwise", "rowwise"))

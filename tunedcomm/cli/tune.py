@@ -424,16 +424,14 @@ def _tuned(problems: set[Problem], environment: Environment, world_size: int, da
 
 def _can_be_tuned(problem: Problem, limits: Limits) -> bool:
     """False for what this version does not know, and for what only the library can run here."""
-    from tunedcomm.spec import ops, why_no_kernel
+    from tunedcomm.spec import why_no_kernel
+    from tunedcomm.tuner.search.sweep import check_problem
 
-    spec = ops().get(problem.op)
-    if spec is None or len(problem.shape) != spec.rank_of_shape or problem.dtype not in spec.dtypes:
+    try:
+        check_problem(problem)
+    except ValueError:
         return False
-    if problem.layout not in spec.layouts or problem.scaling not in spec.scalings_of(problem.dtype):
-        return False
-    if problem.reduction not in (spec.reductions or ("",)) or problem.numel == 0:
-        return False
-    return why_no_kernel(problem, limits, "any") is None
+    return problem.numel > 0 and why_no_kernel(problem, limits, "any") is None
 
 
 def _environment(backend: Backend) -> Environment:

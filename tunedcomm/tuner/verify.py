@@ -18,6 +18,7 @@ from tunedcomm.selection.snapshot import Row, Snapshot
 from tunedcomm.spec import Candidate, Limits, Mode, NumericsPolicy, Problem, admits, get_op, ops
 from tunedcomm.tuner.gang.protocol import LOST
 from tunedcomm.tuner.search.coordinator import Coordinator
+from tunedcomm.tuner.search.knowledge import Knowledge
 from tunedcomm.tuner.search.study import families
 from tunedcomm.tuner.search.sweep import (
     MachineSpec,
@@ -26,7 +27,6 @@ from tunedcomm.tuner.search.sweep import (
     hash_if_known,
     load_variants,
     resolve_machine,
-    source_hash,
 )
 
 # The default comes first: it is what most callers get.
@@ -269,27 +269,27 @@ def _row(record: Trial) -> Row:
 
 
 class Recheck(Coordinator):
-    """A coordinator of finals alone, which are known once the first gang has said where it runs, see `begin`.
+    """A coordinator of finals alone, which are known once the first gang has said where it runs, see `measure`.
 
     No stored trial counts: every candidate is checked in full and timed again, beside the library. What crashes or
     hangs costs a gang, as in a sweep, and is tried at other sizes of its family only where it must be.
     """
 
-    def begin(
+    def measure(
         self, candidates: Mapping[Problem, Sequence[Candidate]], must: Collection[tuple[Problem, Candidate]]
     ) -> None:
         """Set the candidates of each problem besides the library, before the first command is asked for.
 
         `must` are tried even if they took a gang along at another size.
         """
-        self._families, self._searches, self._must = families(candidates), dict.fromkeys(candidates), frozenset(must)
+        self._families, self._knowledge.must = families(candidates), frozenset(must)
         self.searched = dict.fromkeys(candidates)
         for problem, wanted in candidates.items():
-            self._finals[problem] = self._knowledge.feasible(problem, [self._library(problem), *wanted])
+            self._measure(problem, wanted)
 
     def planned(self, problem: Problem) -> int:
         """Trials of a problem still to come at most."""
-        return sum(self._needs_final(problem, candidate) for candidate in self._finals[problem])
+        return self._num_left(problem, final=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,14 +371,13 @@ def verify(
     """
     load_variants(spec.plugins)
     settings = resolve_machine(spec)
-    recheck = Recheck((), settings, source_hash=source_hash)
     winners: dict[Problem, tuple[Winner, ...]] = {}
 
-    def begin(here: Environment) -> None:
+    def begin(known: Knowledge) -> None:
         """The first gang that is ready says on which machine: its winners are the work."""
-        assert recheck.knowledge is not None
-        snapshot = load_snapshot(here, settings.world_size, layers=spec.layers, strict=spec.layers is not None)
-        found = stored_winners(snapshot, recheck.knowledge.limits, hash_if_known, spec.wants)
+        strict = spec.layers is not None
+        snapshot = load_snapshot(known.environment, settings.world_size, layers=spec.layers, strict=strict)
+        found = stored_winners(snapshot, known.limits, hash_if_known, spec.wants)
 
         def most_in_doubt(problem: Problem) -> tuple[tuple[bool, str], Problem]:
             """Other software first, then the oldest."""
@@ -394,10 +393,11 @@ def verify(
                 host=socket.gethostname(),
             )
         chosen = candidates_to_measure(winners)
-        running.compile_ahead(chosen, chosen)
-        recheck.begin(chosen, {(problem, w.candidate) for problem, ws in winners.items() for w in ws})
+        running.compile_ahead(known, chosen, chosen)
+        recheck.measure(chosen, {(problem, w.candidate) for problem, ws in winners.items() for w in ws})
 
-    running = Running(settings, recheck, database, progress, begin)
+    recheck = Recheck((), settings, source_hash=hash_if_known, begin=begin)
+    running = Running(settings, recheck, database, progress)
     with running:
         running.run()
         known, done = recheck.knowledge, running.progress()

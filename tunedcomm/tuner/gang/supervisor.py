@@ -58,7 +58,6 @@ class Supervisor:
         coordinator: decides.
         settings: of the sweep.
         devices: GPUs of each gang that runs at once, as CUDA_VISIBLE_DEVICES names them; None leaves it as it is.
-        on_ready: called when a gang is ready, before its first command is asked for.
         on_result: called with each result that a gang reports, after its next command was sent.
         on_turn: called after everything that has come was answered, and at least ten times a second.
 
@@ -73,12 +72,11 @@ class Supervisor:
         settings: Settings,
         devices: Sequence[str | None],
         *,
-        on_ready: Callable[[], None] = lambda: None,
         on_result: Callable[[TrialResult], None] = lambda result: None,
         on_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self._coordinator, self._settings, self._devices = coordinator, settings, devices
-        self._on_ready, self._on_result, self._on_turn = on_ready, on_result, on_turn
+        self._on_result, self._on_turn = on_result, on_turn
         self._selector = selectors.DefaultSelector()
         self._gangs: dict[int, GangProcess] = {}
         # Once a gang was lost the next one may be soon: those that have done their imports stand by.
@@ -165,7 +163,6 @@ class Supervisor:
         assert gang.went_at is not None
         self.start_s += time.monotonic() - gang.went_at
         self._coordinator.gang_ready(gang.slot, environment, limits)
-        self._on_ready()
         self._command(gang)
         if self.num_gangs > len(self._devices) and not self._settings.stand_in:
             self._spares[gang.slot] = self._make(gang.slot)

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Delete, bindparam, delete, func, insert, select, type_coerce, update
+from sqlalchemy import Connection, Delete, bindparam, delete, func, select, type_coerce, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import IntegrityError
 
 from tunedcomm.db.records import Reader, Trial, canonical_json
 from tunedcomm.db.schema import ClaimRow, ProblemRow, TrialRow, UtcDateTime
@@ -130,22 +129,21 @@ class Claims:
         key = _digest([search, text])
 
         def attempt(connection: Connection) -> bool:
+            insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
             row = {"key": key, "search": search, "candidate": text, "owner": self.owner, "heartbeat_at": func.now()}
-            mine = _insert_or_nothing(connection, row) or self._holds_or_takes_over(connection, key)
+            connection.execute(insert(ClaimRow).values(row).on_conflict_do_nothing())
+            held = connection.execute(_HELD.where(ClaimRow.key == key).with_for_update()).one_or_none()
+            # None if its owner has ended it meanwhile: it is free at the next attempt.
+            is_mine = held is not None and bool(held.owner == self.owner)
+            if held is not None and not is_mine and self._has_expired(held):
+                connection.execute(update(ClaimRow).where(ClaimRow.key == key).values(row))
+                is_mine = True
             self._look(connection, problem)  # after the claim: sees whatever was run before it
-            return mine
+            return is_mine
 
         if not self._database.change(attempt):
             return None
         return Claim(problem=problem, candidate=candidate, final=final, key=key)
-
-    def _holds_or_takes_over(self, connection: Connection, key: str) -> bool:
-        held = connection.execute(_HELD.where(ClaimRow.key == key).with_for_update()).one_or_none()
-        if held is None or held.owner == self.owner or not self._has_expired(held):
-            return held is not None and bool(held.owner == self.owner)
-        taken = {"owner": self.owner, "heartbeat_at": func.now()}
-        connection.execute(update(ClaimRow).where(ClaimRow.key == key).values(taken))
-        return True
 
     def holds(self, claim: Claim) -> bool:
         """False if another supervisor has taken the claim over; ask before storing its trial."""
@@ -245,19 +243,6 @@ class Claims:
             # Others may have taken claims over meanwhile: from now on `holds` asks.
             self._is_late = self._is_late or begin - self._beaten >= self._grace_s
             self._beaten = begin
-
-
-def _insert_or_nothing(connection: Connection, row: dict[str, Any]) -> bool:
-    dialects: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-    if (insert_ := dialects.get(connection.dialect.name)) is not None:
-        added = insert_(ClaimRow).values(row).on_conflict_do_nothing().returning(ClaimRow.key)
-        return connection.execute(added).one_or_none() is not None
-    try:
-        with connection.begin_nested():
-            connection.execute(insert(ClaimRow).values(row))
-    except IntegrityError:
-        return False
-    return True
 
 
 def _digest(values: list[object]) -> str:

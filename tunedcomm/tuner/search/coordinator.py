@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import cast
 
 from tunedcomm.db.engine import warn_once
@@ -49,16 +50,17 @@ class Coordinator:
 
     Args:
         problems, settings: what is tuned, in this order, and how.
-        source_hash: (op, variant) to the hash of its kernels.
+        source_hash: (op, variant) to the hash of its kernels, or None if there is no such variant.
         stored: trials that were known before, oldest first, in any environment.
         run_id: of the trials.
         claims: shared with other supervisors; None if there are none.
+        begin: called when it is known where gangs run, before the first is told what to do.
         clock, seconds_left: seconds, and how many the budget has left; None is no bound.
 
     Attributes:
         knowledge: of the problems, and where gangs run; None until the first is ready.
         unstored: trials that ended, each with its claim if there is one; whoever stores them empties the list.
-        claims: may be set until the first command is asked for, by when the environment is known.
+        claims: may be set until the first command is asked for.
         searched: problems whose search is over, in that order.
     """
 
@@ -67,28 +69,26 @@ class Coordinator:
         problems: Iterable[Problem],
         settings: Settings,
         *,
-        source_hash: Callable[[str, str], str],
+        source_hash: Callable[[str, str], str | None],
         stored: Iterable[Trial] = (),
         clock: Callable[[], float] = time.monotonic,
         claims: Claims | None = None,
         seconds_left: float | None = None,
         run_id: int | None = None,
+        begin: Callable[[Knowledge], None] = lambda known: None,
     ) -> None:
         self.run_id = run_id
         self.knowledge: Knowledge | None = None
         self.searched: dict[Problem, None] = {}
         self.unstored: list[tuple[Trial, Claim | None]] = []
-        self._settings, self._source_hash = settings, source_hash
+        self._settings, self._source_hash, self._begin_work = settings, source_hash, begin
         self._stored = tuple(stored)
         self._clock, self.claims = clock, claims
         self._budget_s = math.inf if seconds_left is None else seconds_left
         self._end_s = clock() + self._budget_s
         self._families = families(problems)
-        self._searches: dict[Problem, Search | None] = {p: None for family in self._families for p in family}
-        self._until_s = dict.fromkeys(self._searches, -math.inf)  # by the clock, when nothing more is searched
-        self._finals: dict[Problem, list[Candidate]] = {}  # to be measured, of families whose searches are over
-        # Measured in the finals even if they took a gang along at another size.
-        self._must: frozenset[tuple[Problem, Candidate]] = frozenset()
+        self._searches: dict[tuple[Problem, bool], Search] = {}  # those that are begun, and (True) the finals
+        self._until_s: dict[Problem, float] = {}  # by the clock, when nothing more is searched
         # Problem that a gang is at, and whether in the finals: it keeps to it, whose tensors it holds.
         self._at: dict[int, tuple[Problem, bool]] = {}
         self._running: dict[int, Command] = {}
@@ -112,13 +112,14 @@ class Coordinator:
         self._fresh.add(gang)
         if self.knowledge is None:
             self.knowledge = Knowledge(
-                self._searches,
+                self.problems,
                 environment,
                 limits,
                 self._source_hash,
                 retry=self._settings.retry,
                 stored=self._stored,
             )
+            self._begin_work(self.knowledge)
         elif environment != (first := self.knowledge.environment):
             differences = first.differences(environment).values() or first.drift(environment)
             raise TuningError(
@@ -239,7 +240,7 @@ class Coordinator:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What is tuned, family by family."""
-        return tuple(self._searches)
+        return tuple(problem for family in self._families for problem in family)
 
     def activity(self, gang: int) -> Command | None:
         """The command that a gang runs; None if it has nothing to do."""
@@ -249,8 +250,10 @@ class Coordinator:
         """Trials still to come in a problem's search, at most; None before it is begun."""
         if problem in self.searched:
             return 0
-        search = self._searches[problem]
-        return None if search is None else search.planned(self._knowledge.settled(problem), self.dropped)
+        return self._num_left(problem, final=False) if (problem, False) in self._searches else None
+
+    def _num_left(self, problem: Problem, *, final: bool) -> int:
+        return self._searches[problem, final].planned(self._knowledge.settled(problem, final=final), self.dropped)
 
     # Choosing
 
@@ -264,37 +267,31 @@ class Coordinator:
             if self._may_have_finals(family):
                 places = [(problem, True) for problem in family]
                 yield from sorted(places, key=lambda place: (place != at, place in others))
-        unattended = [p for p in self._searches if p not in self.searched and (p, False) not in self._at.values()]
-        busy = []
-        for problem in unattended:
-            if self._in_flight(problem, final=False):
-                busy.append(problem)
+        crowded = []
+        for problem in [problem for problem in self.problems if problem not in self.searched]:
+            if (problem, False) in self._at.values() or self._in_flight(problem, final=False):
+                crowded.append(problem)
             else:
                 yield problem, False
-        begun = [p for p, search in self._searches.items() if search is not None and p not in self.searched]
-        for problem in [*sorted(begun, key=lambda p: -(self.planned(p) or 0)), *busy]:
-            yield problem, False
+        yield from ((problem, False) for problem in sorted(crowded, key=lambda p: -(self.planned(p) or 0)))
 
     def _begin(self, gang: int, problem: Problem, *, final: bool) -> Command | None:
         """Have a gang run the next candidate of a problem's search or finals; None if there is none for now."""
-        offered: Collection[Candidate]
-        if final:
-            offered = self._finals[problem] = [c for c in self._finals[problem] if self._needs_final(problem, c)]
-            if not offered:
-                return None
-        else:
-            search = self._searches[problem] = self._searches[problem] or self._open(gang, problem)
-            offered = search.feasible
-            if self._at.get(gang) != (problem, False):
-                self._grant_time(problem)
+        if (problem, final) not in self._searches:
+            self._searches[problem, final] = self._open(gang, problem)
+        if not final and self._at.get(gang) != (problem, False):
+            self._grant_time(problem)
+        if final and not self._num_left(problem, final=True):
+            return None
         commands = [*self._running.values(), *self._again.values()]
         mine = {command.trial[1] for command in commands if (command.problem, command.final) == (problem, final)}
+        offered = self._searches[problem, final].feasible
         theirs = {c for c in self._in_flight(problem, final=final, max_age_s=_MAX_AGE_S) if c in offered}
         while (candidate := self._pick(problem, mine | theirs, final=final)) is not None:
             if self._claim(gang, problem, candidate, final=final):
                 return self._assign(gang, problem, candidate, final=final)
             theirs.add(candidate)
-        theirs = {c for c in theirs if not self._knowledge.measured(problem, c, final=final)}
+        theirs -= self._knowledge.settled(problem, final=final).keys()
         self._waits |= bool(theirs)
         if not final and not mine and not theirs:
             self.searched[problem] = None
@@ -303,20 +300,11 @@ class Coordinator:
     def _pick(self, problem: Problem, busy: Collection[Candidate], *, final: bool) -> Candidate | None:
         if problem in self._too_large:
             return None
-        if final:
-            left = (c for c in self._finals[problem] if c not in busy and self._needs_final(problem, c))
-            return next(left, None)
-        search = self._searches[problem]
-        assert search is not None
-        candidate = search.next(self._knowledge.settled(problem), busy, self.dropped)
-        is_late = self._clock() >= self._until_s[problem]
+        known = self._knowledge.settled(problem, final=final)
+        candidate = self._searches[problem, final].next(known, busy, self.dropped)
+        is_late = not final and self._clock() >= self._until_s[problem]
         # The library is asked for first and whatever the clock says: no problem is left without it.
         return None if candidate is None or (is_late and not is_library(candidate)) else candidate
-
-    def _needs_final(self, problem: Problem, candidate: Candidate) -> bool:
-        must = (problem, candidate) in self._must
-        dropped = candidate.variant in self.dropped
-        return not dropped and self._knowledge.needs_final(problem, candidate, ignore_quarantine=must)
 
     def _open(self, gang: int, problem: Problem) -> Search:
         """Begin a problem's search."""
@@ -334,18 +322,18 @@ class Coordinator:
 
     def _grant_time(self, problem: Problem) -> None:
         """An even share of what is left, so that the last problem is searched as well as the first."""
-        remaining = len(self._searches) - len(self.searched)
+        remaining = len(self.problems) - len(self.searched)
         left_s = self.seconds_left
         if math.isfinite(left_s):
             left_s -= self._budget_s * (1 - _SEARCH_SHARE)
         share = min(self._settings.gangs, remaining) / remaining
-        self._until_s[problem] = max(self._until_s[problem], self._clock() + left_s * share)
+        self._until_s[problem] = max(self._until_s.get(problem, -math.inf), self._clock() + left_s * share)
 
     def _may_have_finals(self, family: list[Problem]) -> bool:
         """True once every search of a family is over, here and elsewhere: then it is known what its finals measure."""
         if not self._settings.finals or not self.has_time or any(p not in self.searched for p in family):
             return False
-        if family[0] in self._finals:
+        if (family[0], True) in self._searches:
             return True
         if any(self._in_flight(problem, final=False) for problem in family):
             self._waits = True
@@ -354,9 +342,13 @@ class Coordinator:
         finalists = knowledge.finalists(family, _FINALISTS_PER_SHAPE)
         for problem in family:
             best = knowledge.winners(problem, BEST_OF_SHAPE, "default")
-            wanted = [self._library(problem), *finalists, *best, *knowledge.best_per_sm_limit(problem)]
-            self._finals[problem] = knowledge.feasible(problem, wanted)
+            self._measure(problem, [*finalists, *best, *knowledge.best_per_sm_limit(problem)])
         return True
+
+    def _measure(self, problem: Problem, candidates: Iterable[Candidate]) -> None:
+        """Measure the library and candidates of a problem as in the finals, in this order, if they are feasible."""
+        wanted = self._knowledge.feasible(problem, [self._library(problem), *candidates])
+        self._searches[problem, True] = Search(problem, wanted, replace(self._settings, trials=len(wanted)), wanted)
 
     def _library(self, problem: Problem) -> Candidate:
         variant = get_variant(problem.op, "library")
@@ -397,7 +389,7 @@ class Coordinator:
         if claim is None:
             return False
         self._held[gang] = claim
-        if self._knowledge.measured(problem, candidate, final=final):
+        if candidate in self._knowledge.settled(problem, final=final):
             self._release(gang)
             return False
         return True
@@ -436,7 +428,7 @@ class Coordinator:
             environment=self._knowledge.environment,
             variant=candidate.variant,
             numerics=variant.numerics,
-            source_hash=self._source_hash(candidate.op, candidate.variant),
+            source_hash=self._source_hash(candidate.op, candidate.variant) or "",
             config=candidate.config_dict,
             status=cast("Status", result.status),
             reason=result.reason,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from tunedcomm.db.records import Trial
-from tunedcomm.errors import UnknownNameError
 from tunedcomm.hardware import Environment
 from tunedcomm.spec import (
     Candidate,
@@ -39,7 +38,7 @@ class Knowledge:
     Args:
         problems: of the sweep.
         environment, limits: of the gangs.
-        source_hash: (op, variant) to the hash of its kernels as they are now.
+        source_hash: (op, variant) to the hash of its kernels as they are now; None if there is no such variant.
         retry: what failed before the sweep is to be tried again.
         stored: what was known before the sweep, oldest first.
     """
@@ -49,7 +48,7 @@ class Knowledge:
         problems: Iterable[Problem],
         environment: Environment,
         limits: Limits,
-        source_hash: Callable[[str, str], str],
+        source_hash: Callable[[str, str], str | None],
         *,
         retry: bool = False,
         stored: Iterable[Trial] = (),
@@ -62,6 +61,8 @@ class Knowledge:
         self._proposals: dict[Problem, list[Trial]] = {}
         self._tried: set[tuple[Problem, Candidate]] = set()
         self._quarantine: set[tuple[Problem, Candidate]] = set()
+        # Measured in the finals even if they took a gang along at another size.
+        self.must: frozenset[tuple[Problem, Candidate]] = frozenset()
         for trial in stored:
             if self.counts(trial):
                 self._enter(trial)
@@ -70,12 +71,8 @@ class Knowledge:
 
     def counts(self, trial: Trial) -> bool:
         """True if a stored trial was measured in this environment, and of the kernels as they are now."""
-        if trial.environment != self.environment:
-            return False
-        try:
-            return trial.source_hash == self._source_hash(trial.problem.op, trial.variant)
-        except UnknownNameError:
-            return False
+        now = self._source_hash(trial.problem.op, trial.variant)
+        return trial.environment == self.environment and trial.source_hash == now
 
     def add(self, trial: Trial) -> None:
         """Take in a result of this sweep; a later one of the same candidate replaces an earlier one."""
@@ -104,16 +101,21 @@ class Knowledge:
         trial = self._results.get(problem, {}).get(candidate)
         return trial.status if trial else None
 
-    def measured(self, problem: Problem, candidate: Candidate, *, final: bool) -> bool:
-        """True if there is a result that makes another trial of the search, or of the finals, needless."""
-        return not self.needs_final(problem, candidate) if final else candidate in self.settled(problem)
+    def settled(self, problem: Problem, *, final: bool = False) -> dict[Candidate, float | None]:
+        """Candidates that are not to be tried again, in the search or in the finals, with their latency if they ran.
 
-    def settled(self, problem: Problem) -> dict[Candidate, float | None]:
-        """Candidates that are not to be tried again, with their latency if they ran."""
-        settled = {}
-        for candidate, trial in self._results.get(problem, {}).items():
-            if not self._is_again(trial):
-                settled[candidate] = trial.latency_p50_us if trial.status not in FAILED else None
+        In the finals those are what has a final, failed here, or took a gang along in this family.
+        """
+        results = self._results.get(problem, {})
+        if not final:
+            known = {candidate: trial for candidate, trial in results.items() if not self._is_again(trial)}
+        else:
+            known = {candidate: trial for candidate, trial in results.items() if trial.status in FAILED}
+            known.update(self._finals.get(problem, {}))
+        settled = {c: trial.latency_p50_us if trial.status not in FAILED else None for c, trial in known.items()}
+        if final:
+            lost = {candidate for family, candidate in self._quarantine if family == problem.family}
+            settled.update((c, None) for c in lost if c not in settled and (problem, c) not in self.must)
         return settled
 
     def quarantined(self, problem: Problem, candidate: Candidate) -> bool:
@@ -186,14 +188,6 @@ class Knowledge:
                 wins[candidate] = wins.get(candidate, 0) + 1
         ranked = sorted(wins, key=lambda candidate: (candidate not in best, -wins[candidate], str(candidate)))
         return ranked[: max(_MAX_FINALISTS, len(best))]
-
-    def needs_final(self, problem: Problem, candidate: Candidate, *, ignore_quarantine: bool = False) -> bool:
-        """True if the candidate has no final here yet, did not fail here and is not quarantined."""
-        if candidate in self._finals.get(problem, {}):
-            return False
-        if self.quarantined(problem, candidate) and not ignore_quarantine:
-            return False
-        return self.status(problem, candidate) not in FAILED
 
     def checked(self, problem: Problem, candidate: Candidate) -> bool:
         """True if the candidate passed a check in this problem's family, so that a lighter one is enough."""

@@ -253,25 +253,22 @@ class StudyMirror:
         self._thread.join(_MIRROR_CLOSE_S)
 
     def _run(self) -> None:
-        studies: dict[str, optuna.Study] = {}
-        spaces: dict[str, dict[str, Space]] = {}
-        storage = None
+        try:
+            self._copy_all()
+        except Exception as error:  # noqa: BLE001 - whatever Optuna raises: a sweep needs no journal
+            _log.warning("Optuna's dashboard sees no more trials: %s cannot be written (%s)", self._path, error)
+
+    def _copy_all(self) -> None:
+        storage, studies = None, dict[str, optuna.Study]()
         while (trial := self._trials.get()) is not None:
+            if storage is None:
+                optuna.logging.set_verbosity(optuna.logging.WARNING)
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                storage = JournalStorage(JournalFileBackend(str(self._path)))
             name = f"{str(trial.problem)[:400]} [{trial.environment.digest[:12]}]{' final' if trial.final else ''}"
-            try:
-                if storage is None:
-                    optuna.logging.set_verbosity(optuna.logging.WARNING)
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    storage = JournalStorage(JournalFileBackend(str(self._path)))
-                if name not in studies:
-                    studies[name] = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-                op = trial.problem.op
-                if op not in spaces:
-                    spaces[op] = {variant.name: variant.space for variant in variants(op).values()}
-                ran = trial.latency_p50_us if trial.status == "ok" else None
-                studies[name].add_trial(
-                    _optuna_trial(trial.candidate, spaces[op], ran, status=trial.status, reason=trial.reason)
-                )
-            except Exception as error:  # noqa: BLE001 - whatever Optuna raises: a sweep needs no journal
-                _log.warning("Optuna's dashboard sees no more trials: %s cannot be written (%s)", self._path, error)
-                return
+            if name not in studies:
+                studies[name] = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
+            spaces = {variant.name: variant.space for variant in variants(trial.problem.op).values()}
+            ran = trial.latency_p50_us if trial.status == "ok" else None
+            copy = _optuna_trial(trial.candidate, spaces, ran, status=trial.status, reason=trial.reason)
+            studies[name].add_trial(copy)

@@ -31,7 +31,6 @@ from tunedcomm.spec import (
     Limits,
     Mode,
     NumericsPolicy,
-    OpSpec,
     Problem,
     admits,
     get_op,
@@ -133,6 +132,8 @@ def resolve(spec: SweepSpec) -> tuple[tuple[Problem, ...], Settings]:
     problems = tuple(dict.fromkeys(spec.problems or _expand(spec, settings.backend, settings.world_size)))
     for name in spec.variants:
         get_variant(spec.op, name)
+    for problem in problems:
+        check_problem(problem)
     if strangers := [problem for problem in problems if problem.world_size != settings.world_size]:
         raise TuningError(
             f"a sweep has one world size, {settings.world_size}; {strangers[0]} has another. Tune it by itself"
@@ -146,6 +147,8 @@ def resolve_machine(spec: MachineSpec) -> Settings:
     Raises:
         TuningError: the machine has too few GPUs for the world size, or for so many gangs of it.
     """
+    if spec.gangs is not None and spec.gangs < 1:
+        raise TuningError(f"a sweep needs at least 1 gang, got {spec.gangs}")
     if spec.stand_in:
         return _settings(spec, "cuda", spec.world_size or 2, spec.gangs or 1)
     gpus = num_gpu_ranks() if spec.backend != "host" else 0
@@ -156,8 +159,6 @@ def resolve_machine(spec: MachineSpec) -> Settings:
             f"world size {world_size} cannot be tuned here: this machine has {gpus} usable GPUs and a group needs "
             "at least 2 ranks; pass --world-size with a smaller number, or --backend host for CPU ranks"
         )
-    if spec.gangs is not None and spec.gangs < 1:
-        raise TuningError(f"a sweep needs at least 1 gang, got {spec.gangs}")
     if backend == "host":  # nothing but patience bounds them
         return _settings(spec, backend, world_size, spec.gangs or 1)
     fitting = 1 if ranks_share_a_gpu() else gpus // world_size
@@ -183,59 +184,58 @@ def gang_devices(settings: Settings) -> list[str]:
 
 def _expand(spec: SweepSpec, backend: Literal["cuda", "host"], world_size: int) -> tuple[Problem, ...]:
     op = get_op(spec.op)
-    modes: tuple[Mode, ...] = spec.modes or (("graph",) if backend == "cuda" else ("eager",))
-    known = op.reductions or ("",)
-    reductions = spec.reductions or known[:1]
-    layouts = spec.layouts or op.layouts[:1]
-    for name, given, allowed in (
-        ("reduction", reductions, known),
-        ("dtype", spec.dtypes, op.dtypes),
-        ("layout", layouts, op.layouts),
-    ):
-        if wrong := [value for value in given if value not in allowed]:
-            raise ValueError(f"{op.name} has no {name} {wrong[0]!r}; allowed: {', '.join(allowed)}")
-    if wrong_shapes := [shape for shape in spec.shapes if len(shape) != op.rank_of_shape]:
-        raise ValueError(f"shape {wrong_shapes[0]} does not fit {op.name}: {op.shape_help}")
-    if True in spec.in_place and not op.in_place:
-        raise ValueError(f"{op.name} cannot overwrite its input; leave out in_place (--in-place)")
-    options = product(spec.dtypes, modes, reductions, spec.input_kinds, spec.in_place, layouts)
-    problems = tuple(
-        Problem(
-            op=op.name,
-            shape=shape,
-            dtype=dtype,
-            world_size=world_size,
-            reduction=reduction,
-            input_kind=input_kind,
-            in_place=in_place,
-            layout=layout,
-            scaling=scaling,
-            mode=mode,
-        )
-        for dtype, mode, reduction, input_kind, in_place, layout in options
-        for scaling in _scalings(spec, op, dtype)
-        for shape in spec.shapes or op.default_shapes(backend, ITEMSIZE[dtype])
+    options = product(
+        spec.dtypes,
+        spec.modes or (("graph",) if backend == "cuda" else ("eager",)),
+        spec.reductions or op.reductions[:1] or ("",),
+        spec.input_kinds,
+        spec.in_place,
+        spec.layouts or op.layouts[:1],
     )
-    for problem in problems:
-        op.check(problem)
-    return problems
+    problems = []
+    for dtype, mode, reduction, input_kind, in_place, layout in options:
+        allowed = op.scalings_of(dtype)
+        suitable = [scaling for scaling in spec.scalings if scaling in allowed]
+        for scaling in suitable or spec.scalings[:1] or allowed[:1]:
+            for shape in spec.shapes or op.default_shapes(backend, ITEMSIZE[dtype]):
+                problem = Problem(
+                    op=op.name,
+                    shape=shape,
+                    dtype=dtype,
+                    world_size=world_size,
+                    reduction=reduction,
+                    input_kind=input_kind,
+                    in_place=in_place,
+                    layout=layout,
+                    scaling=scaling,
+                    mode=mode,
+                )
+                problems.append(problem)
+    return tuple(problems)
 
 
-def _scalings(spec: SweepSpec, op: OpSpec, dtype: str) -> tuple[str, ...]:
-    """What problems of one dtype are tuned with.
+def check_problem(problem: Problem) -> None:
+    """Refuse a problem that its op does not have.
 
     Raises:
-        ValueError: none of those asked for suits the dtype.
+        UnknownNameError: no such op.
+        ValueError: an option or a shape that the op does not have.
     """
-    allowed = op.scalings_of(dtype)
-    if not spec.scalings:
-        return allowed[:1]
-    if not (found := tuple(scaling for scaling in spec.scalings if scaling in allowed)):
-        raise ValueError(
-            f"{op.name} of {dtype} has no scaling {spec.scalings[0]!r}; allowed: "
-            f"{', '.join(name or 'none' for name in allowed)}"
-        )
-    return found
+    op = get_op(problem.op)
+    for name, value, allowed in (
+        ("dtype", problem.dtype, op.dtypes),
+        ("reduction", problem.reduction, op.reductions or ("",)),
+        ("layout", problem.layout, op.layouts),
+        ("scaling", problem.scaling, op.scalings_of(problem.dtype)),
+    ):
+        if value not in allowed:
+            known = ", ".join(other or "none" for other in allowed)
+            raise ValueError(f"{op.name} of {problem.dtype} has no {name} {value!r}; allowed: {known}")
+    if len(problem.shape) != op.rank_of_shape:
+        raise ValueError(f"shape {problem.shape} does not fit {op.name}: {op.shape_help}")
+    if problem.in_place and not op.in_place:
+        raise ValueError(f"{op.name} cannot overwrite its input; leave out in_place (--in-place)")
+    op.check(problem)
 
 
 def _settings(spec: MachineSpec, backend: Literal["cuda", "host"], world_size: int, gangs: int) -> Settings:
@@ -517,14 +517,10 @@ def load_variants(plugins: Iterable[str]) -> None:
             raise TuningError(f"plugin module {plugin!r} cannot be imported: {error}") from error
 
 
-def source_hash(op: str, variant: str) -> str:
-    """Hash of a registered variant's kernels."""
-    return kernels.source_hash(get_variant(op, variant))
-
-
 def hash_if_known(op: str, variant: str) -> str | None:
-    """`source_hash`, or None for a variant that is not registered."""
-    return source_hash(op, variant) if variant in variants(op) else None
+    """Hash of a variant's kernels as they are now; None if it is not registered."""
+    found = variants(op).get(variant)
+    return None if found is None else kernels.source_hash(found)
 
 
 class Running:
@@ -534,7 +530,6 @@ class Running:
         settings, coordinator: of the gangs, and what decides for them; its claims are closed at the end.
         database: takes the trials; None stores nothing.
         progress: called a few times a second and at the end.
-        begin: called once it is known where gangs run, before the first is told what to do.
         mirror: takes a copy of the trials.
     """
 
@@ -544,23 +539,20 @@ class Running:
         coordinator: Coordinator,
         database: Database | None,
         progress: Callable[[Progress], None] | None,
-        begin: Callable[[Environment], None],
         mirror: StudyMirror | None = None,
     ) -> None:
         self._settings, self._coordinator = settings, coordinator
         self._database, self._mirror = database, mirror
-        self._report, self._begin_work = progress, begin
+        self._report = progress
         self._supervisor = Supervisor(
             coordinator,
             settings,
             gang_devices(settings),
-            on_ready=self._welcome,
             on_result=lambda result: self.counters.bound(result, self._elapsed_s),
             on_turn=self._turn,
         )
         self.counters = SweepCounters()
         self._begin_s, self._told_s = time.monotonic(), -_PROGRESS_S
-        self._has_begun = False
         self._pool: CompilePool | None = None
         self._ahead: Iterator[int] = iter(())
         self.num_ahead = 0  # binaries handed to the pool
@@ -589,11 +581,10 @@ class Running:
         return reason
 
     def compile_ahead(
-        self, problems: Iterable[Problem], chosen: Mapping[Problem, Sequence[Candidate]] | None = None
+        self, known: Knowledge, problems: Iterable[Problem], chosen: Mapping[Problem, Sequence[Candidate]] | None = None
     ) -> None:
         """Compile while gangs run, see `compile_ahead`."""
-        known = self._coordinator.knowledge
-        if self._pool is not None and known is not None:
+        if self._pool is not None:
             capability = known.environment.compute_capability
             self._ahead = compile_ahead(self._pool, problems, self._settings, known.limits, capability, chosen)
 
@@ -607,13 +598,6 @@ class Running:
         return time.monotonic() - self._begin_s
 
     # What the supervisor calls
-
-    def _welcome(self) -> None:
-        """A gang is ready, before its first command."""
-        known = self._coordinator.knowledge
-        if known is not None and not self._has_begun:
-            self._has_begun = True
-            self._begin_work(known.environment)
 
     def _turn(self) -> None:
         """Do everything that gangs do not wait for."""
@@ -699,20 +683,16 @@ def compile_ahead(
         allowed = search_space(problem, limits, settings) if chosen is None else chosen[problem]
         first = [candidate for candidate in default_candidates(problem, limits) if candidate in set(allowed)]
         requests: dict[Any, None] = {}
+        shapes = [problem, *odd_problems(get_op(problem.op), problem)]  # those of the checks too
         for candidate in [*first, *interleave(allowed)]:
-            requests.update(dict.fromkeys(_binaries(problem, candidate)))
+            variant = get_variant(candidate.op, candidate.variant)
+            for shape in shapes:
+                requests.update(dict.fromkeys(variant.compile_requests(shape, candidate.config_dict)))
         fresh = pool.submit(list(requests)[: _MAX_BINARIES - handed], compute_capability)
         handed += fresh
         yield fresh
         if handed >= _MAX_BINARIES:
             return
-
-
-def _binaries(problem: Problem, candidate: Candidate) -> Iterator[Any]:
-    """What a candidate's trial launches, at the odd shapes of its checks too."""
-    variant = get_variant(candidate.op, candidate.variant)
-    for shape in (problem, *odd_problems(get_op(problem.op), problem)):
-        yield from variant.compile_requests(shape, candidate.config_dict)
 
 
 def _chosen(
@@ -747,21 +727,24 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
         host=socket.gethostname(),
     )
     asked = spec.variants or tuple(variants(spec.op))
+
+    def begin(known: Knowledge) -> None:
+        digest = known.environment.digest
+        coordinator.claims = Claims(database, digest, _source_digest, run_id=run_id, known=stored)
+        running.compile_ahead(known, problems)
+
     coordinator = Coordinator(
         problems,
         settings,
-        source_hash=source_hash,
+        source_hash=hash_if_known,
         stored=stored,
         seconds_left=spec.budget_s,
         run_id=run_id,
+        begin=begin,
     )
 
-    def begin(here: Environment) -> None:
-        coordinator.claims = Claims(database, here.digest, _source_digest, run_id=run_id, known=stored)
-        running.compile_ahead(problems)
-
     with closing(StudyMirror(journal_path(database))) as mirror:
-        running = Running(settings, coordinator, database, progress, begin, mirror)
+        running = Running(settings, coordinator, database, progress, mirror)
         with running:
             reason = running.run()
             knowledge = coordinator.knowledge
@@ -783,16 +766,11 @@ def sweep(spec: SweepSpec, database: Database, progress: Callable[[Progress], No
             )
 
 
-def stored_records(database: Database, problems: Iterable[Problem]) -> list[Trial]:
+def stored_records(database: Database, problems: Collection[Problem]) -> list[Trial]:
     """What the database holds on these problems, in any environment, oldest first."""
-    wanted = set(problems)
-    found = [
-        record
-        for op, world_size in {(problem.op, problem.world_size) for problem in wanted}
-        for record in database.trials(op=op, world_size=world_size)
-        if record.problem in wanted
-    ]
-    return sorted(found, key=lambda record: (record.created_at, record.id or 0))
+    wanted, kinds = set(problems), {(problem.op, problem.world_size) for problem in problems}
+    found = [trial for op, ranks in kinds for trial in database.trials(op=op, world_size=ranks)]
+    return sorted((t for t in found if t.problem in wanted), key=lambda t: (t.created_at, t.id or 0))
 
 
 def _source_digest(op: str) -> str:
