@@ -73,7 +73,7 @@ def record(problem: Problem, variant: str, *, source_hash: str | None = None, **
         "status": "ok",
         "latency_p10_us": 4.9,
         "latency_p50_us": 5.0 + len(variant),
-        "latency_p90_us": 5.2,
+        "latency_p90_us": 5.2 + len(variant),
         "samples": 50,
         "baseline_p50_us": 40.0,
         "error": 0.002,
