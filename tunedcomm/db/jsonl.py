@@ -222,7 +222,7 @@ class _Parser:
     def _trial(self, line: Line) -> Trial:
         values = self._of_problem(TrialRow, line, "variant", "numerics", "source_hash", "run")
         digest = config_digest(values["config"])
-        self._reader.check_trial({**values, "config": canonical_json(values["config"]), "config_digest": digest})
+        self._reader.trial({**values, "config": canonical_json(values["config"]), "config_digest": digest})
         variant = parse.parse_variant({**line, "op": values["problem"].op, "name": line.get("variant")})
         self._find("variant", variant)
         run_id = None if line.get("run") is None else self._find("run", line["run"]).id

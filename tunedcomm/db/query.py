@@ -88,15 +88,9 @@ def trials(connection: Connection, reader: Reader, *where: Any) -> list[Trial]:
         problem, environment = _find(problems, row, "problem"), _find(environments, row, "environment")
         variant = _find(variants, row, "variant")
         parse.check_op(variant, problem)
-        own: dict[str, Any] = {
-            **parse.parse_row(TrialRow, row),
-            "config": dict(reader.config(row["config"])),
-            "variant": variant.name,
-            "numerics": variant.numerics,
-            "source_hash": variant.source_hash,
-            "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"]),
-        }
-        reader.check_trial(row)
+        own = reader.trial(row)
+        own |= {"config": dict(own["config"]), "run_id": None if row["run_id"] is None else parse.id_of(row["run_id"])}
+        own |= {"variant": variant.name, "numerics": variant.numerics, "source_hash": variant.source_hash}
         return Trial(problem=problem, environment=environment, id=row["id"], **own)
 
     return list(_load(connection, TrialRow, where, parser, reader).values())

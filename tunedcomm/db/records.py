@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, Text
 
 from tunedcomm.db.rekey import current_hash
-from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, UtcDateTime, VariantRow
+from tunedcomm.db.schema import Base, EnvironmentRow, ProblemRow, TrialRow, UtcDateTime, VariantRow
 from tunedcomm.hardware import Environment
 from tunedcomm.space import Value
 from tunedcomm.spec import Candidate, Numerics, Problem, parse_shape
@@ -100,9 +100,9 @@ class Trial:
             raise ValueError(
                 f"created_at={self.created_at!r} has no time zone; pass an aware one, e.g. in timezone.utc"
             )
-        int_of(self.samples, "samples")
-        for name in LATENCIES:
-            latency_of(getattr(self, name), name)
+        for column in own_columns(TrialRow):
+            if column.name != "config":
+                typed(column, getattr(self, column.name))
         check_outcome(self.status, self.latency_p10_us, self.latency_p50_us, self.latency_p90_us)
 
     @property
@@ -172,7 +172,8 @@ def fastest(trials: Iterable[Trial]) -> Trial | None:
 LATENCIES = ("latency_p10_us", "latency_p50_us", "latency_p90_us", "baseline_p50_us")
 # Clocks of hosts differ a little; a trial from further ahead would outrank what is measured until then.
 _AHEAD = timedelta(days=1)
-# A thousandth of a nanosecond, and two weeks.
+# A thousandth of a nanosecond, and two weeks: selection multiplies and divides times, which makes none between these
+# bounds 0 or infinite.
 LEAST_US, MOST_US = 1e-6, 1e12
 _MAX_TEXT = 100_000
 _MAX_CONFIG = 10_000
@@ -226,22 +227,6 @@ def id_of(value: object, name: str = "id") -> int:
     return int_of(value, name, low=-(2**63), below=2**63)
 
 
-def bool_of(value: object, name: str) -> bool:
-    """A boolean, which SQLite stores as an integer."""
-    if value not in (0, 1, False, True):
-        raise ValueError(f"{name} is not a boolean: {value!r:.80}")
-    return bool(value)
-
-
-def latency_of(value: Any, name: str) -> float | None:
-    """µs; selection multiplies and divides them, which nothing between these bounds makes 0 or infinite."""
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not LEAST_US <= value <= MOST_US:
-        raise ValueError(f"{name} is not a time in µs: {value!r:.80}")
-    return float(value)
-
-
 def time_of(value: object, name: str = "time") -> datetime:
     """SQLite gives the stored text, other drivers a datetime."""
     if isinstance(value, str):
@@ -282,7 +267,6 @@ def own_columns(model: type[Base]) -> tuple[Column[Any], ...]:
 
 _CHECKS: Mapping[type, Callable[[Any, str], Any]] = {
     BigInteger: id_of,
-    Boolean: bool_of,
     Integer: int_of,
     Text: text_of,
     UtcDateTime: time_of,
@@ -291,17 +275,23 @@ _CHECKS: Mapping[type, Callable[[Any, str], Any]] = {
 
 def typed(column: Column[Any], value: Any) -> Any:
     """A stored value in Python's form, checked by the column's type."""
+    name, kind = column.name, type(column.type)
     if value is None:
         if not column.nullable:
-            raise ValueError(f"{column.name} is missing")
+            raise ValueError(f"{name} is missing")
         return None
-    if isinstance(column.type, Float):
-        if column.name in LATENCIES:
-            return latency_of(value, column.name)
-        if type(value) not in (int, float):  # it may be infinite
-            raise ValueError(f"{column.name} is not a number: {value!r:.80}")
+    if kind is Boolean:  # which SQLite stores as an integer
+        if value not in (0, 1):
+            raise ValueError(f"{name} is not a boolean: {value!r:.80}")
+        return bool(value)
+    if kind is Float:
+        is_number = type(value) in (int, float)
+        if name in LATENCIES and not (is_number and LEAST_US <= value <= MOST_US):
+            raise ValueError(f"{name} is not a time in µs: {value!r:.80}")
+        if not is_number:  # it may be infinite
+            raise ValueError(f"{name} is not a number: {value!r:.80}")
         return float(value)
-    return _CHECKS[type(column.type)](value, column.name)
+    return _CHECKS[kind](value, name)
 
 
 def parse_row(model: type[Base], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,16 +375,18 @@ class Reader:
         self.candidate = functools.cache(lambda op, variant, config: Candidate.of(op, variant, self.config(config)))
         self._digest = functools.cache(lambda config: config_digest(self.config(config)))
 
-    def check_trial(self, row: Mapping[str, Any]) -> tuple[float | None, float | None, float | None, str]:
-        """Refuse a trial that contradicts itself: every reader leaves it out, and `db check` reports it.
+    def trial(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of those of a trial's own columns that the row has, its config parsed; do not change that.
 
-        Returns its percentiles p10, p50 and p90, and its time in ISO 8601.
+        A trial that contradicts itself is refused: every reader leaves it out, and `db check` reports it.
         """
-        p10, p50, p90 = (latency_of(row[name], name) for name in LATENCIES[:3])
-        check_outcome(row["status"], p10, p50, p90)
-        created_at = time_of(row["created_at"], "created_at")
-        if created_at > self.latest:
-            raise ValueError(f"it was made in the future, {created_at}, and would outrank what comes")
+        values = {
+            column.name: typed(column, row[column.name]) for column in own_columns(TrialRow) if column.name in row
+        }
+        values["config"] = self.config(row["config"])
+        check_outcome(values["status"], *(values[name] for name in LATENCIES[:3]))
+        if values["created_at"] > self.latest:
+            raise ValueError(f"it was made in the future, {values['created_at']}, and would outrank what comes")
         if row["config_digest"] != self._digest(row["config"]):
             raise ValueError(f"its config_digest is {row['config_digest']!r:.40}, not that of {row['config']:.80}")
-        return p10, p50, p90, created_at.isoformat()
+        return values

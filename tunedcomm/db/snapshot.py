@@ -101,6 +101,10 @@ _COLUMNS = tuple(
 )
 
 
+# Columns whose values a `Row` has, too.
+_OF_ROWS = (*parse.LATENCIES, "samples", "final")
+
+
 def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Status and fields of a `Row` of each trial that makes sense."""
     rows: Sequence[Any] = connection.execute(select(*_COLUMNS).where(*where)).all()
@@ -112,18 +116,12 @@ def _parsed(connection: Connection, reader: Reader, *where: Any) -> Iterator[tup
             continue  # It was skipped and counted already, or is not there.
         try:
             parse.check_op(variant, problem)
-            p10, p50, p90, created_at = reader.check_trial(row._mapping)
-            parsed = {
+            own = reader.trial(row._mapping)
+            parsed = {name: own[name] for name in _OF_ROWS} | {
                 "problem": problem,
                 "candidate": reader.candidate(problem.op, variant.name, row.config),
                 "source_hash": variant.source_hash,
-                "latency_p50_us": p50,
-                "latency_p10_us": p10,
-                "latency_p90_us": p90,
-                "samples": parse.int_of(row.samples, "samples"),
-                "baseline_p50_us": parse.latency_of(row.baseline_p50_us, "baseline_p50_us"),
-                "final": parse.bool_of(row.final, "final"),
-                "created_at": created_at,
+                "created_at": own["created_at"].isoformat(),
                 "trial_id": parse.id_of(row.id),
             }
         except ValueError as error:
@@ -176,7 +174,7 @@ def _failed_trials(
     good_since = exists().where(
         since.c.environment_id.in_(list(environments)),
         since.c.status == "ok",
-        # As `check_trial` has it: any other trial is read by nobody.
+        # As `Reader.trial` has it: any other trial is read by nobody.
         p50.between(parse.LEAST_US, parse.MOST_US),
         func.coalesce(since.c.latency_p10_us, p50) <= p50,
         func.coalesce(since.c.latency_p90_us, p50) >= p50,
